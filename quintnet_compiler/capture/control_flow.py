@@ -22,6 +22,7 @@ from ..compat.torch_control_flow import control_flow_by
 from ..core.errors import CompileError, Where
 from ..core.replaced import for_this_thread
 from .flex.followed import flex_attention_followed
+from .flex.packed import varlen_attention_followed
 from .places import OWN
 from .watched_trace import user_line
 
@@ -32,9 +33,10 @@ def control_flow_followed() -> Iterator[None]:
 
     Raises:
         CompileError: QN105 for others than those of this module, for a scan over a number of rows that varies, and for
-            a loop whose number of rounds depends on the batch, parameters or buffers; see :mod:`.flex.followed`.
+            a loop whose number of rounds depends on the batch, parameters or buffers; see :mod:`.flex.followed` and
+            :mod:`.flex.packed`.
     """
-    with control_flow_by(_run, for_this_thread), flex_attention_followed():
+    with control_flow_by(_run, for_this_thread), flex_attention_followed(), varlen_attention_followed():
         yield
 
 

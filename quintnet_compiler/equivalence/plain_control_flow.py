@@ -1,6 +1,6 @@
-"""What operators that take functions mean (``torch.cond``, ``scan``, ``map``, ``while_loop``, ``flex_attention``), in
-Python: for the module itself beside a program. They need torch.compile, which does not run inside the modes that watch
-a module, and ``flex_attention`` has no backward on CPUs."""
+"""What operators that take functions mean (``torch.cond``, ``scan``, ``map``, ``while_loop``, ``flex_attention``), and
+``varlen_attn``, in Python: for the module itself beside a program. They need torch.compile, which does not run inside
+the modes that watch a module; on CPUs ``flex_attention`` has no backward, and ``varlen_attn`` no kernel."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from torch import Tensor
 from ..compat.torch import pytree
 from ..compat.torch_control_flow import control_flow_by
 from ..compat.torch_flex import flex_attention_by
+from ..compat.torch_varlen import VarlenCall, varlen_attention_by
 from ..core.replaced import for_this_thread
 
 
 @contextlib.contextmanager
 def in_python() -> Iterator[None]:
     """While inside, branches are chosen and loops run in Python, and attention has all its scores."""
-    with control_flow_by(_run, for_this_thread), flex_attention_by(_attend, for_this_thread):
+    flex = flex_attention_by(_attend, for_this_thread)
+    with control_flow_by(_run, for_this_thread), flex, varlen_attention_by(_attend_packed, for_this_thread):
         yield
 
 
@@ -40,6 +42,26 @@ def _attend(
         seen = create_mask(mask_mod, batch, heads, queries, keys, scores.device)
         scores = scores.masked_fill(~seen, float("-inf"))
     return scores.softmax(-1).nan_to_num(0.0) @ v
+
+
+def _attend_packed(call: VarlenCall, theirs: Callable[[], Any]) -> Tensor | tuple[Any, ...]:
+    """Document by document."""
+    if call.more is not None or call.q_ends is not call.k_ends:
+        return theirs()  # type: ignore[no-any-return]
+    sizes = call.q_ends.diff().tolist()
+    made = []
+    parts = (torch.split(x, [*sizes, len(x) - sum(sizes)]) for x in (call.q, call.k, call.v))
+    for q, k, v in zip(*parts, strict=True):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if call.scale is None else call.scale)
+        ahead = torch.arange(len(k), device=q.device) - torch.arange(len(q), device=q.device)[:, None]
+        hidden = torch.zeros_like(ahead, dtype=torch.bool)
+        if call.right >= 0:
+            hidden |= ahead > call.right
+        if call.left >= 0:
+            hidden |= -ahead > call.left
+        made.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v))
+    return torch.cat(made)
 
 
 def _run(name: str, arguments: Sequence[Any], theirs: Callable[[], Any]) -> Any:

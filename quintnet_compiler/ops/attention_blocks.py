@@ -40,7 +40,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Span:
+class AttentionSpan:
     """Queries and keys of a block, as kernels with windows take them: of n queries and m keys, query i sees the key j
     if ``-left <= j - i - (m - n) <= right``, so that both are counted from the last ones; -1: no condition."""
 
@@ -107,12 +107,12 @@ class Sight:
             return "all"
         return "diagonal" if (block.row, block.rows) == (block.col, block.cols) else "some"
 
-    def spans(self, block: Block) -> Iterator[Span]:
+    def spans(self, block: Block) -> Iterator[AttentionSpan]:
         """What is seen of a block: of each chunk the queries that see any of its keys, and the keys that any of them
         sees.
 
         >>> list(Sight(True, 0).spans(Block(4, 4, 0, 6)))
-        [Span(block=Block(row=4, rows=4, col=0, cols=6), left=-1, right=2)]
+        [AttentionSpan(block=Block(row=4, rows=4, col=0, cols=6), left=-1, right=2)]
         >>> [(x.block, x.left) for x in Sight(True, 3).spans(Block(4, 8, 0, 6))]
         [(Block(row=4, rows=4, col=2, cols=4), 0)]
         """
@@ -129,7 +129,7 @@ class Sight:
                 ahead = end - last  # of the last query, from the last key
                 left = self.window - 1 - ahead if self.window and end - 1 - col >= self.window else -1
                 right = ahead if self.causal and (last - 1 > row or not ahead) else -1
-                yield Span(Block(row, end - row, col, last - col), left, right)
+                yield AttentionSpan(Block(row, end - row, col, last - col), left, right)
 
     def parts(self, block: Block, cells: int, tiled: bool) -> Iterator[tuple[Block, Seen]]:
         """What is seen of a block, as blocks that do not overlap. One that is seen partly is a tile of at most

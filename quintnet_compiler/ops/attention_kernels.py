@@ -65,7 +65,7 @@ class Operands:
 class Lengths:
     """Runs of queries and of keys, one after the other: q [S, H, D], k [T, G, D] and v [T, G, D] of all; where runs end
     among all of them, after a 0 (int32, on the device); the longest; and what a query sees of its keys, see
-    :class:`.attention_blocks.Span`."""
+    :class:`.attention_blocks.AttentionSpan`."""
 
     q: Tensor
     k: Tensor

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .attention_blocks import Block, Span
+from .attention_blocks import AttentionSpan, Block
 from .attention_kernels import AttentionKernel, Lengths
 
 Run: TypeAlias = tuple[int, int, int]  # a row of the batch, and a first place and an end in it
@@ -20,7 +20,7 @@ Where: TypeAlias = tuple[int | slice | Tensor, ...]  # an index of [rows, places
 
 
 @dataclass(frozen=True)
-class Term:
+class AttentionTerm:
     """The attention of queries ``at`` [rows, places] to some keys: [..., H, E], and the logs [..., H]; whether each of
     them sees a key (the log of one that does not is -inf)."""
 
@@ -43,7 +43,7 @@ class Backward:
 
 
 @dataclass(frozen=True)
-class Places:
+class RunPlaces:
     """Runs of places in [rows, heads, places, features], one after the other."""
 
     runs: tuple[Run, ...]
@@ -76,11 +76,11 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Spans:
+class SpansCall:
     """A call: in these rows of the batch these queries see these keys."""
 
-    queries: Places
-    keys: Places
+    queries: RunPlaces
+    keys: RunPlaces
     left: int
     right: int
 
@@ -92,10 +92,10 @@ class Spans:
         )
         return Lengths(q, k, v, q_ends, k_ends, most_q, most_k, self.left, self.right)
 
-    def forward(self, kernel: AttentionKernel, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Term:
+    def forward(self, kernel: AttentionKernel, scale: float, q: Tensor, k: Tensor, v: Tensor) -> AttentionTerm:
         assert kernel.lengths is not None
         out, lse = kernel.lengths.forward(self._operands(q, k, v), scale)
-        return Term(self.queries.where(q.transpose(1, 2)), out, lse.T, True)
+        return AttentionTerm(self.queries.where(q.transpose(1, 2)), out, lse.T, True)
 
     def backward(self, kernel: AttentionKernel, scale: float, given: Backward) -> tuple[tuple[Where, Tensor], ...]:
         assert kernel.lengths is not None
@@ -127,7 +127,7 @@ class Calls:
     block: Block
     _by_window: dict[tuple[int, int], list[_Call]] = field(default_factory=dict)
 
-    def add(self, row: int, spans: Iterable[Span]) -> None:
+    def add(self, row: int, spans: Iterable[AttentionSpan]) -> None:
         for span in spans:
             queries, keys = ((row, at.start, at.stop) for at in self.block.places(span.block))
             calls = self._by_window.setdefault((span.left, span.right), [])
@@ -139,9 +139,9 @@ class Calls:
             call.keys.append(keys)
 
     @property
-    def made(self) -> Sequence[Spans]:
+    def made(self) -> Sequence[SpansCall]:
         return [
-            Spans(Places(tuple(call.queries)), Places(tuple(call.keys)), *window)
+            SpansCall(RunPlaces(tuple(call.queries)), RunPlaces(tuple(call.keys)), *window)
             for window, calls in self._by_window.items()
             for call in calls
         ]

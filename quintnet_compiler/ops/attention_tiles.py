@@ -20,7 +20,7 @@ from .attention import visible
 from .attention_blocks import Block, Sight
 from .attention_ids import FEW, Pair, Row
 from .attention_kernels import AttentionKernel, Gradients, Operands, kernel_for
-from .attention_spans import Backward, Calls, Spans, Term, Where
+from .attention_spans import AttentionTerm, Backward, Calls, SpansCall, Where
 
 FEATURES = 8  # of a head: kernels of GPUs take multiples of so many
 NONE = float("-inf")  # the log of a sum of no exponentials
@@ -94,7 +94,7 @@ class Total:
         self.like, self.shape, self.wide = q, (*q.shape[:3], width), widened(q.dtype)
         self.sums: tuple[Tensor, Tensor] | None = None
 
-    def add(self, term: Term) -> None:
+    def add(self, term: AttentionTerm) -> None:
         """The attention of some of the queries to other keys."""
         if self.sums is None:
             if term.seen and term.out.numel() == math.prod(self.shape):
@@ -156,10 +156,10 @@ class _Part:
         """``lse`` with another value for queries that see nothing."""
         return lse if self.blind is None else lse.masked_fill(self.blind, of_blind)
 
-    def forward(self, kernel: AttentionKernel, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Term:
+    def forward(self, kernel: AttentionKernel, scale: float, q: Tensor, k: Tensor, v: Tensor) -> AttentionTerm:
         out, lse = kernel.forward(self._operands(q, k, v), scale)
         lse = self._log(lse, NONE)
-        return Term((self.batch, self.rows), out.transpose(1, 2), lse.transpose(1, 2), self.mask is None)
+        return AttentionTerm((self.batch, self.rows), out.transpose(1, 2), lse.transpose(1, 2), self.mask is None)
 
     def backward(self, kernel: AttentionKernel, scale: float, given: Backward) -> tuple[tuple[Where, Tensor], ...]:
         batch, rows, cols = self.batch, self.rows, self.cols
@@ -216,7 +216,7 @@ class AttentionTiles:
                 mine[at] += term[..., :width].reshape(mine[at].shape)
             del part, found, term
 
-    def _parts(self, block: Block, q: Tensor, ids: Ids, kernel: AttentionKernel) -> Iterator[_Part | Spans]:
+    def _parts(self, block: Block, q: Tensor, ids: Ids, kernel: AttentionKernel) -> Iterator[_Part | SpansCall]:
         """What is seen of a block. Where the kernel takes runs of unequal lengths, all that needs no mask of its own is
         in as few calls as possible."""
         calls = Calls(block)

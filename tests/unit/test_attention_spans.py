@@ -20,8 +20,8 @@ from quintnet_compiler.ops.attention_spans import Calls
 from quintnet_compiler.ops.attention_tiles import AttentionInputs, AttentionTiles
 from quintnet_compiler.ops.tiled_attention import attend_runs, attend_runs_backward
 
-from .looped_spans import LoopedSpans
-from .test_tiled_attention import MASKS, _program
+from ..looped_spans import LoopedSpans
+from ..test_tiled_attention import MASKS, _program
 
 torch.set_num_threads(1)
 SIGHTS = [Sight(*one) for one in itertools.product((False, True), (0, 1, 3, 5), (0, 3))]

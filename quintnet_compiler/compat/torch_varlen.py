@@ -1,0 +1,86 @@
+"""Private names of torch: ``torch.nn.attention.varlen``, whose function calls an operator that only CUDA has."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "VarlenCall",  # what a model asks of varlen_attn
+    "varlen_attention_by",
+]
+
+_VARLEN = "torch.nn.attention.varlen"
+
+
+@dataclass(frozen=True)
+class VarlenCall:
+    """A call of ``varlen_attn``: q [S, H, D], k [T, G, D], v [T, G, E]; where documents end among queries and keys,
+    after a 0; how many keys before and behind its own a query sees (-1: all). ``more``: what else is asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_ends: Tensor
+    k_ends: Tensor
+    scale: float | None
+    left: int
+    right: int
+    more: str | None
+
+
+@contextlib.contextmanager
+def varlen_attention_by(run: Callable[[VarlenCall, Callable[[], Any]], Any], replace: Any) -> Iterator[None]:
+    """Inside, what ``varlen_attn`` computes is ``run(call, theirs)``; ``theirs``: what torch would do.
+    ``replace(ours, theirs)`` is what the process calls meanwhile. Instead: a function of our own in its place, which a
+    model that imported it before would not call.
+    """
+    module: Any = sys.modules.get(_VARLEN)
+    if module is None:  # no model uses it
+        yield
+        return
+    operators: Any = torch.ops.torch_attn
+    theirs = operators._varlen_attn
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, *rest: Any) -> tuple[Any, ...]:
+        _, _, causal, scale, window, *added = rest
+        left, right = window or (-1, -1)
+        asked = [name for name, given in zip(("enable_gqa", "seqused_k", "block_table"), added, strict=False)
+                 if name != "enable_gqa" and given is not None]  # fmt: skip
+        asked += ["return_aux"] if _logs_asked(inspect.currentframe(), module.varlen_attn.__code__) else []
+        call = VarlenCall(q, k, v, q_ends, k_ends, scale, left, 0 if causal else right, next(iter(asked), None))
+        made = run(call, lambda: theirs(q, k, v, q_ends, k_ends, *rest))
+        return made if isinstance(made, tuple) else (made, None, None)
+
+    with mock.patch.object(operators, "_varlen_attn", _Called(theirs, replace(ours, theirs))):
+        yield
+
+
+class _Called:
+    """An operator whose call is another function: torch goes through the operators of a namespace meanwhile."""
+
+    def __init__(self, operator: Any, call: Callable[..., Any]) -> None:
+        self.operator, self.call = operator, call
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self.call(*given, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.operator, name)
+
+
+def _logs_asked(frame: FrameType | None, function: Any) -> bool:
+    """Whether the call of ``function`` that led to ``frame`` wants logs of sums of exponentials."""
+    while frame is not None and frame.f_code is not function:
+        frame = frame.f_back
+    asked = None if frame is None else frame.f_locals.get("return_aux")
+    return bool(asked is not None and asked.lse)
