@@ -21,7 +21,7 @@ import quintnet
 from quintnet_compiler.cost_models.hardware import H100
 from quintnet_compiler.ops.attention import attention
 from quintnet_compiler.ops.attention_blocks import Sight
-from quintnet_compiler.ops.attention_tiles import AttentionInputs, AttentionTiles
+from quintnet_compiler.ops.attention_tiles import AttentionInputs, AttentionTiles, Ids
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.tiled_attention import (
     attend_runs,
@@ -252,7 +252,7 @@ def test_memory_of_tiles_is_what_the_simulation_says(dtype: torch.dtype, packed:
     """At most, and at least half of it, with what is returned."""
     q, k = (torch.randn(1, 4, n, 64).to(dtype) for n in (512, 1024))
     segments = torch.zeros(1, 1024, dtype=torch.int64) if packed else None
-    tiles, given = AttentionTiles(0.1, Sight(True, 0), 2**16), AttentionInputs(q, k, k, None, segments)
+    tiles, given = AttentionTiles(0.1, Sight(True, 0), 2**16), AttentionInputs(q, k, k, Ids(None, segments))
     rest = (None, segments, None, 0.1, "causal", 2**16)
     with torch.no_grad():
         with _LiveBytes(q, k) as forward:

@@ -160,7 +160,10 @@ class FlashLengths:
 
 
 def _runs(given: Lengths) -> tuple[Tensor, Tensor, int, int]:
-    return given.q_ends, given.k_ends, max(2, given.most_q), given.most_k  # one query is laid out in another way
+    """The longest runs are bounds. One query alone is laid out in another way, and a window of at least so many keys is
+    taken for none, also where queries are ahead of the last key."""
+    longest = max(2, given.most_q, given.most_k)
+    return given.q_ends, given.k_ends, longest, longest
 
 
 def _causal(given: Lengths) -> bool:

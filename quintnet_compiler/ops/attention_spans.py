@@ -47,6 +47,7 @@ class RunPlaces:
     """Runs of places in [rows, heads, places, features], one after the other."""
 
     runs: tuple[Run, ...]
+    _on: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -61,8 +62,7 @@ class RunPlaces:
                 return self.runs[0][0], slice(self.runs[0][1], self.runs[-1][2])
             if (at[0][0], at[-1][1]) == (0, rows * length):
                 return (slice(None),)
-        places = torch.cat([torch.arange(first, end) for first, end in at])
-        return tuple(x.to(like.device) for x in (places // length, places % length))
+        return self._on_device(like.device)[1:]
 
     def taken(self, x: Tensor) -> Tensor:
         """Of [rows, heads, places, ...]: [places of the runs, heads, ...]."""
@@ -72,7 +72,16 @@ class RunPlaces:
 
     def ends(self, device: torch.device) -> Tensor:
         """Where each run ends among all, after a 0."""
-        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
+        return self._on_device(device)[0]
+
+    def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Ends, and the row of the batch and the place of each position: what layers share is copied once."""
+        if device not in self._on:
+            ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+            rows = torch.tensor([row for row, _, _ in self.runs]).repeat_interleave(torch.tensor(self.lengths))
+            places = torch.cat([torch.arange(first, end) for _, first, end in self.runs])
+            self._on[device] = ends.to(device), rows.to(device), places.to(device)
+        return self._on[device]
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ The attention to all keys is the sum of those to parts of them, weighted by thei
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,26 +23,9 @@ from .attention_ids import FEW, Pair, Row
 from .attention_kernels import AttentionKernel, Gradients, Operands, kernel_for
 from .attention_spans import AttentionTerm, Backward, Calls, SpansCall, Where
 
+Shown: TypeAlias = tuple[Sequence[SpansCall], Sequence[tuple[int | None, Pair]]]  # pairs of a row of the batch, or all
 FEATURES = 8  # of a head: kernels of GPUs take multiples of so many
 NONE = float("-inf")  # the log of a sum of no exponentials
-
-
-@dataclass(frozen=True)
-class AttentionInputs:
-    """What attention reads: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E]; and what says of all positions [B, length],
-    on the host, which are seen (see :data:`.attention.attention`)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    padding: Tensor | None = None
-    segments: Tensor | None = None
-    groups: Tensor | None = None
-    few: int = FEW
-
-    @cached_property
-    def ids(self) -> Ids:
-        return Ids(self.padding, self.segments, self.groups, self.few)
 
 
 @dataclass(frozen=True)
@@ -52,6 +36,7 @@ class Ids:
     segments: Tensor | None = None
     groups: Tensor | None = None
     few: int = FEW
+    _found: dict[tuple[object, ...], Shown] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -69,6 +54,27 @@ class Ids:
             return sight.seen(block) is not None
         return any(row.sees(sight, block) for row in self.rows)
 
+    def shown(self, sight: Sight, block: Block, count: int, *, lengths: bool) -> Shown:
+        """What is seen of a block in ``count`` rows of the batch; the layers of a model ask for the same. ``lengths``:
+        what needs no mask of its own is in as few calls as possible."""
+        key = (sight, block, count, lengths)
+        if key not in self._found:
+            calls, pairs = Calls(block), list[tuple[int | None, Pair]]()
+            every: list[tuple[int | None, Pair]] = [
+                (i, pair)
+                for i, row in enumerate(self.rows)
+                for pair in (row.apart if lengths else row).pairs(sight, block)
+            ]
+            if not self.rows:
+                every = [(i, Pair(block, sight)) for i in (range(count) if lengths else [None])]
+            for row, pair in every:
+                if lengths and row is not None and not pair.hidden:
+                    calls.add(row, pair.sight.spans(pair.block))
+                else:
+                    pairs.append((row, pair))
+            self._found[key] = calls.made, pairs
+        return self._found[key]
+
     def mask(self, sight: Sight, row: int, part: Block, device: torch.device) -> Tensor:
         """[1, 1, queries, keys]: which are seen in one row of the batch."""
         rows, cols = (
@@ -84,6 +90,17 @@ class Ids:
         padding = None if self.padding is None else self.padding[at, part.col : part.ends[1]].to(device)
         mask = visible(rows, cols, sight, padding=padding, segments=both(self.segments), groups=both(self.groups))
         return mask if mask.dim() == 4 else mask[None, None]
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What attention reads: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E]; and what says of all positions [B, length],
+    on the host, which are seen (see :data:`.attention.attention`)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ids: Ids
 
 
 class Total:
@@ -217,22 +234,10 @@ class AttentionTiles:
             del part, found, term
 
     def _parts(self, block: Block, q: Tensor, ids: Ids, kernel: AttentionKernel) -> Iterator[_Part | SpansCall]:
-        """What is seen of a block. Where the kernel takes runs of unequal lengths, all that needs no mask of its own is
-        in as few calls as possible."""
-        calls = Calls(block)
-        for row, pair in self._pairs(block, q.shape[0], ids, kernel):
-            if kernel.lengths is not None and row is not None and not pair.hidden:
-                calls.add(row, pair.sight.spans(pair.block))
-            else:
-                yield from self._tiles(block, q, ids, kernel.fused, row, pair)
-        yield from calls.made
-
-    def _pairs(self, block: Block, count: int, ids: Ids, kernel: AttentionKernel) -> Iterator[tuple[int | None, Pair]]:
-        """What is seen in a row of the batch (None: in all)."""
-        if not ids.rows:
-            yield from ((row, Pair(block, self.sight)) for row in (range(count) if kernel.lengths else [None]))
-        for i, row in enumerate(ids.rows):
-            yield from ((i, pair) for pair in (row.apart if kernel.lengths else row).pairs(self.sight, block))
+        calls, pairs = ids.shown(self.sight, block, q.shape[0], lengths=kernel.lengths is not None)
+        for row, pair in pairs:
+            yield from self._tiles(block, q, ids, kernel.fused, row, pair)
+        yield from calls
 
     def _tiles(self, block: Block, q: Tensor, ids: Ids, fused: bool, row: int | None, pair: Pair) -> Iterator[_Part]:
         batch = slice(None) if row is None else slice(row, row + 1)

@@ -13,7 +13,7 @@ from ..core.precision import widened
 from .attention import IDS
 from .attention_blocks import Block, Sight
 from .attention_kernels import Gradients
-from .attention_tiles import AttentionInputs, AttentionTiles, Total
+from .attention_tiles import AttentionInputs, AttentionTiles, Ids, Total
 from .define import define_operator
 
 POSITIONS = 2  # the dim of positions in q, k and v
@@ -63,11 +63,11 @@ def attend_runs_backward(
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     """Where no axis splits positions, no rank is needed."""
-    return attend_runs(*_whole(how), AttentionInputs(q, k, v, *how[: len(IDS)]))
+    return attend_runs(*_whole(how), AttentionInputs(q, k, v, Ids(*how[: len(IDS)])))
 
 
 def _attend_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *how: Any) -> Gradients:
-    return attend_runs_backward(*_whole(how), AttentionInputs(q, k, v, *how[: len(IDS)]), grad, out, lse)
+    return attend_runs_backward(*_whole(how), AttentionInputs(q, k, v, Ids(*how[: len(IDS)])), grad, out, lse)
 
 
 def _whole(how: Sequence[Any]) -> tuple[AttentionTiles, Runs]:

@@ -17,7 +17,7 @@ from quintnet_compiler.ops.attention_blocks import Block, Sight
 from quintnet_compiler.ops.attention_ids import Row
 from quintnet_compiler.ops.attention_kernels import Matmuls
 from quintnet_compiler.ops.attention_spans import Calls
-from quintnet_compiler.ops.attention_tiles import AttentionInputs, AttentionTiles
+from quintnet_compiler.ops.attention_tiles import AttentionInputs, AttentionTiles, Ids
 from quintnet_compiler.ops.tiled_attention import attend_runs, attend_runs_backward
 
 from ..looped_spans import LoopedSpans
@@ -64,7 +64,7 @@ def _given(rows: int, documents: Tensor | None, **more: Any) -> AttentionInputs:
         torch.randn(rows, heads, 24, width, generator=dice, dtype=torch.float64)
         for heads, width in ((4, 6), (2, 6), (2, 4))
     )
-    return AttentionInputs(q, k, v, segments=documents, **more)
+    return AttentionInputs(q, k, v, Ids(segments=documents, **more))
 
 
 DOCUMENTS = {
@@ -85,7 +85,7 @@ def test_calls_equal_a_mask(loop: LoopedSpans, mask: str, documents: str) -> Non
     tiles, runs = AttentionTiles(0.3, sight, 2**10), [(2, 9), (15, 6)]
     positions = torch.cat([torch.arange(first, first + count) for first, count in runs])
     padding = torch.arange(24).expand(2, 24) % 23 > 1 if documents == "padded" else None
-    given = AttentionInputs(given.q[:, :, positions], given.k, given.v, padding, ids)
+    given = AttentionInputs(given.q[:, :, positions], given.k, given.v, Ids(padding, ids))
     both = None if ids is None else (ids[:, positions], ids)
     seen = visible(positions, torch.arange(24), sight, padding=padding, segments=both)
     expected = [x.clone().requires_grad_() for x in (given.q, given.k, given.v)]

@@ -152,7 +152,7 @@ def _compare(
     wanted = [expected.detach(), *torch.autograd.grad(expected, leaves, grad.double())]
 
     tiles = AttentionTiles(0.3, sight, tile_bytes)
-    inputs = AttentionInputs(given[0], given[1], given[2], padding, segments, groups, few)
+    inputs = AttentionInputs(given[0], given[1], given[2], Ids(padding, segments, groups, few))
     out, lse = attend_runs(tiles, runs, inputs)
     found = [out, *attend_runs_backward(tiles, runs, inputs, grad, out, lse)]
     for a, b in zip(found, wanted, strict=True):
@@ -195,7 +195,7 @@ def test_other_dtypes(
 
 def test_a_query_that_sees_nothing_has_no_log() -> None:
     q = torch.randn(1, 1, 4, 8)
-    given = AttentionInputs(q, q, q, torch.tensor([[False, False, True, True]]))
+    given = AttentionInputs(q, q, q, Ids(torch.tensor([[False, False, True, True]])))
     tiles = AttentionTiles(1.0, Sight(True, 0), 16)
     out, lse = attend_runs(tiles, [(0, 4)], given)
     assert lse[0, 0].isneginf().tolist() == [True, True, False, False] and not out[0, 0, :2].any()
@@ -217,7 +217,7 @@ def test_keys_that_are_not_seen_do_not_count_beside_very_small_scores(
     padding = torch.tensor([[False, False, *[True] * (LENGTH - 2)]])
     for sight in (Sight(True, 0), Sight(True, 3)):
         expected = _at_once(q.double() / 0.3, k.double(), v.double(), padding, None, torch.arange(LENGTH), sight)
-        out, _ = attend_runs(AttentionTiles(1.0, sight, 40), [(0, LENGTH)], AttentionInputs(q, k, v, padding))
+        out, _ = attend_runs(AttentionTiles(1.0, sight, 40), [(0, LENGTH)], AttentionInputs(q, k, v, Ids(padding)))
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-2)
 
 
@@ -232,16 +232,16 @@ def test_no_mask_is_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CpuKernel, "forward", seen)
     q, k = torch.randn(1, 2, 64, 8), torch.randn(1, 2, 256, 8)
-    attend_runs(AttentionTiles(1.0, Sight(True, 0), 1024), [(192, 64)], AttentionInputs(q, k, k))
+    attend_runs(AttentionTiles(1.0, Sight(True, 0), 1024), [(192, 64)], AttentionInputs(q, k, k, Ids()))
     assert [(x.k.shape[2], x.bias, x.causal) for x in calls] == [(192, None, False), (64, None, True)]
     calls.clear()  # documents from 0 to 150 and from 150 on
     long = (torch.arange(256) >= 150).long()[None]
-    attend_runs(AttentionTiles(1.0, Sight(True, 0), 1024), [(128, 64)], AttentionInputs(q, k, k, None, long))
+    attend_runs(AttentionTiles(1.0, Sight(True, 0), 1024), [(128, 64)], AttentionInputs(q, k, k, Ids(None, long)))
     assert [(x.q.shape[2], x.k.shape[2], x.causal) for x in calls] == [(22, 128, False), (22, 22, True), (42, 42, True)]
     assert all(x.bias is None for x in calls)
     calls.clear()  # documents of 5 positions: runs of 64 with masks
     short = (torch.arange(256) // 5)[None]
-    attend_runs(AttentionTiles(1.0, Sight(True, 0), 1024), [(128, 64)], AttentionInputs(q, k, k, None, short))
+    attend_runs(AttentionTiles(1.0, Sight(True, 0), 1024), [(128, 64)], AttentionInputs(q, k, k, Ids(None, short)))
     assert all(x.bias is not None and x.bias.numel() * 4 <= 1024 for x in calls)
     assert sum(x.bias.numel() for x in calls if x.bias is not None) <= 64 * 3 * 70
 
@@ -319,7 +319,11 @@ def _lengths(q: Tensor, k: Tensor, v: Tensor, *given: Any, window: dict[str, int
     assert p == 0.0 and q_ends.dtype == k_ends.dtype == torch.int32 and most_q > 1
     assert all(x.stride(-1) == 1 for x in (q, k, v))
     left, right = (window.get(f"window_size_{side}", -1) for side in ("left", "right"))
-    return Lengths(q, k, v, q_ends, k_ends, most_q, most_k, left, 0 if causal else right)
+    right = 0 if causal else right
+    left, right = (-1 if side >= most_k else side for side in (left, right))  # as the kernel reads them
+    if left < 0 <= right or right < 0 <= left:
+        left, right = (most_k if side < 0 else side for side in (left, right))
+    return Lengths(q, k, v, q_ends, k_ends, most_q, most_k, left, right)
 
 
 def _flash(*given: Any, scale: float, **window: int) -> Any:
@@ -389,6 +393,6 @@ def test_operators_know_the_shapes_of_their_results() -> None:
         fakes = [mode.from_tensor(x) for x in (q, k, v)]
         out, lse = tiled_attention.tiled_attention(*fakes, *how)
         found = tiled_attention.tiled_attention_backward(out, *fakes, out, lse, *how)
-    made = attend_runs(AttentionTiles(1.0, Sight(True, 0), 64), [(6, 6)], AttentionInputs(q, k, v))
+    made = attend_runs(AttentionTiles(1.0, Sight(True, 0), 64), [(6, 6)], AttentionInputs(q, k, v, Ids()))
     assert [x.shape for x in (out, lse)] == [x.shape for x in made]
     assert [x.shape for x in found] == [x.shape for x in (q, k, v)]

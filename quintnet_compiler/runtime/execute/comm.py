@@ -16,7 +16,7 @@ from ...core.rng import DISTRIBUTIONS, Key, keep_mask
 from ...core.sharding import Shard
 from ...ops.attention import IDS
 from ...ops.attention_blocks import Sight
-from ...ops.attention_tiles import AttentionInputs, AttentionTiles
+from ...ops.attention_tiles import AttentionInputs, AttentionTiles, Ids
 from ...ops.collectives import COLLECTIVES
 from ...ops.paged_attention import PageAccess, attend_pages
 from ...ops.tiled_attention import attend_runs, attend_runs_backward
@@ -63,6 +63,7 @@ class Comm:
         self.scale = 1.0
         self.under_way: dict[int, tuple[Tensor, Callable[[], Any]]] = {}  # by the identity of a tensor
         self.pages: dict[tuple[int, int, int], tuple[PageAccess, Tensor, Tensor]] = {}  # by those of two, and a window
+        self.ids: dict[tuple[int, ...], Ids] = {}  # by those of its tensors: the layers of a piece read the same
 
     def gather_early(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
@@ -211,7 +212,7 @@ class Comm:
 
     def ring_attention(self, q: Tensor, axis: str, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
         """Attention of this rank's positions to those of all ranks of ``axis``, see :mod:`..transport.ring`."""
-        return ring_forward(self._ring(axis, *how[len(IDS) :]), AttentionInputs(q, k, v, *how[: len(IDS)]))
+        return ring_forward(self._ring(axis, *how[len(IDS) :]), AttentionInputs(q, k, v, self._read(*how[: len(IDS)])))
 
     def ring_attention_backward(
         self,
@@ -225,8 +226,12 @@ class Comm:
         *how: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v of ``ring_attention``."""
-        given = AttentionInputs(q, k, v, *how[: len(IDS)])
+        given = AttentionInputs(q, k, v, self._read(*how[: len(IDS)]))
         return ring_backward(self._ring(axis, *how[len(IDS) :]), given, grad, out, lse)
+
+    def _read(self, padding: Tensor | None, segments: Tensor | None, groups: Tensor | None) -> Ids:
+        """What says of positions which are seen."""
+        return self.ids.setdefault((id(padding), id(segments), id(groups)), Ids(padding, segments, groups))
 
     def _ring(self, axis: str, scale: float, mask: str, balance: bool, tile_bytes: int, at: int) -> Ring:
         tiles = AttentionTiles(scale, Sight.parse(mask), tile_bytes)
@@ -234,7 +239,7 @@ class Comm:
 
     def tiled_attention(self, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
         """Attention of this rank's positions to all, see :mod:`quintnet_compiler.ops.tiled_attention`."""
-        return attend_runs(*self._runs(*how[len(IDS) :]), AttentionInputs(q, k, v, *how[: len(IDS)]))
+        return attend_runs(*self._runs(*how[len(IDS) :]), AttentionInputs(q, k, v, self._read(*how[: len(IDS)])))
 
     def tiled_attention_backward(
         self,
@@ -247,7 +252,7 @@ class Comm:
         *how: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v of ``tiled_attention``."""
-        given = AttentionInputs(q, k, v, *how[: len(IDS)])
+        given = AttentionInputs(q, k, v, self._read(*how[: len(IDS)]))
         return attend_runs_backward(*self._runs(*how[len(IDS) :]), given, grad, out, lse)
 
     def _runs(

@@ -154,6 +154,7 @@ class Executor:
         self.preemption = how.preemption
         self.comm.under_way.clear()  # of a step that failed
         self.comm.pages.clear()
+        self.comm.ids.clear()
         if self.gradients is not None:
             self.gradients.begin(how.scale or 1.0)
         for stage in self.part.stages:
@@ -195,6 +196,7 @@ class Executor:
 
     def _run(self, action: Action, label: str, dynamic: list[Tensor]) -> Sequence[Tensor]:
         self.comm.microbatch = action.microbatch
+        self.comm.ids.clear()
         if self.batches > 1:  # each draws numbers of its own
             self.comm.step = self.first_draw + action.microbatch
         args = [self.comm, *self.static[action.stage, label], *dynamic]
