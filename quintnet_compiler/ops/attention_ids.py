@@ -31,6 +31,8 @@ class IdRun:
 
     def cut(self, first: int, end: int) -> IdRun | None:
         """What of it is from ``first`` to before ``end``."""
+        if first <= self.first and self.end <= end:
+            return self
         first, end = max(first, self.first), min(end, self.end)
         return IdRun(first, end, self.documents, self.groups, self.seen, self.alike) if first < end else None
 
@@ -97,12 +99,13 @@ class Row:
     def _pairs(self, block: Block) -> Iterator[tuple[IdRun, IdRun]]:
         """Runs of queries and of keys of a block that have a document or a group in common."""
         (row_end, col_end), of_document, of_group = block.ends, *self._places
+        from_key, to_key = _at(self.keys, block.col), _at(self.keys, col_end - 1)
         for mine in self.queries[_at(self.queries, block.row) :]:
             if mine.first >= row_end:
                 break
             queries = mine.cut(block.row, row_end)
             found = [of_document[one] for one in mine.documents] + [of_group[one] for one in mine.groups]
-            for place in _within(found, _at(self.keys, block.col), _at(self.keys, col_end - 1)):
+            for place in _within(found, from_key, to_key):
                 keys = self.keys[place].cut(block.col, col_end)
                 if queries is not None and keys is not None:
                     yield queries, keys

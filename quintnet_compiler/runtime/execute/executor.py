@@ -196,7 +196,6 @@ class Executor:
 
     def _run(self, action: Action, label: str, dynamic: list[Tensor]) -> Sequence[Tensor]:
         self.comm.microbatch = action.microbatch
-        self.comm.ids.clear()
         if self.batches > 1:  # each draws numbers of its own
             self.comm.step = self.first_draw + action.microbatch
         args = [self.comm, *self.static[action.stage, label], *dynamic]
