@@ -19,7 +19,7 @@ from ...ir.builder import GraphBuilder
 from ...ops.collectives import COLLECTIVES, ring_attention, ring_attention_backward
 from ...ops.cross_entropy import nll_terms, nll_terms_backward
 from ...ops.experts.grouped_rows import group_rows, grouped_bias_grad, grouped_linear, grouped_weight_grad, ungroup_rows
-from ...ops.rank_local import embedding_rows, embedding_rows_backward
+from ...ops.rank_local import embedding_rows, embedding_rows_backward, pick_experts, place_experts
 from ...ops.tiled_attention import tiled_attention, tiled_attention_backward
 from .operator_trace import VIEWS, Template, trace
 from .row_strides import rows_are_neighbours
@@ -29,6 +29,7 @@ _TRANSPOSES = {
     **{one.op: one.transpose for one in COLLECTIVES.values()},
     group_rows: ungroup_rows,
     ungroup_rows: group_rows,
+    pick_experts: place_experts,
 }
 _ATTENTION = {ring_attention: (ring_attention_backward, 2), tiled_attention: (tiled_attention_backward, 0)}
 # What an operator left behind: called with the gradients of its outputs, appends its backward and returns the

@@ -36,7 +36,7 @@ from ...ops.rules.notation import Factors
 from ...ops.scaled_products import block_max
 from .padding import peel, without_fill
 from .rewrites.scaled_experts import ScaledLayer, Wrong, largest_over
-from .rewrites.token_dispatch import moved_there, travels, wrong_way
+from .rewrites.token_dispatch import moved_there, splits, travels, wrong_way
 from .strategies import Reading, Rules
 from .tables import bare
 
@@ -180,7 +180,8 @@ def _reads(local: LocalProgram, node: fx.Node, own: frozenset[str]) -> tuple[fx.
         way, there = travels(axes, chosen), moved_there(axes, chosen)
         scaled = ScaledLayer(node, reads[2:], axes, chosen) if node.target is scaled_expert_linear else None
         experts = shape(tensor_inputs(node)[2])[0]
-        if why := wrong_way(made[0], reads, way, there, experts, bool(node.args[4]), scaled):
+        split = splits(axes, chosen)
+        if why := wrong_way(made[0], reads, way, there, split, experts, bool(node.args[4]), scaled):
             raise _fail(f"{node.name}: {why}", node)
     while todo:
         here = todo.pop()

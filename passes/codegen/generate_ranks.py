@@ -41,7 +41,7 @@ class GenerateRanks:
 
     Ensures: each stage has every value that it needs from itself, from ``once``, or by a transfer; the schedule with
     its transfers is verified; the generated code of all ranks of a stage is the same. ``bucket_mib``,
-    ``expert_imbalance`` and ``offload``: see :class:`...ir.plan.Plan`.
+    ``expert_imbalance``, ``hot_rows`` and ``offload``: see :class:`...ir.plan.Plan`.
     """
 
     mesh: Mesh
@@ -49,6 +49,7 @@ class GenerateRanks:
     checked: bool = True
     bucket_mib: float = BUCKET_MIB
     expert_imbalance: float = 1.0
+    hot_rows: float | None = None
     offload: tuple[Offloaded, ...] = ()
 
     def __call__(self, program: DifferentiatedProgram, /) -> DistributedProgram:
@@ -93,6 +94,7 @@ class GenerateRanks:
             self.bucket_mib,
             end=_end(whole, made),
             expert_imbalance=self.expert_imbalance,
+            hot_rows=self.hot_rows,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,12 +15,10 @@ from ...core.annotations import facts, is_getitem, leaf, needs_grad, origin, sha
 from ...core.errors import REPORT, CompileError
 from ...core.sharding import AxisType, I, P, R, Shard, Sharding, conversion_path, local_shape, plain
 from ...ir.builder import GraphBuilder
-from ...ir.program import TILE_BYTES, Axis, Gathered, LocalProgram, ShardedProgram, StagedProgram, outputs
+from ...ir.program import TILE_BYTES, Gathered, LocalProgram, ShardedProgram, StagedProgram, outputs
 from ...ops.attention import attention
-from ...ops.collectives import combine, convert, dispatch, dispatch_plan, share
+from ...ops.collectives import convert, share
 from ...ops.cross_entropy import nll_terms, row_nll
-from ...ops.experts.expert_linear import counts_on_host
-from ...ops.experts.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rank_local import (
     DRAWS,
@@ -28,7 +26,6 @@ from ...ops.rank_local import (
     dropout,
     embedding_rows,
     keep_mask,
-    local_experts,
     local_noise,
     microbatch,
     noise,
@@ -36,11 +33,11 @@ from ...ops.rank_local import (
 )
 from ...ops.rules.notation import Rule
 from ...ops.scaled_products import CASTS, block_max
-from ..strategies.expert_axes import hops, moved_there
+from ..strategies.hot_experts import hot_experts
 from ..strategies.rule_book import RuleBook
 from .lower_attention import LowerAttention
+from .lower_experts import LowerExperts
 from .padding import Mixed, Padding, mixed, padded_dims
-from .scaled_experts import ScaledExperts
 from .scales import largest_of_ranks
 
 aten = torch.ops.aten
@@ -57,15 +54,18 @@ class InsertCommunication:
     A conversion belongs to the stage of its source if it makes the value smaller or whole once for all (reductions,
     slices), else to the stage of the user. What gathers a stored parameter comes before all its other conversions, and
     runs once a step where the program says so. ``context_load_balance`` and ``attention_tile_bytes``: see
-    :class:`.lower_attention.LowerAttention`.
+    :class:`.lower_attention.LowerAttention`; ``hot_experts``: :mod:`..strategies.hot_experts`.
     """
 
     rules: dict[Any, Rule]
     context_load_balance: bool = True
     attention_tile_bytes: int = TILE_BYTES
+    hot_experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def __call__(self, staged: StagedProgram, /) -> LocalProgram:
-        return _CommunicationLowering(staged, self.rules, self.context_load_balance, self.attention_tile_bytes).run()
+        hot = hot_experts(staged.sharded.program.graph, self.hot_experts)
+        how = self.context_load_balance, self.attention_tile_bytes, hot
+        return _CommunicationLowering(staged, self.rules, *how).run()
 
 
 @dataclass
@@ -74,6 +74,7 @@ class _CommunicationLowering:
     rules: dict[Any, Rule]
     balance: bool = True
     tile_bytes: int = TILE_BYTES
+    hot: Mapping[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     stage: dict[fx.Node, int] = field(default_factory=dict)
     sharding: dict[fx.Node, Sharding] = field(default_factory=dict)
     made: dict[tuple[fx.Node, int, Sharding, int | None], fx.Node] = field(default_factory=dict)
@@ -83,13 +84,14 @@ class _CommunicationLowering:
         self.axes = self.sharded.axes
         self.builder = GraphBuilder(self.sharded.program.mode)
         self.local: dict[tuple[fx.Node, int], fx.Node] = {}
-        self.planned: dict[tuple[Any, ...], tuple[fx.Node, ...]] = {}
+        self.host_copies: dict[tuple[fx.Node, int | None], fx.Node] = {}
         self.reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.at_start: set[fx.Node] = set()
         self.deferred: dict[fx.Node, fx.Node] = {}
         self.copies: dict[tuple[fx.Node, int | None], fx.Node] = {}
         self.padding = Padding(self.builder, self.axes)
         self.book = RuleBook(self.rules, unknown="replicate")
+        self.experts = LowerExperts(self.builder, self.sharded, self.hot)
 
     def run(self) -> LocalProgram:
         for node in self.sharded.program.graph.nodes:
@@ -233,7 +235,7 @@ class _CommunicationLowering:
                 node, list(given.values())
             )
         elif target in EXPERT_LAYERS:
-            new = self._expert_linear(node, *args)
+            new = self.experts(node, self.staged.stage.get(node), *args)
         elif target is block_max:
             kinds = self.sharded.wanted(node, 0)
             new = largest_of_ranks(self.builder, args[0], args[1], kinds, self.axes)
@@ -286,75 +288,13 @@ class _CommunicationLowering:
         sums = [call(aten.sum.dim_IntList, x, [0], True) for x in (totals, picked)]
         return call(aten.cat.default, [top, *sums], 1)
 
-    def _expert_linear(
-        self, node: fx.Node, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool,
-        *scaled: Any,
-    ) -> fx.Node:  # fmt: skip
-        """Rows go to the ranks of their experts, axis by axis, and are grouped there; what became of them returns.
-        Layers of the same ids share these plans, and those of the same rows what arrives."""
-        call, experts, stage = self.builder.call, shape(tensor_inputs(node)[2])[0], self.staged.stage.get(node)
-        way: list[tuple[Axis, tuple[fx.Node, ...]]] = []
-        for axis, ways in hops(self.axes, self.sharded.strategies[node]):
-            known = (ids, axis.name, experts, ways, stage)
-            if known not in self.planned:
-                plan = self._parts(call(dispatch_plan, ids, axis.name, axis.size, experts, ways))
-                self.planned[known] = *plan, call(dispatch, ids, axis.name, axis.size, *plan)
-            plan, ids = self.planned[known][:-1], self.planned[known][-1]
-            rows = self._shared(stage, dispatch, rows, axis.name, axis.size, *plan)
-            way.append((axis, plan))
-        grouped = self._group_plan(node, ids, way, on_host=counts_on_host(value(rows), value(weight)))
-        rows = self._shared(stage, group_rows, rows, *grouped)
-        arriving, leaving = moved_there(self.axes, self.sharded.strategies[node])
-        for move in arriving:
-            rows = self._shared(stage, convert, rows, *move)
-        if scaled:
-            weight8, scale, back8, back_scale, *how = scaled
-            product = ScaledExperts(self.builder, self.axes, self.sharded.strategies[node], *how)
-            rows = product(rows, grouped[1], weight, bias, transposed, (weight8, scale), (back8, back_scale))
-        else:
-            rows = call(grouped_linear, rows, grouped[1], weight, bias, transposed)
-        for move in leaving:
-            rows = call(convert, rows, *move)
-        rows = call(ungroup_rows, rows, *grouped)
-        for axis, plan in reversed(way):
-            rows = call(combine, rows, axis.name, axis.size, *plan)
-        return rows
-
     def _on_host(self, stage: int | None, ids: fx.Node) -> fx.Node:
         """A value in the host's memory: it waits for that once a microbatch, whatever reads it."""
         if value(ids).device.type == "cpu":
             return ids
-        known = (ids, "host", stage)
-        if known not in self.planned:
-            copied = self.builder.call(aten._to_copy.default, ids, device=torch.device("cpu"))
-            self.planned[known] = (copied,)
-        return self.planned[known][0]
-
-    def _shared(self, stage: int | None, target: Any, *args: Any) -> fx.Node:
-        """A call that layers of a mixture have in common."""
-        known = (stage, target, *args)
-        if known not in self.planned:
-            self.planned[known] = (self.builder.call(target, *args),)
-        return self.planned[known][0]
-
-    def _group_plan(
-        self, node: fx.Node, ids: fx.Node, way: Sequence[tuple[Axis, tuple[fx.Node, ...]]], *, on_host: bool
-    ) -> tuple[fx.Node, ...]:
-        """The plan of the rows of this rank's experts. Where the host needs to know how many each gets, and that has
-        travelled with the rows, it is not counted again."""
-        experts, axes = shape(tensor_inputs(node)[2])[0], self._split_on(node, 2, 0)
-        own = self._local(shape(tensor_inputs(node)[2]), self.sharded.wanted(node, 2))[0]
-        known = (ids, *axes, on_host, self.staged.stage.get(node))
-        if known not in self.planned:
-            if axes:
-                names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
-                ids = self.builder.call(local_experts, ids, experts, names, sizes)
-            counts = way[-1][1][1] if on_host and way and len(way) == len(axes) else None
-            self.planned[known] = self._parts(self.builder.call(group_plan, ids, own, counts, on_host))
-        return self.planned[known]
-
-    def _parts(self, made: fx.Node) -> tuple[fx.Node, ...]:
-        return tuple(self.builder.getitem(made, i) for i in range(len(values(made))))
+        if (ids, stage) not in self.host_copies:
+            self.host_copies[ids, stage] = self.builder.call(aten._to_copy.default, ids, device=torch.device("cpu"))
+        return self.host_copies[ids, stage]
 
     def _cast(self, x: fx.Node, like: fx.Node) -> fx.Node:
         wanted = values(like)[0].dtype

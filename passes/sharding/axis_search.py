@@ -17,6 +17,7 @@ from ...core.annotations import facts, leaf, needs_grad, num_bytes, origin, tens
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R, plain
 from ...ir.program import Strategy, outputs
+from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ..lowering.padding import mixed
 from ..strategies.rule_book import find_cuts, flows
 from .axis_view import AxisView, OperandEdge, refusal
@@ -42,7 +43,8 @@ class AxisSearch:
         self.count: Counter[Hashable] = Counter()
         self.key: dict[fx.Node, Hashable] = {}
         for node in view.factors:
-            key = (same[node], view.chosen[node], node in self.candidates.split_in_time)
+            load = view.constraints.loads.get(node)
+            key = (same[node], view.chosen[node], node in self.candidates.split_in_time, load)
             self.key[node] = key
             self.first.setdefault(key, node)
             self.count[key] += view.repeats.get(node, 1)
@@ -94,6 +96,7 @@ class AxisSearch:
     def _work(self, node: fx.Node, strategy: Strategy) -> float:
         found, part = leaf(node), strategy.part
         if found is None:
+            part *= self.view.load(node).computed if node.target in EXPERT_LAYERS else 1.0
             work = self.view.cost.operator_seconds(node) * self.view.share(node) * part
             return work + self._masks(node, strategy) + self.travels(node, strategy)
         if found.kind != "parameter" or self.axis.role != "model":

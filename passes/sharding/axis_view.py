@@ -13,6 +13,7 @@ from ...core.annotations import Leaf, facts, leaf, values
 from ...core.errors import CompileError, Where
 from ...core.sharding import AxisType, Shard, Sharding, local_shape
 from ...ir.cost_protocol import CostModel
+from ...ir.expert_load import ExpertLoad
 from ...ir.program import Axis, Program, Strategy
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rules.notation import Factors
@@ -39,13 +40,15 @@ class Wishes:
     ``fixed``: (leaf name, axis name) -> type. ``sequence_parallel``: whether values between tensor-parallel operators
     may be split along the sequence; if not, they are whole (all-reduce instead of reduce-scatter and all-gather).
     ``context``: what a context axis splits of attention: queries (``"all_gather"``), heads (``"ulysses"``), or queries
-    and keys (``"ring"``). ``experts``: the axes over which experts are spread.
+    and keys (``"ring"``). ``experts``: the axes over which experts are spread. ``loads``: of layers of experts, how
+    many rows their busiest rank is expected to get.
     """
 
     fixed: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
     sequence_parallel: bool = True
     context: str = "all_gather"
     experts: tuple[str, ...] = ()
+    loads: Mapping[fx.Node, ExpertLoad] = field(default_factory=dict)
 
 
 def stores_state(axis: Axis, experts: Sequence[str]) -> bool:
@@ -106,6 +109,10 @@ class AxisView:
     def travels(self, node: fx.Node) -> bool:
         """Whether the rows of an operator travel to the ranks of their experts, from each rank of a model axis."""
         return node.target in EXPERT_LAYERS and self.axis.role == "model" and bool(hops(self.before, self.chosen[node]))
+
+    def load(self, node: fx.Node) -> ExpertLoad:
+        """Of the rows that an operator gets, where they travel to the ranks of their experts."""
+        return self.constraints.loads.get(node, ExpertLoad()) if hops(self.before, self.chosen[node]) else ExpertLoad()
 
     def share(self, node: fx.Node) -> float:
         """What fraction of a node's work is left after the earlier axes."""

@@ -79,7 +79,8 @@ class ChooseSharding:
         context = wishes.context if any(axis.role == "context" for axis in axes) else ""
         experts = tuple(name for name in wishes.experts if name in names)
         fixed = frozenset(wishes.fixed.items())
-        key = view.program.graph, axes, fixed, wishes.sequence_parallel, context, experts
+        loads = frozenset(wishes.loads.items())
+        key = view.program.graph, axes, fixed, wishes.sequence_parallel, context, experts, loads
         if key not in self.solved:
             self.solved[key] = AxisSearch(view, same).solve()
         return self.solved[key]

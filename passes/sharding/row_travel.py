@@ -40,15 +40,16 @@ class RowTravel:
         arriving = num_bytes(values(source)[output]) * self.view.left(source, output)
         leaving = num_bytes(values(node)[0]) * self.view.left(node, 0)
         gathered, scattered = moved_there((self.axis,), (strategy,))
-        total = 0.0
+        total, load = 0.0, self.view.load(node)
         for part, travelling, size, kind, moved, name in (
             (self.part[node], not self.follows[node], arriving, strategy.inputs[0], gathered, "all_gather"),
             (1.0, node not in self.followed, leaving, strategy.outputs[0], scattered, "reduce_scatter"),
         ):
             split = isinstance(kind, Shard)
             if travelling or moved or not split:  # terms, or what is the same on all ranks, is converted in between
-                total += part * self._sent(node, size / (self.axis.size if split else 1))
-            total += part * self.view.cost.meeting_seconds(name, size, self.axis.size) if moved else 0.0
+                total += part * load.sent * self._sent(node, size / (self.axis.size if split else 1))
+            if moved:
+                total += part * load.computed * self.view.cost.meeting_seconds(name, size, self.axis.size)
         return total * (2 if needs_grad(node) else 1)  # gradients take the opposite way
 
     def _sent(self, node: fx.Node, num_bytes: float) -> float:

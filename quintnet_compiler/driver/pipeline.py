@@ -72,6 +72,7 @@ from ..passes.sharding.shard_parameters import ShardParameters
 from ..passes.sharding.split_step_end import SplitStepEnd
 from ..passes.stages.cut_stages import CutStages
 from ..passes.strategies.expert_axes import check_experts
+from ..passes.strategies.hot_experts import check_hot_experts, expert_loads
 from ..passes.strategies.rule_book import RuleBook
 from ..schedules.kinds import SCHEDULES, forward_only
 from ..schedules.schedule import COMPUTE, Op, Schedule
@@ -200,7 +201,8 @@ def _on_cuda(s: PassSetting, step: Pass) -> Pass | None:
 
 def _choose(s: PassSetting, program: Any) -> Pass:
     plan = s.plan
-    constraints = Wishes(fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan))
+    loads = expert_loads(program.graph, plan.hot_experts, plan.hot_rows, plan.expert_imbalance)
+    constraints = Wishes(fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan), loads)
     known = s.request.known
     sharded = None if known is None else known.source.local.staged.sharded
     return _planned(ChooseSharding, s, s.axes, s.book, s.cost, constraints, s.repeats, sharded, s.solved)
@@ -326,7 +328,9 @@ PIPELINE: tuple[PassSpec, ...] = (
     PassSpec(
         LowerPrecision, "Program", "which operators compute in 16 bits; every cast is a node",
         lambda s, p: _planned(LowerPrecision, s, precision_of(s.plan)),
-        lambda s, before, after: [(check_experts, (after.graph, s.plan.experts))],
+        lambda s, before, after: [
+            (check_experts, (after.graph, s.plan.experts)), (check_hot_experts, (after.graph, s.plan.hot_experts)),
+        ],
     ),
     PassSpec(
         EightBits, "Program", "which linear layers and experts multiply 8-bit numbers, and what has a scale",

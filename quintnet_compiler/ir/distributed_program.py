@@ -182,7 +182,7 @@ class DistributedProgram:
     constants by name, that makes new values of buffers when a step is over; all of them are whole.
     ``sites``: what the numbers at communication calls mean (operator, module path, source line). ``precision`` and
     ``batches``: see :class:`Program`. ``made_from``: gives ``source``. ``bucket_mib``: see
-    :class:`.plan.Plan`, also for ``expert_imbalance``, which predictions read.
+    :class:`.plan.Plan`, also for ``expert_imbalance`` and ``hot_rows``, which predictions read.
     ``flops``: of a step of the unsplit model, where that was written with the program. ``key``: of the
     cache, if the program is kept there.
     """
@@ -206,6 +206,7 @@ class DistributedProgram:
     key: str = field(default="", compare=False, repr=False)
     end: Piece | None = None
     expert_imbalance: float = field(default=1.0, compare=False)
+    hot_rows: float | None = field(default=None, compare=False)
 
     @cached_property
     def source(self) -> DifferentiatedProgram:

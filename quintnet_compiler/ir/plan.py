@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..core.axes import SHARDED_AXES, DataAxis
 from ..core.errors import CompileError
@@ -26,6 +26,9 @@ from .program import BUCKET_MIB, TILE_BYTES
 LARGEST_FILE = 16 * 2**20
 MOST_DOCUMENTS = 4096
 Length = Annotated[int, Field(ge=1, le=2**40)]
+Experts = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], BeforeValidator(lambda x: tuple(x) if isinstance(x, list) else x)
+]
 Offloaded = Literal["activations", "parameters"]  # what host memory can hold for a device
 
 
@@ -74,6 +77,11 @@ class Plan(BaseModel):
             :func:`quintnet.plan` and :func:`quintnet.estimate` read them from the batch. They change no result.
         experts: the axes over which experts are spread; empty: ``ep``. ``("dp",)`` or ``("dp", "cp")`` let data and
             context ranks hold different experts.
+        hot_experts: parameter name or glob -> the experts of that mixture to which most rows go (any of its weights
+            names it; later patterns win), for example ``{"layers.3.mlp.experts.*": [3, 17]}``. All ranks over which
+            experts are spread get their weights, and their rows stay where they are. See docs/sharding.md.
+        hot_rows: the share of rows that go to hot experts, where there are some: what predictions of time, and the
+            planner, assume. None: all experts get equally many. It changes no program.
         expert_imbalance: how many rows the rank with the busiest experts gets, over their average: what predictions of
             time and memory, and the planner, assume. It changes no program.
         zero: ZeRO stage over data-parallel ranks: 0 = off, 1 = slices of optimizer state, 2 = and of gradients, 3 = and
@@ -137,6 +145,8 @@ class Plan(BaseModel):
     attention_tile_bytes: int = Field(default=TILE_BYTES, ge=1, le=2**40)
     documents: tuple[Length, ...] = Field(default=(), max_length=MOST_DOCUMENTS)
     experts: tuple[DataAxis, ...] = ()
+    hot_experts: dict[Text, Experts] = Field(default_factory=dict)
+    hot_rows: float | None = Field(default=None, ge=0, le=1)
     expert_imbalance: float = Field(default=1.0, ge=1, le=2**20)
     zero: Literal[0, 1, 2, 3] = 0
     zero_axes: tuple[DataAxis, ...] = ("dp",)
@@ -225,6 +235,8 @@ class PlanOptions(TypedDict, total=False):
     attention_tile_bytes: int | None
     documents: Sequence[int] | None
     experts: Sequence[DataAxis] | None
+    hot_experts: Mapping[str, Sequence[int]] | None
+    hot_rows: float | None
     expert_imbalance: float | None
     zero: Literal[0, 1, 2, 3] | None
     zero_axes: Sequence[DataAxis] | None

@@ -44,7 +44,7 @@ def lists_options(function: Callable[P, R]) -> Callable[P, R]:
 
 def read_options(texts: Sequence[str]) -> dict[str, Any]:
     """Options from texts ``name=value``, each value read as the type that :class:`PlanOptions` gives it: elements of a
-    list are separated by commas, ``parameters`` is JSON.
+    list are separated by commas, ``parameters`` and ``hot_experts`` are JSON.
 
     Raises:
         ValueError: for a name or a value that is not possible, with those that are.
@@ -89,7 +89,9 @@ def _choices(kind: Any) -> dict[str, Any]:
 def _possible(kind: Any) -> str:
     """What :func:`_value` takes, for people."""
     if get_origin(kind) is collections.abc.Mapping:
-        return 'JSON, such as {"*.up_proj.weight": {"tp": "S(0)"}}'
+        nested = get_origin(get_args(kind)[1]) is collections.abc.Mapping
+        example = '"*.up_proj.weight": {"tp": "S(0)"}' if nested else '"layers.3.mlp.experts.*": [3, 17]'
+        return f"JSON, such as {{{example}}}"
     if get_origin(kind) is collections.abc.Sequence:
         return f"a list, separated by commas; each element is {_possible(get_args(kind)[0])}"
     if kind in (int, float, str):

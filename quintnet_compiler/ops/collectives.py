@@ -89,18 +89,21 @@ shard_pad = define_operator(
 share = define_operator("share(Tensor x, str axis, int size) -> Tensor", _same)
 
 
-def _dispatch_plan_shapes(ids: Tensor, axis: str, size: int, experts: int, outer: int) -> tuple[Tensor, Tensor]:
-    counts = torch.empty([2, size, -(-experts // (outer * size)) + 1], dtype=torch.int64, device="cpu")
+def _dispatch_plan_shapes(
+    ids: Tensor, axis: str, size: int, experts: int, outer: int, hot: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    counts = torch.empty([2, size, -(-experts // (outer * size)) + len(hot) + 1], dtype=torch.int64, device="cpu")
     return ids.new_empty(ids.shape, dtype=torch.int64), counts
 
 
 # Rows on their way to the ranks that hold their experts, and back. A plan is the order in which a rank's rows leave it
-# [N], and counts [2, size, experts of a rank + 1]: how many rows it sends to each rank of the axis, and how many it
-# gets from each, by the experts of the rank that gets them (the last: of no expert). Counts lie on the host, as the
-# collective takes sizes from there. ``outer``: the ways in which earlier axes split the experts. How many rows a rank
-# gets is known when it runs; as shapes, as many as it sends.
+# [N], and counts [2, size, experts of a rank + hot + 1]: how many rows it sends to each rank of the axis, and how many
+# it gets from each, by the experts of the rank that gets them (behind these ``hot`` ones, which every rank has, and at
+# last no expert). Rows of hot experts stay on their rank. Counts lie on the host, as the collective takes sizes from
+# there. ``outer``: the ways in which earlier axes split the experts. How many rows a rank gets is known when it runs;
+# as shapes, as many as it sends.
 dispatch_plan = define_operator(
-    "dispatch_plan(Tensor ids, str axis, int size, int experts, int outer) -> (Tensor order, Tensor counts)",
+    "dispatch_plan(Tensor ids, str axis, int size, int experts, int outer, int[] hot) -> (Tensor order, Tensor counts)",
     _dispatch_plan_shapes,
 )
 dispatch = define_operator("dispatch(Tensor x, str axis, int size, Tensor order, Tensor counts) -> Tensor", _same)

@@ -26,9 +26,21 @@ embedding_rows_backward = define_operator(
     "embedding_rows_backward(Tensor grad, Tensor ids, int rows, int padding_idx, str[] axes, int[] sizes) -> Tensor",
     lambda grad, ids, rows, padding_idx, axes, sizes: grad.new_empty((rows, grad.shape[-1])),
 )
-# ids counted from this rank's first expert, of ``experts`` that ``axes`` split: those of other ranks fall outside
+# ids counted from this rank's first expert, of ``experts`` that ``axes`` split: those of other ranks fall outside. Hot
+# experts, which every rank has, come behind its own.
 local_experts = define_operator(
-    "local_experts(Tensor ids, int experts, str[] axes, int[] sizes) -> Tensor", lambda ids, *_: torch.empty_like(ids)
+    "local_experts(Tensor ids, int experts, str[] axes, int[] sizes, int[] hot) -> Tensor",
+    lambda ids, *_: torch.empty_like(ids),
+)
+# the slices of ``hot`` experts, of a value with one for each of the ``own`` experts of a rank; zeros for those of other
+# ranks, so that the results add up. And the transpose: zeros for experts that are not hot.
+pick_experts = define_operator(
+    "pick_experts(Tensor x, int[] hot, int own, str[] axes, int[] sizes) -> Tensor",
+    lambda x, hot, own, axes, sizes: x.new_empty([len(hot), *x.shape[1:]]),
+)
+place_experts = define_operator(
+    "place_experts(Tensor x, int[] hot, int own, str[] axes, int[] sizes) -> Tensor",
+    lambda x, hot, own, axes, sizes: x.new_empty([own, *x.shape[1:]]),
 )
 # the global positions of this rank's part of ``dim``, whose size is ``whole`` and which ``axes`` split in ``parts`` and
 # ``units``; 0 where it is padding
@@ -78,7 +90,7 @@ LOCAL = frozenset(
     {
         shard_slice, shard_pad, embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, keep_mask,
         local_noise, rows_of, padding_of, local_experts, paged_attention, tiled_attention, tiled_attention_backward,
-        loss_scale, arrived,
+        loss_scale, arrived, pick_experts, place_experts,
     }
 )  # fmt: skip
 RANKED = COMMUNICATION | LOCAL | {wait, *COPIES, *COPIES.values()}

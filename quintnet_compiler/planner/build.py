@@ -128,8 +128,8 @@ class Builder:
         differentiated = passed(_Plain(), setting, differentiated, SumInPlace, after=Recompute)
         self.guessed.update(guesses(differentiated.graph.nodes, self.costs))
         self.work += AGAIN * self._each
-        busier = self.plan.expert_imbalance
-        return GenerateRanks(mesh, each, checked=False, expert_imbalance=busier)(differentiated)
+        busier, hot = self.plan.expert_imbalance, self.plan.hot_rows
+        return GenerateRanks(mesh, each, checked=False, expert_imbalance=busier, hot_rows=hot)(differentiated)
 
     def _mesh(self, layout: Layout) -> Mesh:
         """The layout's, with a stage for each unit."""

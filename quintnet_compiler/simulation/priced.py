@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -18,7 +18,9 @@ from ..core.precision import widened
 from ..cost_models.operators import ring_steps
 from ..ir.cost_protocol import RankCosts
 from ..ir.distributed_program import DistributedProgram, StageProgram
+from ..ir.expert_load import ExpertLoad
 from ..ops.collectives import (
+    COLLECTIVES,
     STARTS,
     CollectiveSpec,
     collective_of,
@@ -71,7 +73,7 @@ class ProgramPrices:
         self.program, self.costs = program, costs
         self.overlaps, self.cores = costs.overlaps, costs.cores
         self.source = {node.name: node for node in program.source.graph.nodes}
-        self.busy = dispatched(program.source.graph.nodes) if program.expert_imbalance > 1 else frozenset[fx.Node]()
+        self.loads = expert_loads(program)
         self.ranks = [program.mesh.rank({"pp": place}) for place in range(program.mesh["pp"])]
         self.places = [costs.at(program.mesh, place) for place in range(program.mesh["pp"])]
         self.stages = {stage.index: stage for stage in program.stages}
@@ -153,9 +155,10 @@ class ProgramPrices:
 
     def _priced(self, stage: StageProgram, node: fx.Node) -> NodeTime:
         found, of = self._evenly(stage, node), node.all_input_nodes[-1] if node.target == "wait" else node
-        if self.source.get(of.name) not in self.busy:
+        load = self.loads.get(self.source[of.name]) if of.name in self.source else None
+        if load is None:
             return found
-        more = self.program.expert_imbalance
+        more = load.sent if collective_of(str(of.target)) in _WAYS else load.computed
         return replace(found, compute=more * found.compute, communication=more * found.communication)
 
     def _evenly(self, stage: StageProgram, node: fx.Node) -> NodeTime:
@@ -347,16 +350,30 @@ _ENDS = frozenset(
 )
 
 
-def dispatched(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """What takes as long as there are rows that came to the experts of a rank: their way there and back, and what is
-    computed of them, forward and backward."""
-    rows, found = set[fx.Node](), set[fx.Node]()
-    for node in nodes:
-        if node.target in (dispatch, STARTS[dispatch]) or not rows.isdisjoint(node.all_input_nodes):
-            found.add(node)
+_WAYS = (COLLECTIVES["dispatch"], COLLECTIVES["combine"])
+
+
+def expert_loads(program: DistributedProgram) -> dict[fx.Node, ExpertLoad]:
+    """Of what takes as long as there are rows that came to the experts of a rank, how many more these are where it has
+    most of them."""
+    rows, found = dict[fx.Node, ExpertLoad](), dict[fx.Node, ExpertLoad]()
+    for node in program.source.graph.nodes:
+        load = next((rows[n] for n in node.all_input_nodes if n in rows), None)
+        if node.target in (dispatch, STARTS[dispatch]):
+            *_, experts, _, hot = _planned(node).args
+            load = ExpertLoad.of(program.expert_imbalance, program.hot_rows, len(hot), experts)  # type: ignore[arg-type]
+        if load is not None and load != ExpertLoad():
+            found[node] = load
             if node.target not in _ENDS:
-                rows.add(node)
-    return frozenset(found)
+                rows[node] = load
+    return found
+
+
+def _planned(node: fx.Node) -> fx.Node:
+    """The plan by which rows leave, whose order may have been away."""
+    while node.target is not dispatch_plan:
+        node = node.all_input_nodes[-2] if node.target in (dispatch, STARTS[dispatch]) else node.all_input_nodes[0]
+    return node
 
 
 def whole_bytes(source: fx.Node, known: CollectiveSpec, ranks: int) -> int:

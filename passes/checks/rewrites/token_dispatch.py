@@ -14,19 +14,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
-from ....core.annotations import facts, is_getitem, origin, shape, tensor_inputs
+from ....core.annotations import facts, is_getitem, needs_grad, origin, shape, tensor_inputs
 from ....core.errors import REPORT, CompileError
-from ....core.sharding import AxisType, Shard, parse_type
+from ....core.sharding import AxisType, I, P, R, Shard, parse_type
 from ....ir.program import Axis, LocalProgram, Strategy
 from ....ir.value_numbers import ValueNumbers
 from ....ops.collectives import combine, convert, dispatch, dispatch_plan
 from ....ops.experts.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
-from ....ops.rank_local import local_experts
+from ....ops.rank_local import local_experts, pick_experts
 from ....ops.rules.notation import Rule
 from .scaled_experts import ScaledLayer, Wrong
 
+aten = torch.ops.aten
 Order = tuple[tuple[Any, int], ...]  # how the rows of a value are ordered: what would bring them back, last one first
 Number = tuple[int, Order]
 
@@ -118,6 +120,12 @@ def travels(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> list[tuple[Axis
     return found
 
 
+def splits(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> list[Axis]:
+    """The axes that split experts."""
+    found = zip(axes, (one.inputs[2] for one in chosen), strict=True)
+    return [axis for axis, kind in found if isinstance(kind, Shard) and kind.dim == 0]
+
+
 def moved_there(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> tuple[list[Move], list[Move]]:
     """The moves of rows between their arrival and the product, and of its result before that returns."""
     found = list[Move](), list[Move]()
@@ -131,18 +139,22 @@ def moved_there(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> tuple[list[
 
 def wrong_way(
     made: fx.Node, reads: Sequence[fx.Node], way: Sequence[tuple[Axis, int]], there: tuple[list[Move], list[Move]],
-    experts: int, transposed: bool, scaled: ScaledLayer | None = None,
+    split: Sequence[Axis], experts: int, transposed: bool, scaled: ScaledLayer | None = None,
 ) -> str:  # fmt: skip
     """What is wrong with rows that travel to a linear layer of so many experts, and back as ``made``; empty where
-    nothing is. ``there``: see :func:`moved_there`; ``scaled``: the layer, if it multiplies 8-bit numbers."""
+    nothing is. ``there``: see :func:`moved_there`; ``split``: the axes that split experts; ``scaled``: the layer, if it
+    multiplies 8-bit numbers."""
     rows, ids = reads[:2]
     plans, counts = list[tuple[fx.Node, Plan]](), None
+    hot: Any = None  # as the first plan has them
     for axis, ways in way:
         for planned in (n for n in ids.users if n.target is dispatch_plan and n.args[1:3] == (axis.name, axis.size)):
             plan = _parts(planned)
             routed = [_routed(x, planned, plan) for x in (ids, rows)] if plan else [None]
-            if routed[0] is not None and routed[1] is not None and planned.args[3:] == (experts, ways):
+            same = planned.args[3:5] == (experts, ways) and (hot is None or planned.args[5] == hot)
+            if routed[0] is not None and routed[1] is not None and same:
                 assert plan is not None
+                hot = planned.args[5]
                 ids, rows = routed[0], routed[1]
                 plans.append((planned, plan))
                 counts = plan[1]
@@ -170,11 +182,18 @@ def wrong_way(
     planned, weights = origin(ends)[0], list(reads[2:])
     if planned.target is not group_plan or _parts(planned) != made.args[1:]:
         return f"{made.name} is not grouped by a plan"
-    if scaled is None and (tensor_inputs(product)[2:] != weights or product.args[4] is not transposed):
-        return f"{product.name} reads other weights"
+    hot = hot or []
+    if scaled is None:
+        given, over = tensor_inputs(product)[2:], [axis.name for axis, _ in way]
+        same = len(given) == len(weights) and product.args[4] is transposed
+        if not same or not all(_behind(a, b, hot, split, over) for a, b in zip(given, weights, strict=True)):
+            return f"{product.name} reads other weights"
+    elif hot:
+        return f"{product.name} knows no hot experts"
     mine, own, told, _ = planned.args
-    here = [n for n in ids.users if n.target is local_experts and n.args[1] == experts]
-    if own != shape(weights[0])[0] or not (mine in here or (mine is ids and own == experts)):
+    named = experts, [axis.name for axis in split], [axis.size for axis in split], hot
+    here = [n for n in ids.users if n.target is local_experts and n.args[1:] == named]
+    if own != shape(weights[0])[0] + len(hot) or not (mine in here or (mine is ids and own == experts and not hot)):
         return f"{planned.name} is for other rows or experts"
     # what came with the rows counts those of no expert of this rank, too, where experts are split on another axis
     held = experts
@@ -184,6 +203,21 @@ def wrong_way(
     if told is not None and (told is not counts or elsewhere):
         return f"{planned.name} takes the counts of other rows"
     return ""
+
+
+def _behind(node: fx.Node, stored: fx.Node, hot: Sequence[int], split: Sequence[Axis], over: Sequence[str]) -> bool:
+    """Whether ``node`` is what a rank has ``stored`` of its experts, and behind it what the ranks ``over`` some axes
+    together have of ``hot`` ones."""
+    if not hot:
+        return node is stored
+    parts: Any = node.args[0] if node.target is aten.cat.default and node.args[1:] == (0,) else ()
+    if len(parts) != 2 or parts[0] is not stored:
+        return False
+    picked, summed = _unmoved(parts[1])
+    wanted = stored, list(hot), shape(stored)[0], [axis.name for axis in split], [axis.size for axis in split]
+    kinds = {(before, after) for _, before, after in summed}
+    added_up = kinds == {(P, R if needs_grad(stored) else I)} and sorted(over) == sorted(axis for axis, *_ in summed)
+    return added_up and picked.target is pick_experts and picked.args == wanted
 
 
 def _unmoved(node: fx.Node) -> tuple[fx.Node, list[Move]]:

@@ -126,13 +126,42 @@ class Comm:
         found: Tensor = torch.ops.aten.embedding_dense_backward(kept, local, rows, -1, False)
         return found
 
-    def local_experts(self, ids: Tensor, experts: int, axes: Sequence[str], sizes: Sequence[int], at: int) -> Tensor:
-        """``ids`` counted from this rank's first expert; -1 for those of others, and for what is no expert's."""
+    def local_experts(
+        self, ids: Tensor, experts: int, axes: Sequence[str], sizes: Sequence[int], hot: Sequence[int], at: int
+    ) -> Tensor:
+        """``ids`` counted from this rank's first expert, hot ones behind the last; -1 for those of others, and for what
+        is no expert's."""
         own = experts
         for size in sizes:
             own = -(-own // size)
         local, outside = self._rows(ids, own, axes, sizes)
-        return local.masked_fill(outside | (ids >= experts), -1)
+        local = local.masked_fill(outside | (ids >= experts), -1)
+        for place, expert in enumerate(hot, own):
+            local = local.masked_fill(ids == expert, place)
+        return local
+
+    def pick_experts(
+        self, x: Tensor, hot: Sequence[int], own: int, axes: Sequence[str], sizes: Sequence[int], at: int
+    ) -> Tensor:
+        """What this rank has of hot experts, and zeros for those of other ranks."""
+        found = x.new_zeros([len(hot), *x.shape[1:]])
+        for place, here in self._held(hot, own, axes, sizes):
+            found[place] = x[here]
+        return found
+
+    def place_experts(
+        self, x: Tensor, hot: Sequence[int], own: int, axes: Sequence[str], sizes: Sequence[int], at: int
+    ) -> Tensor:
+        """The transpose of ``pick_experts``: zeros for experts of this rank that are not hot."""
+        found = x.new_zeros([own, *x.shape[1:]])
+        for place, here in self._held(hot, own, axes, sizes):
+            found[here] = x[place]
+        return found
+
+    def _held(self, hot: Sequence[int], own: int, axes: Sequence[str], sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """The places among ``hot`` of experts that this rank has, and their places among its own."""
+        first = self._part(axes, sizes) * own
+        return [(place, expert - first) for place, expert in enumerate(hot) if 0 <= expert - first < own]
 
     def nll_terms(self, logits: Tensor, labels: Tensor, axes: Sequence[str], sizes: Sequence[int], at: int) -> Tensor:
         """This rank's terms of a cross entropy: of each row its largest logit, the sum of exponentials relative to it,
@@ -163,12 +192,16 @@ class Comm:
 
     def _rows(self, ids: Tensor, rows: int, axes: Sequence[str], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """``ids`` as indices of this rank's rows (or classes; 0 for those of others), and which are of others."""
+        local = ids - self._part(axes, sizes) * rows
+        outside = (local < 0) | (local >= rows)
+        return local.masked_fill_(outside, 0), outside
+
+    def _part(self, axes: Sequence[str], sizes: Sequence[int]) -> int:
+        """Which part this rank has of a dim that ``axes`` split, the outermost first."""
         index = 0
         for axis, size in zip(axes, sizes, strict=True):
             index = index * size + self.coordinate.get(axis, self.microbatch)
-        local = ids - index * rows
-        outside = (local < 0) | (local >= rows)
-        return local.masked_fill_(outside, 0), outside
+        return index
 
     def rows_of(
         self,

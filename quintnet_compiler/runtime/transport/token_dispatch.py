@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,19 +21,24 @@ class Router:
     def __init__(self, transport: Transport, mesh: Mesh) -> None:
         self.transport, self.mesh = transport, mesh
 
-    def dispatch_plan(self, ids: Tensor, axis: str, experts: int, outer: int, at: int) -> tuple[Tensor, Tensor]:
+    def dispatch_plan(
+        self, ids: Tensor, axis: str, experts: int, outer: int, hot: Sequence[int], at: int
+    ) -> tuple[Tensor, Tensor]:
         """The order in which rows with the experts ``ids`` leave, and their counts on the host: how many go to each
         rank of the axis and how many come from each, by expert. ``outer``: the ways in which axes before this one
-        split the experts. Rows of no expert go to the last rank."""
+        split the experts. Rows of ``hot`` experts stay here, and those of no expert go to the last rank."""
         size = self.mesh[axis]
         group = experts // outer
         own = -(-group // size)
+        width = own + len(hot) + 1
         if ids.is_meta:
-            return ids.new_empty(ids.shape, dtype=torch.int64), ids.new_empty([2, size, own + 1], dtype=torch.int64)
+            return ids.new_empty(ids.shape, dtype=torch.int64), ids.new_empty([2, size, width], dtype=torch.int64)
         local = ids.long() % group
-        bins = torch.where((ids >= 0) & (ids < experts), local + local // own, size * (own + 1) - 1)
-        order, ends = sort_into(bins, size * (own + 1))
-        sends = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64)).view(size, own + 1)
+        bins = torch.where((ids >= 0) & (ids < experts), local + local // own * (width - own), size * width - 1)
+        for place, expert in enumerate(hot, self.mesh.coordinate(self.transport.rank)[axis] * width + own):
+            bins = bins.masked_fill(ids == expert, place)
+        order, ends = sort_into(bins, size * width)
+        sends = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64)).view(size, width)
         receives = self.transport.run("exchange_rows", sends, [1] * size, [1] * size, axis, at)
         return order, torch.stack([sends, receives]).cpu()
 
