@@ -1,7 +1,7 @@
 from . import textbook
 from .api.compile import compile
 from .api.compiled_program import CompiledProgram
-from .api.moe import expert_linear
+from .api.moe import HotExperts, expert_linear, hot_experts
 from .api.plan import estimate, plan
 from .api.visualize import visualize
 from .core.errors import (
@@ -74,6 +74,7 @@ __all__ = [
     "CheckpointError",
     "CompiledProgram",
     "Constant",
+    "HotExperts",
     "HuggingFacePlan",
     "InputError",
     "Mesh",
@@ -93,6 +94,7 @@ __all__ = [
     "compile",
     "expert_linear",
     "hf_plan",
+    "hot_experts",
     "launch",
     "pad_to_bucket",
     "rule",

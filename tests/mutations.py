@@ -222,7 +222,7 @@ def joint(program: DifferentiatedProgram, dice: Dice) -> Iterator[Change]:
     for node in nodes:
         if node.target is dispatch_plan:
             mutant, here, _ = at(node)
-            here.args = (*here.args[:4], here.args[4] * 2)
+            here.args = (*here.args[:4], here.args[4] * 2, here.args[5])
             yield Change("plan for other experts", node.name, mutant)
         if node.target is group_plan:
             mutant, here, _ = at(node)

@@ -78,6 +78,7 @@ MORE_JOBS = (
     Job("mlp", {"pp": 2}, {"microbatches": 4, "schedule": "zb-v", "virtual_stages": 2}),
     Job("mlp", {"pp": 2}, {"microbatches": 4, "schedule": "dualpipe-v", "virtual_stages": 2}),
     Job("mixture", {"dp": 2}, {"zero": 3, "experts": ("dp",), "microbatches": 2}),
+    Job("mixture", {"ep": 2}, {"hot_experts": {"up": [0, 3]}}),
     Job("mixture", {"tp": 2}),
     Job("cnn", {"tp": 2}),
     Job("vit", {"dp": 2}, {"recompute": "full"}),
@@ -358,6 +359,7 @@ def test_what_leaves_two_devices_comes_back(eager: bool) -> None:
 
 FOUR_MICROBATCHES: dict[str, Any] = {"microbatches": 4}
 TO_THE_BYTE = (
+    Job("mixture", {"ep": 2}, {"hot_experts": {"up": [0, 1, 2, 3]}}),  # ranks have as many rows as they had
     Job("gpt", {"dp": 2}, {"zero": 3, "microbatches": 2}),
     Job("gpt", {"pp": 2}, {**FOUR_MICROBATCHES, "offload": ("activations",)}),
     Job("gpt", {"dp": 2}, {"zero": 3, "offload": ("parameters",)}),
@@ -379,7 +381,7 @@ TO_THE_BYTE = (
 )
 
 
-@pytest.mark.parametrize("jobs", [TO_THE_BYTE[:3], pytest.param(TO_THE_BYTE[3:], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("jobs", [TO_THE_BYTE[:4], pytest.param(TO_THE_BYTE[4:], marks=pytest.mark.slow)])
 def test_bytes_of_two_devices_are_those_simulated(jobs: Sequence[Job]) -> None:
     """Messages under way, what a stage received, and gradients of pipelines, which stay from step to step, among
     them."""
@@ -440,6 +442,7 @@ def test_a_mixture_makes_the_host_wait_once_where_rows_travel() -> None:
     half = {"precision": "bf16"}  # in which the device has grouped matmuls
     copies = (
         (1, Job("mixture", {"ep": 2})),
+        (1, Job("mixture", {"ep": 2}, {"hot_experts": {"up": [0]}})),
         (2, Job("mixture", {"ep": 2}, {"microbatches": 2, **half}, torch.float32)),
         (1, Job("mixture", {"ep": 2}, {"recompute": "full"})),
         (2, Job("mixture", {"dp": 2}, {"microbatches": 2})),

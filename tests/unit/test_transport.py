@@ -53,7 +53,7 @@ def test_rows_travel_to_their_experts_and_back() -> None:
 
     def work(t: LocalTransport, rank: int) -> tuple[list[float], list[float]]:
         router = Router(t, Mesh(ep=2))
-        plan = router.dispatch_plan(ids[rank], "ep", 2, 1, 0)
+        plan = router.dispatch_plan(ids[rank], "ep", 2, 1, [], 0)
         rows = torch.tensor([[1.0], [2.0], [3.0]]) + 10 * rank
         here = router.dispatch(rows, "ep", *plan, 0)
         back = router.combine(here * (rank + 2), "ep", *plan, 0)
@@ -68,11 +68,28 @@ def test_ranks_tell_each_other_how_many_rows_each_expert_gets() -> None:
     ids = [torch.tensor([3, 0, 3, -1]), torch.tensor([0, 1, 2, 3])]  # experts 0 and 1 live on rank 0; -1 is none
 
     def work(t: LocalTransport, rank: int) -> list[list[list[int]]]:
-        return Router(t, Mesh(ep=2)).dispatch_plan(ids[rank], "ep", 4, 1, 0)[1].tolist()
+        return Router(t, Mesh(ep=2)).dispatch_plan(ids[rank], "ep", 4, 1, [], 0)[1].tolist()
 
     first, second = _run(work, axis="ep")
     assert first == [[[1, 0, 0], [0, 2, 1]], [[1, 0, 0], [1, 1, 0]]]  # what leaves, what comes; the last: of none
     assert second == [[[1, 1, 0], [1, 1, 0]], [[0, 2, 1], [1, 1, 0]]]
+
+
+def test_rows_of_hot_experts_stay_on_their_rank() -> None:
+    ids = [torch.tensor([3, 0, 3, -1]), torch.tensor([0, 3, 2, 3])]
+
+    def work(t: LocalTransport, rank: int) -> tuple[list[list[list[int]]], list[int], list[int]]:
+        router = Router(t, Mesh(ep=2))
+        order, counts = router.dispatch_plan(ids[rank], "ep", 4, 1, [3], 0)
+        here = router.dispatch(ids[rank] + 10 * rank, "ep", order, counts, 0)
+        return counts.tolist(), here.tolist(), router.combine(here, "ep", order, counts, 0).tolist()
+
+    first, second = _run(work, axis="ep")
+    # by a rank's own experts, the hot one, and none
+    assert first[0] == [[[1, 0, 2, 0], [0, 0, 0, 1]], [[1, 0, 2, 0], [1, 0, 0, 0]]]
+    assert second[0] == [[[1, 0, 0, 0], [1, 0, 2, 0]], [[0, 0, 0, 1], [1, 0, 2, 0]]]
+    assert first[1] == [0, 3, 3, 10] and second[1] == [-1, 12, 13, 13]
+    assert first[2] == ids[0].tolist() and second[2] == (ids[1] + 10).tolist()
 
 
 @pytest.mark.parametrize("balance", [False, True])
