@@ -13,7 +13,7 @@ from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.ops.collectives import combine, dispatch
 from quintnet_compiler.ops.experts.grouped_rows import grouped_linear, grouped_weight_grad
 from quintnet_compiler.simulation.footprint import Footprints
-from quintnet_compiler.simulation.priced import NodeTime, ProgramPrices, dispatched
+from quintnet_compiler.simulation.priced import NodeTime, ProgramPrices, expert_loads
 
 from .models import WIDTH, Mixture
 
@@ -36,9 +36,8 @@ def _times(program: quintnet.CompiledProgram) -> dict[str, NodeTime]:
 def test_what_rows_of_experts_take_grows_with_the_busiest_rank() -> None:
     even, busy = _program(1.0, {"ep": 4}), _program(2.5, {"ep": 4})
     assert even.ranks[0].forward.code == busy.ranks[0].forward.code, "programs are the same"
-    source = busy._primary().program.source.graph
-    of_rows = {node.name for node in dispatched(source.nodes)}
-    kinds = {node.target for node in source.nodes if node.name in of_rows}
+    rows = expert_loads(busy._primary().program)
+    of_rows, kinds = {node.name for node in rows}, {node.target for node in rows}
     assert {dispatch, combine, grouped_linear, grouped_weight_grad} <= kinds
     others = _times(even)
     for name, time in _times(busy).items():
@@ -53,7 +52,7 @@ def test_rows_of_the_busiest_rank_are_in_memory() -> None:
     """Activations of dispatched rows are 2.5 times as large: the rows, the first products, and what the second gets."""
     even, busy = (Footprints(_program(factor, {"ep": 4})._primary().program) for factor in (1.0, 2.5))
     program = _program(2.5, {"ep": 4})._primary().program
-    rows = {node.name for node in dispatched(program.source.graph.nodes)}
+    rows = {node.name for node in expert_loads(program)}
     names = program.stages[0].forward.outputs
     pairs = zip(names, even.calls[0, "forward"].outputs, busy.calls[0, "forward"].outputs, strict=True)
     grown = {name: (a.bytes, b.bytes) for name, a, b in pairs if a.bytes != b.bytes}

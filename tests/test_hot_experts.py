@@ -236,6 +236,14 @@ def test_what_cannot_be_hot(hot: dict[str, list[int]], options: dict[str, Any], 
     assert error.value.code == code
 
 
+def test_plans_have_them() -> None:
+    batch, cluster = (torch.randn(16, WIDTH), torch.randint(0, 8, (16,))), quintnet.Cluster("h100", gpus_per_node=2)
+    plan = {"mesh": {"ep": 2}, "hot_experts": HOT, "hot_rows": 0.75}
+    assert quintnet.plan(Mixture(), cluster, batch, plan=plan).best.hot_experts == {"up": (0,)}
+    with pytest.raises(CompileError, match="matches no parameter of experts"):
+        quintnet.plan(Mixture(), cluster, batch, plan={**plan, "hot_experts": {"left": [0]}})
+
+
 # -- mutations
 
 

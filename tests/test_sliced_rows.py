@@ -222,18 +222,21 @@ def test_each_rank_sends_its_slice_once_each_way(tp: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "rows", "sliced"),
+    ("axes", "rows", "options", "sliced"),
     [
-        ({"ep": 4, "tp": 4}, 4096, True),
-        ({"ep": 4, "tp": 4}, 8, False),  # starting a message takes longer than sending it
-        ({"ep": 2, "tp": 4}, 4096, False),  # within a node of eight all links are as fast
-        ({"ep": 2, "cp": 2, "tp": 4}, 4096, True),  # neighbours along ep are in two nodes
+        ({"ep": 4, "tp": 4}, 4096, {}, True),
+        ({"ep": 4, "tp": 4}, 8, {}, False),  # starting a message takes longer than sending it
+        ({"ep": 2, "tp": 4}, 4096, {}, False),  # within a node of eight all links are as fast
+        ({"ep": 2, "cp": 2, "tp": 4}, 4096, {}, True),  # neighbours along ep are in two nodes
+        ({"ep": 4, "tp": 4}, 1024, {}, False),
+        ({"ep": 4, "tp": 4}, 1024, {"expert_imbalance": 2.0}, True),  # the busiest rank has as many as of 2048
+        ({"ep": 4, "tp": 4}, 1024, {"expert_imbalance": 2.0, "hot_experts": {"up": [0]}, "hot_rows": 0.9}, False),
     ],
     ids=str,
 )
-def test_prices_decide(axes: dict[str, int], rows: int, sliced: bool) -> None:
+def test_prices_decide(axes: dict[str, int], rows: int, options: dict[str, Any], sliced: bool) -> None:
     batch = torch.randn(8, rows // 2, 512), torch.randint(0, EXPERTS, (8, rows // 2))
-    found = _chosen(quintnet.compile(Rows(512), Mesh(**axes), batch))
+    found = _chosen(quintnet.compile(Rows(512), Mesh(**axes), batch, **options))
     assert [one.inside is not None for one in found] == [sliced, sliced]
 
 

@@ -47,9 +47,9 @@ class RowTravel:
         ):
             split = isinstance(kind, Shard)
             if travelling or moved or not split:  # terms, or what is the same on all ranks, is converted in between
-                total += part * load.sent * self._sent(node, size / (self.axis.size if split else 1))
+                total += part * self._sent(node, load.sent * size / (self.axis.size if split else 1))
             if moved:
-                total += part * load.computed * self.view.cost.meeting_seconds(name, size, self.axis.size)
+                total += part * self.view.cost.meeting_seconds(name, load.computed * size, self.axis.size)
         return total * (2 if needs_grad(node) else 1)  # gradients take the opposite way
 
     def _sent(self, node: fx.Node, num_bytes: float) -> float:

@@ -32,6 +32,7 @@ from ..passes.frontend.normalize import Normalize
 from ..passes.sharding.fold_blocks import FoldBlocks, Folded
 from ..passes.sharding.split_step_end import SplitStepEnd
 from ..passes.strategies.expert_axes import dispatched_bytes, expert_parameters
+from ..passes.strategies.hot_experts import check_hot_experts
 from ..passes.strategies.rule_book import RuleBook
 from .bounds import LessSplit
 from .build import Builder, device_of
@@ -181,7 +182,9 @@ class Planner:
         whole = SplitStepEnd(RuleBook(rules, pinned.unknown_ops))(normal)
         program = LowerPrecision(precision_of(pinned))(whole)
         names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
-        marks = {name: tuple(p for p in pinned.parameters if fnmatch.fnmatchcase(name, p)) for name in names}
+        check_hot_experts(program.graph, pinned.hot_experts)
+        patterns = *pinned.parameters, *pinned.hot_experts
+        marks = {name: tuple(p for p in patterns if fnmatch.fnmatchcase(name, p)) for name in names}
         folded = FoldBlocks(marks)(program)
         kinds = [(part.device, part.count) for part in machine.cluster.parts]
         return cls(folded, machine, pinned, rules, Workload.of(folded, tokens, kinds, goal))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -11,6 +11,7 @@ from torch import fx
 from quintnet_compiler.core.annotations import shape
 from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.ir.builder import aten
+from quintnet_compiler.ir.expert_load import ExpertLoad
 from quintnet_compiler.ir.program import Axis, Strategy
 from quintnet_compiler.ops.experts.expert_linear import expert_linear
 from quintnet_compiler.passes.sharding.axis_view import AxisView, Wishes
@@ -78,6 +79,18 @@ def test_ranks_of_axes_within_lie_between_neighbours() -> None:
 
 def _first(travel: RowTravel) -> fx.Node:
     return next(iter(travel.ways))
+
+
+def test_the_busiest_rank_is_sent_and_gathers_more() -> None:
+    """And of the rows of its experts, those of hot ones are its own."""
+    travel, first, last = _travel()
+    even = {s: travel(n, s) for n, s in ((first, COLUMNS), (first, SLICED_IN), (last, SLICED_OUT))}
+    loads = dict.fromkeys((first, last), ExpertLoad(computed=3.0, sent=2.5))
+    busy = RowTravel(replace(travel.view, constraints=Wishes(loads=loads)))
+    rows = ROWS * WIDTH * 4 // EP.size
+    assert busy(first, COLUMNS) == 2.5 * even[COLUMNS]
+    assert busy(first, SLICED_IN) == 2.5 * even[SLICED_IN] + 0.5 * 2 * 100 * rows
+    assert busy(last, SLICED_OUT) == 2.5 * even[SLICED_OUT] + 0.5 * 2 * 10_000 * rows
 
 
 def test_layers_of_the_same_rows_share_what_arrives() -> None:
