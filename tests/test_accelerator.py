@@ -359,7 +359,7 @@ def test_what_leaves_two_devices_comes_back(eager: bool) -> None:
 
 FOUR_MICROBATCHES: dict[str, Any] = {"microbatches": 4}
 TO_THE_BYTE = (
-    Job("mixture", {"ep": 2}, {"hot_experts": {"up": [0, 1, 2, 3]}}),  # ranks have as many rows as they had
+    Job("mixture", {"dp": 2}),  # where each expert's rows end is known on the host
     Job("gpt", {"dp": 2}, {"zero": 3, "microbatches": 2}),
     Job("gpt", {"pp": 2}, {**FOUR_MICROBATCHES, "offload": ("activations",)}),
     Job("gpt", {"dp": 2}, {"zero": 3, "offload": ("parameters",)}),
@@ -378,6 +378,7 @@ TO_THE_BYTE = (
     Job("gpt", {"cp": 2}, {"context": "ulysses"}),
     Job("gpt", {"cp": 2}, {"context": "all_gather"}),
     Job("vit", {"dp": 2}, {"recompute": "full"}),
+    Job("mixture", {"tp": 2}),
 )
 
 

@@ -139,7 +139,9 @@ class Footprints:
             where = storage(x)
             argument = places.get(where, -1)
             number = fresh.setdefault(where, len(fresh)) if argument < 0 else -1
-            outputs.append(replace(_output(x, argument, number), host=where in self.outside))
+            found = replace(_output(x, argument, number), host=where in self.outside)
+            told = x.device.type == "cpu" and not found.host and any(one.device.type != "cpu" for one in given)
+            outputs.append(replace(found, bytes=0) if told else found)  # the host's own, such as counts of rows
             self.crossing[name] = x
         nodes = [n for n in piece.module.graph.nodes if n.op == "call_method" and n.target in ADDS]
         adds = tuple((str(n.args[-1]), self._product(n, stage)) for n in nodes)
@@ -235,6 +237,7 @@ def interpret(
     env: dict[fx.Node, Any] = {}
     arguments = iter([comm, *given])
     own = {storage(x) for x in given}
+    elsewhere = any(x.device.type != "cpu" for x in given)
     memory = LiveMemory(own, own - {storage(x) for x in (*lent, *away)})
     for node in module.graph.nodes:
         passed: list[int] = []
@@ -250,8 +253,11 @@ def interpret(
             if node.target in ADDS:
                 memory.part()
             env[node], passed = _evaluate(node, args, kwargs, device, memory, imbalance)
+            made = _tensors(env[node])
             if node.target in TO_HOST:
-                memory.own.add(storage(_tensors(env[node])[0]))  # of the host: nothing of the device's
+                memory.own.add(storage(made[0]))  # of the host: nothing of the device's
+            memory.own |= {storage(x) for x in made if elsewhere and x.device.type == "cpu"}  # such as counts of rows
+            del made
             del args, kwargs
         memory.use(*_tensors(env[node]))  # no variable here may keep one
         for where in passed:

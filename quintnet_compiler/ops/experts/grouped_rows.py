@@ -30,18 +30,24 @@ def has_grouped_matmul(device: torch.device, dtype: torch.dtype, features: Seque
 def sort_into(bins: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The places of ``bins`` (numbers from 0 on) in their stable order, and where each of the first ``count`` ends
     (int32). Nothing makes the host wait."""
+    ordered, places = _sorted(bins, count)
+    numbers = torch.arange(count, dtype=ordered.dtype, device=bins.device)
+    return places, torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+
+
+def _sorted(bins: Tensor, count: int) -> tuple[Tensor, Tensor]:
     narrow = bins.to(torch.int16 if count < 2**15 else torch.int32)  # fewer passes of a radix sort
     ordered, places = narrow.sort(stable=True)
-    numbers = torch.arange(count, dtype=narrow.dtype, device=bins.device)
-    return places, torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+    return ordered, places
 
 
 def plan_groups(ids: Tensor, experts: int, counts: Tensor | None, on_host: bool) -> tuple[Tensor, Tensor]:
     """``order`` and ``ends`` of rows with the experts ``ids``; ids outside of 0 to ``experts`` - 1 are of no expert.
     ``counts``: see ``dispatch_plan``, of these very rows: what the host knows already of how many each expert gets."""
-    order, ends = sort_into(torch.where((ids >= 0) & (ids < experts), ids, experts), experts)
-    if counts is not None:
-        ends = counts[1, :, :experts].sum(0).cumsum(0).to(torch.int32)
+    bins = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    if counts is not None:  # which are on the host
+        return _sorted(bins, experts)[1], counts[1, :, :experts].sum(0).cumsum(0).to(torch.int32)
+    order, ends = sort_into(bins, experts)
     return order, ends.cpu() if on_host else ends
 
 
