@@ -173,6 +173,45 @@ def test_saved_adapters_are_those_of_peft(options: dict[str, Any], tmp_path: Pat
         quintnet.compile(wrong, quintnet.Mesh(dp=2), _language()).load_pretrained(tmp_path / "adapter")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"target_modules": "all-linear"}, {"modules_to_save": ["head"]}, {"target_modules": ["embed", "up"]}],
+    ids=["LoRA", "all", "head trained", "embedding"],
+)
+def test_base_weights_come_from_their_own_folder(options: dict[str, Any], tmp_path: Path) -> None:
+    """Into a model on the meta device; adapters have their values after it, or none."""
+    torch.manual_seed(5)
+    base = Decoder().double()
+    mesh = quintnet.Mesh(dp=2, tp=2)
+    quintnet.compile(copy.deepcopy(base), mesh, batch()).save_pretrained(tmp_path / "base")
+    plain = adapted(base=base, **options)
+    plain.save_pretrained(tmp_path / "adapter")
+    with torch.device("meta"):
+        model = adapted(**options).double()
+    program = quintnet.compile(model, mesh, batch(), zero=3)
+    program.load_pretrained(tmp_path / "base")
+    with pytest.raises(quintnet.RunError, match=r"QN604[^!]*lora_"):
+        program.step(batch())
+    program.load_pretrained(tmp_path / "adapter")
+    expected = plain(*batch())
+    expected.backward()
+    assert abs(float(program.step(batch()) - expected)) < 1e-12
+    known = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in program.named_parameters() if p.grad is not None}
+    assert found.keys() == known.keys() and len(known) > 2
+    for name, gradient in known.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12)
+
+
+def test_base_weights_that_do_not_fit(tmp_path: Path) -> None:
+    quintnet.compile(Decoder(layers=1), quintnet.Mesh(dp=1), batch()).save_pretrained(tmp_path / "base")
+    program = quintnet.compile(adapted(dtype=torch.float32), quintnet.Mesh(tp=2), batch())
+    before = {name: p.detach().clone() for name, p in program.named_parameters()}
+    with pytest.raises(quintnet.CheckpointError, match=r"QN602[^!]*blocks.1.qkv.base_layer.weight: missing"):
+        program.load_pretrained(tmp_path / "base")
+    assert all(torch.equal(p, before[name]) for name, p in program.named_parameters())
+
+
 def test_several_adapters_are_saved_and_the_active_one_trains(tmp_path: Path) -> None:
     model = adapted()
     model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["up"]))

@@ -153,7 +153,8 @@ class ProgramState(abc.ABC):
 
         Names are those of the model, or what transformers converts to them (other prefixes, experts one by one).
         Values are exact: a wider floating dtype than the stored one is fine, a narrower one is refused.
-        A folder with PEFT's adapters is read into those of a ``peft.PeftModel``; all else keeps its values.
+        A folder with PEFT's adapters is read into those of a ``peft.PeftModel``; all else keeps its values. Any other
+        folder is read into the model that PEFT has wrapped, and adapters keep theirs.
 
         Args:
             folder: has ``model.safetensors``, or several files and ``model.safetensors.index.json``.

@@ -16,6 +16,7 @@ from ..compat.transformers import ignored_on_load
 from ..core.errors import CheckpointError, QuintNetError
 from ..ir.distributed_program import DistributedProgram
 from ..runtime.backends.backend import Backend
+from ..weights.adapters import base_of, is_peft
 from ..weights.files import Weights, open_weights, refuse_all, shown
 from ..weights.meta_buffers import computed_buffers
 from ..weights.names import Assignment, assign, is_hugging_face
@@ -106,10 +107,11 @@ def _checked(subject: WeightsSubject, folder: Path, weights: Weights, allowed: A
         else:
             sources.setdefault(subject.aliases.get(name, name), []).append(source)
     failed = {subject.aliases.get(name, name) for name in found.sources} - sources.keys()
-    lacking = _missing(subject, {*sources} | failed, state)
+    base, own = (subject.model, state.keys()) if not is_peft(subject.model) else base_of(subject.model)
+    lacking = [name for name in _missing(subject, {*sources} | failed, state) if name in own]  # adapters keep theirs
     problems += [f"{name}: missing from the files" for name in lacking if not _matches(name, allowed.missing)]
     extra = [s for s in found.unexpected if not _matches(s.name, allowed.unexpected)]
-    problems += [f"{shown(str(s))}: unexpected, {s.shape}" for s in _reported(subject.model, extra)]
+    problems += [f"{shown(str(s))}: unexpected, {s.shape}" for s in _reported(base, extra)]
     problems += _useless(allowed, lacking, found)
     if not problems:
         problems += _torn_ties(subject, sources)

@@ -47,6 +47,40 @@ def adapters_of(model: Any) -> dict[str, dict[str, str]]:
     return found
 
 
+def base_of(model: Any) -> tuple[nn.Module, dict[str, str]]:
+    """The model that PEFT has wrapped, and the names that its tensors have without PEFT, by those in ``model``. Layers
+    that an adapter trains whole (``modules_to_save``) begin as copies of the model's own, and have their names."""
+    base: nn.Module = model.get_base_model()
+    start = next(f"{name}." for name, module in model.named_modules() if module is base)
+    found = {}
+    for name in _tensors(model):
+        plain = _without_wrappers(base, name.removeprefix(start)) if name.startswith(start) else None
+        if plain is not None:
+            found[name] = plain
+    return base, found
+
+
+def _without_wrappers(base: nn.Module, name: str) -> str | None:
+    """The name that a tensor has where no layer is wrapped; None for an adapter's own."""
+    other = sys.modules["peft.utils.other"]
+    module, kept, parts = base, list[str](), name.split(".")
+    while len(parts) > 1:
+        part = parts.pop(0)
+        inside = module.get_submodule(part)
+        if isinstance(module, other.ModulesToSaveWrapper):
+            if part == "modules_to_save":
+                inside = inside.get_submodule(parts.pop(0))
+            elif part != "original_module":
+                return None
+        elif hasattr(module, "base_layer"):
+            if part != "base_layer":
+                return None
+        else:
+            kept.append(part)
+        module = inside
+    return None if hasattr(module, "base_layer") else ".".join([*kept, *parts])
+
+
 def place_of(adapter: str) -> str:
     """The folder of an adapter in the folder that PEFT writes."""
     return "" if adapter == "default" else adapter

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..compat.transformers import conversions, is_conversion, renamed, sort_key
+from .adapters import base_of, is_peft
 from .files import shown
 from .sources import Join, Narrowed, Source, Stack, Stored, Swap
 
@@ -35,8 +36,18 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 
 def assign(model: nn.Module, stored: Mapping[str, Stored]) -> Assignment:
-    """Find the model's tensors among the stored ones, by name."""
+    """Find the model's tensors among the stored ones, by name; of a model that PEFT has wrapped, those of the model
+    inside."""
     state = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+    if not is_peft(model):
+        return _assigned(model, state, stored)
+    base, names = base_of(model)
+    found = _assigned(base, {plain: state[name] for name, plain in names.items()}, stored)
+    found.sources = {name: found.sources[plain] for name, plain in names.items() if plain in found.sources}
+    return found
+
+
+def _assigned(model: nn.Module, state: dict[str, Tensor], stored: Mapping[str, Stored]) -> Assignment:
     return _Converter(model, state).assign(stored) if is_hugging_face(model) else _plain(state, stored)
 
 
