@@ -42,7 +42,7 @@ __all__ = [
     "free_unbacked_symbols",  # whether a shape depends on values; instead: sympy symbols of node.meta["val"].shape
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
     "foreach_norm", "function_name", "gelu", "host_linear", "implementations_of_aten", "is_functional", "linear",
-    "nn_functions", "torch_with_linear",
+    "nn_functions", "packed_weight", "packs", "torch_with_linear",
     "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
     "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "NEEDS_VALUES",
@@ -168,6 +168,19 @@ nn_functions = torch._C._nn
 gelu, linear, silu = torch._C._nn.gelu, torch._C._nn.linear, torch._C._nn.silu
 # oneDNN's product with a weight as it lies in memory, (x, weight, bias, "none", [], ""); None where torch has no oneDNN
 host_linear: Callable[..., Any] | None = torch.ops.mkldnn._linear_pointwise.default if torch._C._has_mkldnn else None
+
+
+def packed_weight(weight: Tensor) -> Tensor:
+    """A weight [O, I] as oneDNN reads it fastest, for ``host_linear``; instead: the weight, which each call repacks."""
+    found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return found
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes with weights of this dtype, of which it reads some layout fastest."""
+    if host_linear is None or dtype is not torch.bfloat16:
+        return host_linear is not None and dtype is torch.float32
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def torch_with_linear(call: Callable[..., Any]) -> SimpleNamespace:

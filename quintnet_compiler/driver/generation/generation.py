@@ -21,6 +21,8 @@ from .decoding import CallSize, Decoding, TextRow, power_of_two, rounded
 from .pages import Pool
 from .sampling import Sampling, draws_of, ends_of
 
+PAYS = 8  # calls that save the time in which weights are laid out for a processor
+
 
 @dataclass(frozen=True)
 class NewToken:
@@ -164,8 +166,11 @@ class Generation:
 
     def run(self) -> dict[int, Tensor]:
         """Steps until all texts have ended: the tokens of each, as :meth:`pop` gives them."""
-        while self.unfinished:
-            self.step()
+        left = max((one.longest - len(one.tokens) for one in (*self._running.values(), *self._waiting)), default=0)
+        # until all have ended, no other code runs that could change a weight
+        with self._decoding.backend.weights_stay() if left >= PAYS else contextlib.nullcontext():
+            while self.unfinished:
+                self.step()
         return {number: self.pop(number) for number in list(self._ended)}
 
     def pop(self, text: int) -> Tensor:

@@ -65,6 +65,11 @@ class Backend(Protocol):
         the next, with what ``old`` has in its (fewer) pages."""
         ...
 
+    def weights_stay(self) -> contextlib.AbstractContextManager[None]:
+        """While inside, nobody but the programs that run here changes parameters: programs that generate on CPUs may
+        have them in memory a second time, as they are read fastest."""
+        ...
+
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
         """Scale all gradients to a global L2 norm of at most ``max_norm``; returns the norm before."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -16,7 +17,7 @@ from ...core.sharding import Shard
 from ...ir.distributed_program import DistributedProgram, StateSpec, ValueSpec
 from ..execute.engines import Engine, eager
 from ..execute.executor import Executor, Run
-from ..execute.host_linears import engine_of
+from ..execute.host_linears import HostLinears
 from ..execute.interpreter_trace import Watch
 from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
@@ -43,6 +44,7 @@ class LocalBackend(WholeState):
         slots: Slots | None = None,
     ) -> None:
         self.mesh, self.device, self.engine, self.scaler = mesh, device, engine, LossScale.of(program)
+        self.linears = HostLinears()
         self.slots, self.specs = slots, program.state
         self.worlds: dict[int, _LocalRanks] = {}
         self.unset = {name for name, x in tensors.items() if x.is_meta}
@@ -138,6 +140,8 @@ class LocalBackend(WholeState):
 
     def _write(self, program: DistributedProgram, new: Mapping[str, Tensor]) -> None:
         """The new values of buffers and parameters."""
+        if program.stored:
+            self.linears.changed()
         now = written(program, new, self.tensors) if new else {}
         assigned = {name: x for name, x in now.items() if name in program.captured.assigned}
         self.tensors |= assigned
@@ -161,6 +165,10 @@ class LocalBackend(WholeState):
             rank: new_caches(program, program.rank(rank), pages, (old or {}).get(rank, {}), self.device)
             for rank in range(self.mesh.size)
         }
+
+    def weights_stay(self) -> AbstractContextManager[None]:
+        self._follow_module()
+        return self.linears.weights_stay(self.tensors[name] for name in self.parameters)
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
         gradients = list(gradients_of(self.parameters).values())
@@ -206,7 +214,7 @@ class LocalBackend(WholeState):
         for rank in range(self.mesh.size):
             part, transport = program.rank(rank), world.transport(rank)
             store = GradientStore(program, part, transport, device) if train else None
-            engine = engine_of(program, self.engine)
+            engine = self.linears.of(program, self.engine)
             ranks.append(Ready(program, Executor(program, part, transport, device, store, engine), store))
             state.append(
                 {s.name: part_of(self.tensors[s.name], s.sharding, program.axes, part.coordinate) for s in kept}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import repeat
 
@@ -22,7 +23,7 @@ from ...ir.distributed_program import DistributedProgram, StateSpec
 from ...ir.program import Axis
 from ..execute.engines import Engine, eager
 from ..execute.executor import Executor, Run
-from ..execute.host_linears import engine_of
+from ..execute.host_linears import HostLinears
 from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
 from ..launch.calls import next_label
@@ -60,7 +61,7 @@ class ProcessBackend:
         *,
         tune_process: bool = True,
     ) -> None:
-        self.mesh, self.device, self.engine = mesh, device, engine
+        self.mesh, self.device, self.engine, self.linears = mesh, device, engine, HostLinears()
         self.scaler = LossScale.of(program)
         self.unset = {name for name, x in tensors.items() if x.is_meta}
         rank = dist.get_rank()
@@ -235,6 +236,8 @@ class ProcessBackend:
         parts = {n: self._true_part(s).of_padded(new[n]) for n, s in stored.items() if n in self.mine}
         buffers = {name: x for name, x in new.items() if name not in stored}
         there = {**self.buffers, **{name: self.state[name] for name in parts}}
+        if parts:
+            self.linears.changed()
         now = written(program, {**buffers, **parts}, there) if new else {}
         assigned = {name: x for name, x in now.items() if name in program.captured.assigned}
         if self.slots is not None and assigned:
@@ -257,6 +260,10 @@ class ProcessBackend:
     def new_caches(self, program: DistributedProgram, pages: int, old: Caches | None = None) -> Caches:
         rank = self.transport.rank
         return {rank: new_caches(program, program.rank(rank), pages, (old or {}).get(rank, {}), self.device)}
+
+    def weights_stay(self) -> AbstractContextManager[None]:
+        self._follow_module()
+        return self.linears.weights_stay({**self.state, **self.padded}[name] for name in self.parameters)
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
         there = gradients_of(self.parameters)
@@ -361,7 +368,7 @@ class ProcessBackend:
         ]
         if self.mesh["pp"] > 1:  # without a loop, whose variable would be one more reference when they are counted
             deque(map(setattr, gradients, repeat("__class__"), repeat(StageGradient)), maxlen=0)
-        executor = Executor(program, part, self.transport, self.device, store, engine_of(program, self.engine))
+        executor = Executor(program, part, self.transport, self.device, store, self.linears.of(program, self.engine))
         return _Process(program, executor, store, HandOver(parameters, gradients))
 
 

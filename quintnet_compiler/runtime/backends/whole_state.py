@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -33,6 +34,9 @@ class WholeState:
     def whole_tensors(self, program: DistributedProgram, *, host: bool = False) -> WholeTensors:
         there = any(spec.host for spec in program.state.values())
         return AllOnHost() if host and not there else AllHere()
+
+    def weights_stay(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def cuts(self) -> Mapping[str, StoredPart]:
         return {}
