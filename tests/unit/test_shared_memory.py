@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 
 from quintnet_compiler.runtime.transport import shared_memory
-from quintnet_compiler.runtime.transport.shared_memory import SECRET, SMALLEST, MemoryLink, _answered, _called
+from quintnet_compiler.runtime.transport.shared_memory import (
+    LOOKS,
+    MOST_VIEWS,
+    SECRET,
+    SMALLEST,
+    MemoryLink,
+    _answered,
+    _called,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd and SOCK_SEQPACKET are Linux's")
 Ends = tuple[MemoryLink, MemoryLink]
@@ -50,7 +58,7 @@ def test_memory_is_used_again(ends: Ends) -> None:
     for number in range(20):
         waits = [end.exchange(torch.full((number % 5, 3), float(number)), torch.sum) for end in ends]
         assert [float(wait()) for wait in waits] == [number * (number % 5) * 3.0] * 2
-    assert [end.own[0].numel() for end in ends] == [SMALLEST] * 2
+    assert [end.own[0].memory.numel() for end in ends] == [SMALLEST] * 2
     assert [len(end.own) for end in ends] == [2, 2]  # one that is read, and one for the next
 
 
@@ -65,6 +73,23 @@ def test_memory_is_used_again_where_one_end_puts_and_the_other_takes() -> None:
     assert len(source.own) == 2 and not target.own
     for one in pair:
         one.close()
+
+
+def test_of_many_shapes_few_views_are_kept(ends: Ends) -> None:
+    for size in range(MOST_VIEWS + 6):
+        waits = [end.exchange(torch.full((size,), float(size)), torch.clone) for end in ends]
+        assert [wait().tolist() for wait in waits] == [[float(size)] * size] * 2
+    assert all(len(block.views) <= MOST_VIEWS for end in ends for block in end.own + end.others)
+
+
+def test_who_looked_in_vain_looks_less_often_until_a_message_is_there(ends: Ends) -> None:
+    late = ends[0].exchange(torch.ones(1), torch.clone)
+    with pytest.raises(dist.DistError, match="timed out"):
+        late()
+    assert ends[0].looks == LOOKS // 2
+    ends[1].put(torch.ones(1))
+    late()
+    assert ends[0].looks == LOOKS
 
 
 def test_an_end_that_does_not_come_is_waited_for_so_long(ends: Ends) -> None:

@@ -1,7 +1,8 @@
 """Messages between two processes of one host: through memory that both have, and a socket that tells what is there.
 
 Over gloo, a message is copied into the kernel and out of it, and three threads are woken at each end. Here it is copied
-once, and the other process is woken if it waits.
+once, and the other process is woken if it waits: it looks for a message a few times before it sleeps, since ranks that
+compute alike are ready at about the same time, and to wake one takes longer than many a message.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import math
 import mmap
 import os
 import secrets
+import select
 import socket
 import struct
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,8 +31,30 @@ LARGEST = 2**20  # bytes of a message: larger ones gain nothing, and would need 
 SMALLEST = 2**12  # of a block
 LONGEST = 2**16  # bytes of what is told
 NONE = 2**64 - 1  # no block
+FILE = socket.CMSG_LEN(array("i").itemsize)  # bytes beside a message that brings a file
 SECRET = 16  # bytes that only the two processes know
 ANSWER = 5.0  # seconds until which a call that has been made is there
+LOOKS = 64  # for a message, each of about a microsecond, before one sleeps until it comes
+MOST_VIEWS = 64  # of a block
+
+
+@dataclass(frozen=True)
+class Block:
+    """Memory of one message at a time, and the tensors that have been at its beginning: they are made once."""
+
+    memory: Tensor
+    views: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+
+    def view(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for a tensor."""
+        key = (dtype, *shape)
+        found = self.views.get(key)
+        if found is None:
+            if len(self.views) == MOST_VIEWS:
+                self.views.clear()
+            found = self.memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            self.views[key] = found
+        return found
 
 
 class MemoryLink:
@@ -48,10 +73,12 @@ class MemoryLink:
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))  # a timeval
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, limit)
-        self.connection, self.seconds, self.both = connection, seconds, both
-        self.own: list[Tensor] = []  # blocks of bytes
+        self.connection, self.seconds, self.both, self.looks = connection, seconds, both, LOOKS
+        self.poll = select.poll()
+        self.poll.register(connection, select.POLLIN)
+        self.own: list[Block] = []
         self.free: dict[int, list[int]] = {}  # by size: own blocks that hold nothing unread
-        self.others: list[Tensor] = []
+        self.others: list[Block] = []
         self.read: list[int] = []  # the other's blocks that were read since the last message
         self.taken = self.heard = 0  # what the other put: how much is or was waited for, and how much is there
         self.there: dict[int, tuple[int, int]] = {}  # of that: the other's block, and how many bytes are in it
@@ -73,7 +100,7 @@ class MemoryLink:
             os.ftruncate(files[0], size)
             self.own.append(_mapped(files[0]))
         block = free.pop()
-        _within(self.own[block], x.shape, x.dtype).copy_(x)
+        self.own[block].view(x.shape, x.dtype).copy_(x)
         self._say(block, x.nbytes, files)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, made: Callable[[Tensor], Any]) -> Pending:
@@ -88,7 +115,7 @@ class MemoryLink:
             if count != math.prod(shape) * dtype.itemsize:
                 what = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
                 raise dist.DistError(f"{what} is expected of another rank, which sent {count} bytes")
-            result = made(_within(self.others[block], shape, dtype))
+            result = made(self.others[block].view(shape, dtype))
             self.read.append(block)
             if not self.both:
                 self._say(NONE, 0, [])
@@ -115,8 +142,7 @@ class MemoryLink:
     def _hear(self, flags: int = 0) -> None:
         """Wait for the next message."""
         try:
-            # not socket.recv_fds, which drops the flags (Python 3.11)
-            message, beside, _, _ = self.connection.recvmsg(LONGEST, socket.CMSG_LEN(array("i").itemsize), flags)
+            message, beside, _, _ = self._received(flags) if flags else self._looked_for()
         except BlockingIOError:
             if flags:
                 raise
@@ -131,10 +157,25 @@ class MemoryLink:
             os.close(file)
         block, count, *free = array("Q", message)
         for own in free:
-            self.free[self.own[own].numel()].append(own)
+            self.free[self.own[own].memory.numel()].append(own)
         if block != NONE:
             self.there[self.heard] = block, count
             self.heard += 1
+
+    def _looked_for(self) -> Any:
+        """The next message. Where one looked in vain, one looks half as often the next time: where other processes need
+        the cores, too, the other end does not run, and may be waiting for this one's core."""
+        for _ in range(self.looks):
+            if self.poll.poll(0):
+                self.looks = min(2 * self.looks, LOOKS)
+                break
+        else:
+            self.looks = max(self.looks // 2, 1)
+        return self._received(0)
+
+    def _received(self, flags: int) -> Any:
+        # not socket.recv_fds, which drops the flags (Python 3.11)
+        return self.connection.recvmsg(LONGEST, FILE, flags)
 
     def _hear_all(self) -> None:
         """Messages that are there."""
@@ -143,14 +184,9 @@ class MemoryLink:
                 self._hear(socket.MSG_DONTWAIT)
 
 
-def _mapped(file: int) -> Tensor:
-    """The memory of a file, as bytes."""
-    return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
-
-
-def _within(block: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory for a tensor at the beginning of ``block``."""
-    return block[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+def _mapped(file: int) -> Block:
+    """The memory of a file."""
+    return Block(torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8))
 
 
 def fits(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
