@@ -149,7 +149,8 @@ class ProgramGeneration(ProgramReports):
 
     def copy_parameters(self, source: ProgramGeneration) -> int:
         """Take over the parameters and buffers of another program of the same ranks, of any layout: to generate on
-        another mesh than is trained on. Ranks exchange what they lack, by one plan that both layouts give.
+        another mesh than is trained on. Ranks exchange what they lack, by one plan that both layouts give. Where this
+        program has another floating-point dtype, each number is rounded as ``module.to(dtype)`` does.
 
         Args:
             source: a program of another module with the same parameters; this program's may have been built on the
@@ -159,7 +160,8 @@ class ProgramGeneration(ProgramReports):
             The bytes that this rank received from other ranks.
 
         Raises:
-            CheckpointError: QN602 with the names, shapes and dtypes that are not the same. Nothing was changed.
+            CheckpointError: QN602 with the names, shapes and dtypes of parameters and buffers that are not alike: two
+                dtypes are, of floating-point numbers of 16 bits or more. Nothing was changed.
             RunError: QN604 if the source has tensors without values, QN301 if only one of them has a process per rank.
         """
         here, there = self._state(), source._state()

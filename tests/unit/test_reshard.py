@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import quintnet
 from quintnet_compiler.runtime.backends import copied
@@ -72,3 +73,53 @@ def test_programs_of_other_parameters_are_refused() -> None:
     assert one.copy_parameters(program(same, {"dp": 4})) == 0
     torch.testing.assert_close(one(torch.ones(4, 4)), same(torch.ones(4, 4)).detach())
     assert copied.ProgramTensors(one._primary().program, one._state(), same).parameters.keys() == {"weight", "bias"}
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+@pytest.mark.parametrize("target", DTYPES, ids=str)
+def test_numbers_are_rounded_as_the_module_would(source: torch.dtype, target: torch.dtype) -> None:
+    model = nn.BatchNorm1d(6, dtype=source)
+    with torch.no_grad():
+        for x in (*model.parameters(), model.running_mean, model.running_var):
+            x.copy_(torch.randn(6, dtype=torch.float64) * 70_000)  # more than float16 has
+    rollout = nn.BatchNorm1d(6, dtype=target)
+    there, here = (
+        quintnet.compile(one, quintnet.Mesh(dp=2), (torch.ones(4, 6, dtype=dtype),), training=False, check="off")
+        for one, dtype in ((model, source), (rollout, target))
+    )
+    assert here.copy_parameters(there) == 0
+    expected = copy.deepcopy(model).to(target).state_dict()
+    for name, x in rollout.state_dict().items():
+        assert torch.equal(x, expected[name]) and x.dtype is expected[name].dtype, name
+
+
+class Table(nn.Module):
+    def __init__(self, dtype: torch.dtype, *sizes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.register_buffer("table", torch.ones(sizes, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight + self.table.sum()
+
+
+@pytest.mark.parametrize("other", [Table(torch.int64, 4), Table(torch.float8_e4m3fn, 4), Table(torch.float32, 1)])
+def test_buffers_that_are_not_alike_are_refused(other: Table) -> None:
+    program = quintnet.compile(Table(torch.float32, 4), quintnet.Mesh(dp=2), (torch.ones(4, 4),), training=False)
+    specs = {"table": other.table}
+    with pytest.raises(
+        quintnet.CheckpointError, match=r"(?s)QN602.*table is .* there, and \(\(4,\), 'torch.float32'\)"
+    ):
+        copied._refuse_others(dict(program._task.model.named_buffers()), specs)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64])
+def test_numbers_that_rounding_does_not_give_are_refused(dtype: torch.dtype) -> None:
+    one, other = torch.zeros(4), torch.zeros(4, dtype=dtype)
+    for here, there in ((one, other), (other, one)):
+        with pytest.raises(quintnet.CheckpointError, match=r"(?s)QN602.*16 bits or more"):
+            copied._refuse_others({"weight": here}, {"weight": there})
+    copied._refuse_others({"weight": other}, {"weight": other})

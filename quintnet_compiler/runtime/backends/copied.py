@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...core.errors import CheckpointError, RunError
 from ...ir.distributed_program import DistributedProgram, StateSpec
 from ..state.reshard import held, moved_parts, reshard
+from ..transport.narrow import is_narrow
 from .backend import Backend, refuse_unset
 from .processes import ProcessBackend
 
@@ -24,16 +26,20 @@ class ProgramTensors:
 
     @property
     def parameters(self) -> dict[str, StateSpec]:
-        return {name: spec for name, spec in self.program.state.items() if spec.kind == "parameter"}
+        """The module's; those of a loss are not among them."""
+        own = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        return {n: spec for n, spec in self.program.state.items() if spec.kind == "parameter" and n in own}
 
 
 def copied(target: ProgramTensors, source: ProgramTensors) -> int:
-    """Give ``target`` the values of ``source``; the bytes that this rank received.
+    """Give ``target`` the values of ``source``, rounded to its dtypes; the bytes that this rank received.
 
     Raises:
         CheckpointError: QN602, RunError: QN301 or QN604, see :meth:`ProgramGeneration.copy_parameters`.
     """
-    _refuse_others(target, source)
+    _refuse_others(target.parameters, given := source.parameters)
+    buffers = dict(source.model.named_buffers())
+    _refuse_others(dict(target.model.named_buffers()), buffers)
     refuse_unset(source.backend.unset, source.program)
     device = target.backend.device if isinstance(target.backend, ProcessBackend) else None
     if (device is not None) != isinstance(source.backend, ProcessBackend):
@@ -49,36 +55,54 @@ def copied(target: ProgramTensors, source: ProgramTensors) -> int:
             for name in target.parameters:
                 mine[name].copy_(theirs[name])
         else:
-            for dtype in sorted({spec.dtype for spec in target.parameters.values()}, key=str):
-                names = sorted(name for name, spec in target.parameters.items() if spec.dtype == dtype)
+            sent = {name: _narrower(given[name].dtype, spec.dtype) for name, spec in target.parameters.items()}
+            for dtype in sorted(set(sent.values()), key=str):
+                names = sorted(name for name in sent if sent[name] == dtype)
                 parts = (
                     part
                     for name in names
                     for part in moved_parts(name, held(source.program, name), held(target.program, name))
                 )
                 received += reshard(parts, theirs, mine, torch.empty(0, dtype=dtype, device=device))
-        buffers = dict(source.model.named_buffers())
         for name, buffer in target.model.named_buffers():
-            if name in buffers and not buffers[name].is_meta:
+            if not buffers[name].is_meta:
                 buffer.copy_(buffers[name])
     target.backend.unset -= target.parameters.keys()
     return received
 
 
-def _refuse_others(target: ProgramTensors, source: ProgramTensors) -> None:
-    ours, theirs = (
-        {name: (tuple(spec.shape), str(spec.dtype)) for name, spec in one.parameters.items()}
-        for one in (target, source)
-    )
+def _refuse_others(ours: Mapping[str, StateSpec | Tensor], theirs: Mapping[str, StateSpec | Tensor]) -> None:
+    """Raises: CheckpointError QN602 if one has what the other has not, in another shape, or in a dtype whose numbers it
+    cannot be given by rounding each."""
     odd = [
-        f"{name} is {theirs.get(name, 'missing')} there, and {ours.get(name, 'missing')} here"
+        f"{name} is {_described(theirs.get(name))} there, and {_described(ours.get(name))} here"
         for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
+        if not _alike(ours.get(name), theirs.get(name))
     ]
     if odd:
         more = f", and {len(odd) - 8} more" if len(odd) > 8 else ""
         raise CheckpointError(
             "QN602",
             f"the other program has other parameters: {'; '.join(odd[:8])}{more}",
-            fix="compile a copy of the same module",
+            fix="compile a copy of the same module; it may have another floating-point dtype of 16 bits or more",
         )
+
+
+def _alike(one: StateSpec | Tensor | None, other: StateSpec | Tensor | None) -> bool:
+    if one is None or other is None or tuple(one.shape) != tuple(other.shape):
+        return False
+    return one.dtype == other.dtype or (_rounds(one.dtype) and _rounds(other.dtype))
+
+
+def _rounds(dtype: torch.dtype) -> bool:
+    """Whether a number of another such dtype becomes one of this by rounding; those of 8 bits come with scales."""
+    return dtype.is_floating_point and not is_narrow(dtype)
+
+
+def _narrower(source: torch.dtype, target: torch.dtype) -> torch.dtype:
+    """In which of two dtypes numbers travel, which are rounded once."""
+    return target if target.itemsize < source.itemsize else source
+
+
+def _described(x: StateSpec | Tensor | None) -> str:
+    return "missing" if x is None else f"{(tuple(x.shape), str(x.dtype))}"

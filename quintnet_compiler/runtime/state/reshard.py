@@ -86,8 +86,8 @@ def _rows(ranks: int, parts: int, copies: int) -> Held:
 def reshard(
     parts: Iterable[MovedPart], source: Mapping[str, Tensor], target: Mapping[str, Tensor], like: Tensor
 ) -> int:
-    """Every rank calls this with the same ``parts``, of the dtype of ``like``, which is where ranks exchange them.
-    ``source`` and ``target``: this rank's tensors.
+    """Every rank calls this with the same ``parts``, which ranks exchange where ``like`` is, and in its dtype.
+    ``source`` and ``target``: this rank's tensors, of this dtype or wider ones.
 
     Returns:
         The bytes that this rank received from others.
@@ -116,7 +116,7 @@ def _exchange(
         return 0
     gives = [[part for part in away if (part.source, part.target) == (rank, other)] for other in range(ranks)]
     gets = [[part for part in away if (part.source, part.target) == (other, rank)] for other in range(ranks)]
-    sent = [_taken(source[part.name], part).flatten() for parts in gives for part in parts]
+    sent = [_taken(source[part.name], part).to(like.dtype).flatten() for parts in gives for part in parts]
     counts = [[sum(part.elements for part in parts) for parts in each] for each in (gets, gives)]
     into = like.new_empty(sum(counts[0]))
     dist.all_to_all_single(into, torch.cat(sent) if sent else like.new_empty(0), counts[0], counts[1])
@@ -138,4 +138,5 @@ def _put(x: Tensor, part: MovedPart, values: Tensor) -> None:
         x.copy_(values)
         return
     last = len(part.placed) - 1
-    x[tuple(one.to(x.device).view(-1, *[1] * (last - dim)) for dim, one in enumerate(part.placed))] = values
+    where = tuple(one.to(x.device).view(-1, *[1] * (last - dim)) for dim, one in enumerate(part.placed))
+    x[where] = values.to(x.dtype)
