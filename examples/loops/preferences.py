@@ -120,13 +120,16 @@ def grpo(mesh: quintnet.Mesh, steps: int) -> tuple[list[float], float]:
     reward = quintnet.compile(Reward().double(), mesh, (prompts,), training=False)
     ids = F.pad(prompts, (0, NEW))
     example = (ids, {"ids": ids, "advantages": torch.zeros(len(ids), dtype=torch.float64)})
+    empty = copy.deepcopy(policy).to("meta", torch.float32)  # samples are made with fewer digits than are trained
+    rollout = quintnet.compile(empty, mesh, {"input_ids": ids}, training=False)
     program = quintnet.compile(policy, mesh, example, loss_fn=GRPO(reference))
     optimizer = torch.optim.AdamW([p for p in program.parameters() if p.requires_grad], lr=1e-2)
     plain, plain_loss = language_model(0), GRPO(language_model(0))
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     found, worst = list[float](), 0.0
     for step in range(steps):
-        ids = program.generate(prompts, max_new_tokens=NEW, do_sample=True, seed=step)
+        rollout.copy_parameters(program)
+        ids = rollout.generate(prompts, max_new_tokens=NEW, do_sample=True, seed=step)
         rewards = reward(ids)
         answers = {"ids": ids, "advantages": advantages(rewards)}
         loss = program.step((ids, answers))
