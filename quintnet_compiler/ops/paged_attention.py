@@ -23,7 +23,7 @@ class PageAccess:
     """Where a call writes and what it reads: the same in each of its attentions.
 
     ``slots`` [B * S]: where each new token goes, counted in tokens over all pools. ``pages`` [B * M]: the pages that
-    are read of each row. ``seen`` [B, 1, S, M * page]: which of their tokens each new one sees.
+    are read of each row. ``seen`` [B, 1, S, M * page]: 0 for those of their tokens that each new one sees, else -inf.
     """
 
     slots: Tensor
@@ -31,8 +31,9 @@ class PageAccess:
     seen: Tensor
 
     @classmethod
-    def of(cls, cache: Tensor, table: Tensor, places: Tensor, window: int) -> PageAccess:
-        """``cache`` [P, N, page, ...], ``table`` [B, M] and ``places`` [B, S] are those of :data:`paged_attention`."""
+    def of(cls, cache: Tensor, table: Tensor, places: Tensor, window: int, dtype: torch.dtype) -> PageAccess:
+        """``cache`` [P, N, page, ...], ``table`` [B, M] and ``places`` [B, S] are those of :data:`paged_attention`;
+        ``dtype``: of queries."""
         pools, count, page = cache.shape[:3]
         at = places.clamp(min=0)
         first = torch.arange(pools, device=table.device).repeat_interleave(table.shape[0] // pools)[:, None] * count
@@ -43,7 +44,9 @@ class PageAccess:
         seen = kept <= at[:, :, None]
         if window:
             seen &= kept > at[:, :, None] - window
-        return cls(slots.flatten(), pages.flatten(), seen[:, None])
+        # as numbers: of truth values, each layer's attention would make them again
+        hidden = torch.zeros(seen.shape, dtype=dtype, device=table.device).masked_fill_(~seen, -torch.inf)
+        return cls(slots.flatten(), pages.flatten(), hidden[:, None])
 
 
 def attend_pages(
@@ -76,7 +79,7 @@ def _paged_attention(
 ) -> Tensor:
     """With caches of its own: only a rank's program writes to those that it is given."""
     scale, window = how
-    access = PageAccess.of(keys, table, places, window)
+    access = PageAccess.of(keys, table, places, window, q.dtype)
     return attend_pages((q, k, v), (keys.clone(), values.clone()), access, scale)
 
 

@@ -40,13 +40,18 @@ def test_pages_are_used_again_and_forgotten() -> None:
 
 def test_tokens_are_drawn_from_what_may_be_drawn() -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0, -5.0], [1.0, 0.0, 0.5, 4.0]])
-    assert Sampling().choose(logits, []) == [1, 3]
+    assert Sampling().choose(logits, [0, 1], []) == [1, 3]
     rows, draws = logits[:1].expand(4000, -1), torch.rand(4000, generator=torch.Generator().manual_seed(0)).tolist()
-    drawn = torch.tensor(Sampling(do_sample=True, temperature=2.0).choose(rows, draws)).bincount(minlength=4) / 4000
+    drawn = (
+        torch.tensor(Sampling(do_sample=True, temperature=2.0).choose(rows, range(len(rows)), draws)).bincount(
+            minlength=4
+        )
+        / 4000
+    )
     assert torch.allclose(drawn, (logits[0] / 2).softmax(0).float(), atol=0.03)
-    assert {*Sampling(do_sample=True, top_k=2).choose(rows, draws)} == {1, 2}
-    assert {*Sampling(do_sample=True, top_p=0.5).choose(rows, draws)} == {1}
-    assert Sampling(do_sample=True).choose(logits, [0.0, 1 - 2**-53]) == [0, 3]
+    assert {*Sampling(do_sample=True, top_k=2).choose(rows, range(len(rows)), draws)} == {1, 2}
+    assert {*Sampling(do_sample=True, top_p=0.5).choose(rows, range(len(rows)), draws)} == {1}
+    assert Sampling(do_sample=True).choose(logits, [0, 1], [0.0, 1 - 2**-53]) == [0, 3]
     with pytest.raises(CompileError, match="QN108"):
         Sampling(top_k=0)
 

@@ -128,7 +128,7 @@ def test_a_token_alone_sees_what_was_kept(groups: int, window: int) -> None:
     for start, stop in ((0, 3), (3, 4), (4, 7)):
         new = [F.pad(x[:, None, :, start:stop], (0, 0, 1, 0, 0, 0, 0, 1), value=9.0).flatten(0, 1) for x in (q, k, v)]
         places = torch.tensor([[-1, *range(start, stop)], [-1] * (stop - start + 1)]).repeat(2, 1)
-        access = PageAccess.of(kept[0], table, places, window)
+        access = PageAccess.of(kept[0], table, places, window, q.dtype)
         found = attend_pages((new[0], new[1], new[2]), kept, access, 8**-0.5)
         assert torch.allclose(found[::2, :, 1:], whole[:, :, start:stop], atol=1e-6)
         assert found.isfinite().all()
@@ -216,10 +216,10 @@ def test_kernels_of_a_layer_split_with_tensor_parallelism() -> None:
 
 def test_the_next_token() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0]])
-    assert Sampling().choose(logits, []) == [1]
-    assert Sampling(True, top_k=1).choose(logits, [0.999]) == [1]
-    assert Sampling(True, top_p=0.5).choose(logits, [0.999]) == [1]
-    assert {Sampling(True, temperature=50.0).choose(logits, [i / 50])[0] for i in range(50)} == {0, 1, 2}
+    assert Sampling().choose(logits, [0], []) == [1]
+    assert Sampling(True, top_k=1).choose(logits, [0], [0.999]) == [1]
+    assert Sampling(True, top_p=0.5).choose(logits, [0], [0.999]) == [1]
+    assert {Sampling(True, temperature=50.0).choose(logits, [0], [i / 50])[0] for i in range(50)} == {0, 1, 2}
     for wrong in ({"temperature": 0.0}, {"top_k": 0}, {"top_p": 1.5}):
         with pytest.raises(CompileError, match="QN108"):
             Sampling(**wrong)  # type: ignore[arg-type]

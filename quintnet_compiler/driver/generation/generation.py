@@ -251,7 +251,7 @@ class Generation:
                     places.setdefault(text.sampling, []).append((text, index))
         for sampling, alike in places.items():
             draws = [text.draws[len(text.tokens) - text.prompt] for text, _ in alike if sampling.do_sample]
-            chosen = sampling.choose(logits[[index for _, index in alike]], draws)
+            chosen = sampling.choose(logits, [index for _, index in alike], draws)
             made += [self._given(text, token) for (text, _), token in zip(alike, chosen, strict=True)]
         return sorted(made, key=lambda one: one.text)
 

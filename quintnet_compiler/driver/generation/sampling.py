@@ -35,12 +35,13 @@ class Sampling:
         if wrong:
             raise CompileError("QN108", wrong[0], fix=wrong[1])
 
-    def choose(self, logits: Tensor, draws: Sequence[float]) -> list[int]:
-        """The next token of each row of logits [rows, vocabulary]; ``draws``: a number in [0, 1) for each row that is
-        to be sampled."""
+    def choose(self, logits: Tensor, rows: Sequence[int], draws: Sequence[float]) -> list[int]:
+        """The next token of each of these rows of logits [all, vocabulary]; ``draws``: a number in [0, 1) for each row,
+        where they are sampled."""
         if not self.do_sample:
-            return logits.argmax(-1).tolist()
-        scores = logits.to("cpu", torch.float64) / self.temperature
+            largest = logits.argmax(-1).tolist()
+            return [largest[row] for row in rows]
+        scores = logits[list(rows)].to("cpu", torch.float64) / self.temperature
         if self.top_k is not None:
             least = scores.topk(min(self.top_k, scores.shape[-1])).values[:, -1:]
             scores = scores.masked_fill(scores < least, -torch.inf)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -62,7 +62,7 @@ class Comm:
         self.seed = self.step = self.microbatch = 0
         self.scale = 1.0
         self.under_way: dict[int, tuple[Tensor, Callable[[], Any]]] = {}  # by the identity of a tensor
-        self.pages: dict[tuple[int, int, int], tuple[PageAccess, Tensor, Tensor]] = {}  # by those of two, and a window
+        self.pages: dict[Hashable, tuple[PageAccess, Tensor, Tensor]] = {}  # by those of two, window and dtype
         self.ids: dict[tuple[int, ...], Ids] = {}  # by those of its tensors: the layers of a piece read the same
 
     def gather_early(
@@ -356,9 +356,9 @@ class Comm:
         at: int,
     ) -> Tensor:
         """Attention to what was kept, see :mod:`quintnet_compiler.ops.paged_attention`."""
-        key = id(table), id(places), window
+        key = id(table), id(places), window, q.dtype
         if key not in self.pages:  # the layers of a call read the same pages
-            self.pages[key] = PageAccess.of(keys, table, places, window), table, places
+            self.pages[key] = PageAccess.of(keys, table, places, window, q.dtype), table, places
         return attend_pages((q, k, v), (keys, values), self.pages[key][0], scale)
 
     def keep_mask(

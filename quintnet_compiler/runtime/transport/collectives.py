@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compat.distributed import all_gather, reduce_scatter
-from .shared_memory import MemoryLink, fits, link
+from .shared_memory import LARGEST, MemoryLink, link
 from .transport import Pending
 
 PIECES, PIECE_BYTES = 16, 2**20  # at most so many in one message, of so many bytes at least: else one copy costs less
@@ -171,7 +171,7 @@ class SharedMemory(Exchanges):
 
 
 def _fits(x: Tensor) -> bool:
-    return fits(x.shape, x.dtype, x.device)
+    return x.is_cpu and x.nbytes <= LARGEST
 
 
 def collectives(group: dist.ProcessGroup) -> Native:
