@@ -88,7 +88,7 @@ def test_other_errors_stay_what_they_are() -> None:
 def test_the_place_is_that_of_the_collective() -> None:
     sites = ("all_reduce  layers.0.up  model.py:12", "all_gather  head  model.py:14")
     transport = object.__new__(DistributedTransport)
-    transport.axis, transport.begins = {}, {}  # no axis has a group: the collective fails where it begins
+    transport.axis = {}  # no axis has a group: the collective fails where it begins
     for at, site in enumerate(sites):
         with pytest.raises(KeyError) as caught:
             transport.run("all_reduce", torch.ones(1), "tp", at)

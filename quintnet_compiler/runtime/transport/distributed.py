@@ -80,7 +80,6 @@ class DistributedTransport:
             self.group.setdefault(tuple(range(mesh.size)), collectives(dist.group.WORLD))
         self.known = set(self.group)
         self.fused: dict[tuple[str, torch.device], Kernels | None] = {}
-        self.begins: dict[str, Callable[..., Pending]] = {}  # what begins each collective
         self.connections = Connections()
         self.add_groups(groups)
 
@@ -106,10 +105,8 @@ class DistributedTransport:
         return self._begin(collective)(*args, later=True)
 
     def _begin(self, collective: str) -> Callable[..., Pending]:
-        if collective not in self.begins:
-            own: Callable[..., Pending] | None = getattr(self, f"_{collective}", None)
-            self.begins[collective] = moved_as_bytes(own or partial(self._meant, COLLECTIVES[collective]))
-        return self.begins[collective]
+        own: Callable[..., Pending] | None = getattr(self, f"_{collective}", None)
+        return moved_as_bytes(own or partial(self._meant, COLLECTIVES[collective]))
 
     def _meant(self, spec: CollectiveSpec, x: Tensor, axis: str, *how: Any, later: bool = False) -> Pending:
         """A collective without a method of its own: this rank's result of what all ranks give, which it gathers."""

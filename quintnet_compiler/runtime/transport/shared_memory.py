@@ -39,7 +39,7 @@ MOST_VIEWS = 64  # of a block
 
 
 @dataclass(frozen=True)
-class Block:
+class MessageBlock:
     """Memory of one message at a time, and the tensors that have been at its beginning: they are made once."""
 
     memory: Tensor
@@ -76,9 +76,9 @@ class MemoryLink:
         self.connection, self.seconds, self.both, self.looks = connection, seconds, both, LOOKS
         self.poll = select.poll()
         self.poll.register(connection, select.POLLIN)
-        self.own: list[Block] = []
+        self.own: list[MessageBlock] = []
         self.free: dict[int, list[int]] = {}  # by size: own blocks that hold nothing unread
-        self.others: list[Block] = []
+        self.others: list[MessageBlock] = []
         self.read: list[int] = []  # the other's blocks that were read since the last message
         self.taken = self.heard = 0  # what the other put: how much is or was waited for, and how much is there
         self.there: dict[int, tuple[int, int]] = {}  # of that: the other's block, and how many bytes are in it
@@ -184,9 +184,9 @@ class MemoryLink:
                 self._hear(socket.MSG_DONTWAIT)
 
 
-def _mapped(file: int) -> Block:
+def _mapped(file: int) -> MessageBlock:
     """The memory of a file."""
-    return Block(torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8))
+    return MessageBlock(torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8))
 
 
 def fits(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
