@@ -239,7 +239,7 @@ class _Lowering:
         dtype: torch.dtype,
     ) -> fx.Node:  # fmt: skip
         (a8, scale_a), (b8, scale_b) = (self._cast(*one) for one in (a, b))
-        return self.builder.call(scaled_matmul, a8, b8, scale_a, scale_b, equation, dtype)
+        return self.builder.call(scaled_matmul, a8, b8, scale_a, scale_b, equation, dtype, self.recipe.power_of_two)
 
     def _cast(self, x: fx.Node, operand: Operand, summed: int, rows: int) -> tuple[fx.Node, fx.Node]:
         """``x`` in 8 bits and its scale; layers that read the same share it."""

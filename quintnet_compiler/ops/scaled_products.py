@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from ..compat.torch import OpOverload
 from ..core.annotations import copied_from, leaf
 from .define import define_operator
+from .scaled_kernels import kernel_for, multiply
 
 aten = torch.ops.aten
 TINY = 1e-12  # below, a block counts as zeros (as in torchao)
@@ -80,54 +81,44 @@ def _scaled_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x / _spread(scale, x.shape)).clamp_(-largest, largest).to(dtype)  # at least 32 bits, as scales have
 
 
-def _scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, equation: str, dtype: torch.dtype) -> Tensor:
+def _scaled_matmul(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, equation: str, dtype: torch.dtype,
+    power_of_two: bool = False,
+) -> Tensor:  # fmt: skip
     lead = a.shape[:-1]
     a, scale_a = a.reshape(-1, a.shape[-1]), _rows(scale_a, lead)
     if equation == OF_WEIGHT:
         b, scale_b = b.reshape(-1, b.shape[-1]), _rows(scale_b, lead)
-        return product(a.t(), b, scale_a.t(), scale_b, dtype)
+        return product(a.t(), b, scale_a.t(), scale_b, dtype, power_of_two)
     if equation == FORWARD:
         b, scale_b = b.t(), scale_b.t()
-    return product(a, b, scale_a, scale_b, dtype).reshape(*lead, b.shape[1])
+    return product(a, b, scale_a, scale_b, dtype, power_of_two).reshape(*lead, b.shape[1])
 
 
 def _rows(scale: Tensor, lead: Sequence[int]) -> Tensor:
     """A scale of rows whose leading dims are ``lead``, as that of a matrix."""
-    found = scale if scale.shape[:-1].numel() == 1 else _spread(scale, (*lead, scale.shape[-1]))
+    alike = scale.shape[:-1].numel() == 1 or scale.shape[:-2] == tuple(lead[:-1])  # blocks stay of one size
+    found = scale if alike else _spread(scale, (*lead, scale.shape[-1]))
     return found.reshape(-1, scale.shape[-1])
 
 
-def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``(a * scale_a) @ (b * scale_b)``. On GPUs one product of 8-bit numbers where :func:`_has_kernel` says so; else,
-    and on CPUs, what the numbers stand for is multiplied."""
-    if _has_kernel(a, b, scale_a, scale_b, dtype):
-        if scale_a.numel() > 1 or scale_b.numel() > 1:
-            scale_a, scale_b = scale_a.expand(a.shape[0], 1), scale_b.expand(1, b.shape[1])
-        b = b.t().contiguous().t()  # its columns are what lies together
-        scales = scale_a.flatten()[:, None], scale_b.flatten()[None]  # with strides of what lies together
-        found: Tensor = aten._scaled_mm.default(a.contiguous(), b, *scales, None, None, dtype)
-        return found
+def product(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, power_of_two: bool = False
+) -> Tensor:
+    """``(a * scale_a) @ (b * scale_b)``. On GPUs one product of 8-bit numbers where :func:`kernel_for` finds one; else,
+    and on CPUs, what the numbers stand for is multiplied. ``power_of_two``: whether all scales are."""
+    kernel = kernel_for(a, b, scale_a, scale_b, dtype, power_of_two)
+    if kernel is not None:
+        return multiply(a, b, scale_a, scale_b, dtype, kernel)
     wide = torch.promote_types(dtype, torch.float32)
     left, right = (x.to(wide) * _spread(s, x.shape) for x, s in ((a, scale_a), (b, scale_b)))
     return (left @ right).to(dtype)
 
 
-def _has_kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> bool:
-    """What ``_scaled_mm`` takes: scales of whole rows and columns, sums and rows of the result over multiples of 16
-    numbers, and results of 16 bits (bfloat16 only, if rows have scales of their own)."""
-    along = scale_a.shape[1] == 1 and scale_b.shape[0] == 1
-    one = scale_a.numel() == 1 and scale_b.numel() == 1
-    right = dtype is torch.bfloat16 or (one and dtype is torch.float16)
-    sizes = a.shape[0] > 0 and all(n > 0 and n % 16 == 0 for n in b.shape)
-    return along and right and sizes and multiplies_eight_bits(a.device)
-
-
-def multiplies_eight_bits(device: torch.device) -> bool:
-    """Whether a device has tensor cores of 8-bit floating point."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def _of_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, equation: str, dtype: torch.dtype) -> Tensor:
+def _of_product(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, equation: str, dtype: torch.dtype,
+    power_of_two: bool = False,
+) -> Tensor:  # fmt: skip
     if equation == OF_WEIGHT:
         return a.new_empty([a.shape[-1], b.shape[-1]], dtype=dtype)
     return a.new_empty([*a.shape[:-1], b.shape[0 if equation == FORWARD else 1]], dtype=dtype)
@@ -150,7 +141,8 @@ scaled_cast = define_operator(
     _scaled_cast,
 )
 scaled_matmul = define_operator(
-    "scaled_matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str equation, ScalarType dtype) -> Tensor",
+    "scaled_matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str equation, ScalarType dtype, "
+    "bool power_of_two=False) -> Tensor",
     _of_product,
     _scaled_matmul,
 )

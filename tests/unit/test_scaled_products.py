@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintnet_compiler.ops import scaled_products
+from quintnet_compiler.ops import scaled_kernels
 from quintnet_compiler.ops.rules import scaled_products as rules
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.scaled_products import (
@@ -100,7 +100,7 @@ def test_the_kernel_of_8_bit_products_is_called_as_it_wants(
     equation: str, k: int, n: int, row: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``_scaled_mm`` on the CPU; sums over rows that are no multiple of 16 are not its."""
-    monkeypatch.setattr(scaled_products, "multiplies_eight_bits", lambda device: True)
+    monkeypatch.setattr(scaled_kernels, "kernels_of", lambda device: frozenset({"rows"}))
     calls: list[tuple[int, ...]] = []
     kernel = torch.ops.aten._scaled_mm.default
 
@@ -111,7 +111,7 @@ def test_the_kernel_of_8_bit_products_is_called_as_it_wants(
         return found
 
     fake = SimpleNamespace(_scaled_mm=SimpleNamespace(default=spy))
-    monkeypatch.setattr(scaled_products, "aten", fake)
+    monkeypatch.setattr(scaled_kernels, "aten", fake)
     sizes = {FORWARD: ((rows, k), (n, k)), OF_INPUT: ((rows, n), (n, k)), OF_WEIGHT: ((rows, n), (rows, k))}[equation]
     summed = {FORWARD: (1, 1), OF_INPUT: (1, 0), OF_WEIGHT: (0, 0)}[equation]
     blocks = [[0 if not row or dim == one else 1 for dim in range(2)] for one in summed]
