@@ -511,10 +511,10 @@ def _pools() -> list[Sample]:
 
 def _experts(
     rows: Input, ids: Input, weight: Input, bias: Input | None, transposed: bool, scale: tuple[int, ...],
-    back: tuple[int, ...], *, row: bool,
+    back: tuple[int, ...], blocks: list[int],
 ) -> Sample:  # fmt: skip
     copies = eight(*weight.shape), const_pos(*scale), eight(*weight.shape), const_pos(*back)
-    return call(scaled_expert_linear, rows, ids, weight, bias, transposed, *copies, row, E5M2, True, True)
+    return call(scaled_expert_linear, rows, ids, weight, bias, transposed, *copies, blocks, E5M2, True, True)
 
 
 def _lookups() -> list[Sample]:
@@ -540,8 +540,10 @@ def _lookups() -> list[Sample]:
         call(expert_linear, f(12, 4), ints(4, 12), f(4, 6, 4), f(4, 6), False),
         call(expert_linear, f(8, 4), ints(2, 8), f(4, 4, 6), f(4, 6), True),  # experts that nobody chose
         call(expert_linear, f(7, 4), ints(6, 7), f(5, 6, 4), f(5, 6), False),  # a row of no expert
-        _experts(const(12, 4), ints(4, 12), const(4, 6, 4), None, False, (4, 6, 1), (4, 1, 4), row=True),
-        _experts(const(12, 4), ints(4, 12), const(4, 4, 6), const(4, 6), True, (4, 1, 1), (4, 1, 1), row=False),
+        _experts(const(12, 4), ints(4, 12), const(4, 6, 4), None, False, (4, 6, 1), (4, 1, 4), [0, 0]),
+        _experts(const(12, 4), ints(4, 12), const(4, 4, 6), const(4, 6), True, (4, 1, 1), (4, 1, 1), []),
+        _experts(const(12, 8), ints(4, 12), const(4, 12, 8), None, False, (4, 12, 2), (4, 3, 8), [4, 4]),
+        _experts(const(12, 4), ints(4, 12), const(4, 4, 8), const(4, 8), True, (4, 1, 2), (4, 1, 2), [0, 4]),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), None, 0, -100),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), const(6), 0, 2),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), const_pos(6), 1, 2),

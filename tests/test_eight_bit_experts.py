@@ -15,21 +15,21 @@ from quintnet_compiler.passes.frontend.eight_bits import RECIPES, Recipe
 from .test_eight_bits import assert_equal, otherwise_exact
 
 WIDTH, ROWS, EXPERTS = 32, 16, 4
-NAMES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+NAMES = sorted(RECIPES)
 
 
 class Mixture(nn.Module):
     """Top-2 routing. The second weight is [E, I, O]. ``skew`` sends most rows to the first expert, none to the last."""
 
-    def __init__(self, layer: Any = quintnet.expert_linear, skew: float = 0.0) -> None:
+    def __init__(self, layer: Any = quintnet.expert_linear, skew: float = 0.0, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer = layer
-        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
-        self.router = nn.Linear(WIDTH, EXPERTS)
-        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) * 0.2)
-        self.bias = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH) * 0.2)
-        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) * 0.2)
+        self.layer, scale = layer, 0.2 * (WIDTH / width) ** 0.5
+        self.first, self.head = nn.Linear(width, width), nn.Linear(width, 8)
+        self.router = nn.Linear(width, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * width, width) * scale)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, 2 * width) * scale)
+        self.down = nn.Parameter(torch.randn(EXPERTS, width, width) * scale)
         self.register_buffer("skew", skew * torch.tensor([2.0, 1.0, 0.0, -2.0]))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -38,19 +38,27 @@ class Mixture(nn.Module):
         rows, ids = x.repeat_interleave(2, 0), chosen.flatten()
         gate, up = self.layer(rows, ids, self.up, self.bias).chunk(2, -1)
         made = self.layer(F.silu(gate) * up, ids, self.down, transposed=True)
-        x = x + (made.view(-1, 2, WIDTH) * weights.unsqueeze(-1)).sum(1)
+        x = x + (made.view(-1, 2, x.shape[-1]) * weights.unsqueeze(-1)).sum(1)
         return F.cross_entropy(self.head(x), labels)
 
 
-def batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+def batch(rows: int = ROWS, width: int = WIDTH) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
-    return torch.randn(rows, WIDTH).double(), torch.randint(0, 8, (rows,))
+    return torch.randn(rows, width).double(), torch.randint(0, 8, (rows,))
+
+
+def width_of(recipe: str) -> int:
+    """Two blocks at least, where there are blocks."""
+    return 2 * (RECIPES[recipe].along or WIDTH // 2)
 
 
 # -- the same layers in plain PyTorch
 
 
-def _rounded(x: Tensor, largest: Tensor, recipe: Recipe, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+E4M3 = torch.float8_e4m3fn
+
+
+def _rounded(x: Tensor, largest: Tensor, recipe: Recipe, dtype: torch.dtype = E4M3) -> Tensor:
     """``x`` as 8-bit numbers stand for it, of which the largest is ``largest``."""
     most = torch.finfo(dtype).max
     scale = largest.float().double().clamp(min=1e-12) / most
@@ -58,21 +66,37 @@ def _rounded(x: Tensor, largest: Tensor, recipe: Recipe, dtype: torch.dtype = to
     return (x / scale).clamp(-most, most).to(dtype).double() * scale
 
 
+def _in_blocks(x: Tensor, rows: int, columns: int, recipe: Recipe, dtype: torch.dtype = E4M3) -> Tensor:
+    """``x``, one matrix of such blocks after the other rounded by its own largest number."""
+    out = torch.empty_like(x)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], columns):
+            block = slice(i, i + rows), slice(j, j + columns)
+            out[block] = _rounded(x[block], x[block].abs().amax(), recipe, dtype)
+    return out
+
+
 def plain_layer(recipe: Recipe) -> Any:
     """One row after the other."""
-    row, kind = recipe.along is not None, recipe.gradient
+    row, kind, along = recipe.along is not None, recipe.gradient, recipe.along
 
-    def of_rows(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-        return _rounded(x, x.abs().amax(1, keepdim=True) if row else x.abs().amax(), recipe, dtype)
+    def of_rows(x: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
+        if not row:
+            return _rounded(x, x.abs().amax(), recipe, dtype)
+        return _in_blocks(x, 1, along or x.shape[1], recipe, dtype)
 
-    def of_columns(x: Tensor, ids: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    def of_columns(x: Tensor, ids: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
         if not row:
             return of_rows(x, dtype)
         each = [x[ids == one].abs().amax(0) for one in ids.tolist()]
         return _rounded(x, torch.stack(each), recipe, dtype)
 
     def of_matrices(w: Tensor, summed: int) -> Tensor:
-        return _rounded(w, w.abs().amax(summed if row else (1, 2), keepdim=True), recipe)
+        if not row:
+            return _rounded(w, w.abs().amax((1, 2), keepdim=True), recipe)
+        block = [along or w.shape[summed]] * 2 if recipe.square else [1, 1]
+        block[summed - 1] = along or w.shape[summed]
+        return torch.stack([_in_blocks(one, *block, recipe) for one in w])
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -100,10 +124,11 @@ def step(
     mesh: dict[str, int], recipe: str, given: tuple[Tensor, Tensor] | None = None, skew: float = 0.0, **plan: Any
 ) -> dict[str, Tensor]:
     """The loss and all gradients of one step, in float64 but for what is rounded to 8 bits."""
-    given = batch() if given is None else given
+    width = width_of(recipe)
+    given = batch(width=width) if given is None else given
     with otherwise_exact():
         decisions = {"precision": "fp8", "fp8_recipe": recipe, "fp8_skip": ("first",), **plan}
-        program = quintnet.compile(Mixture(skew=skew).double(), quintnet.Mesh(**mesh), given, plan=decisions)
+        program = quintnet.compile(Mixture(skew=skew, width=width).double(), quintnet.Mesh(**mesh), given, plan=decisions)
         loss = program.step(given)
     return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in program.named_parameters()}}
 
@@ -111,10 +136,11 @@ def step(
 @pytest.mark.parametrize("skew", [0.0, 3.0])
 @pytest.mark.parametrize("recipe", NAMES)
 def test_one_rank_computes_what_the_recipe_says(recipe: str, skew: float) -> None:
-    model, exact = Mixture(plain_layer(RECIPES[recipe]), skew).double(), Mixture(skew=skew).double()
+    width = width_of(recipe)
+    model, exact = (Mixture(one, skew, width).double() for one in (plain_layer(RECIPES[recipe]), quintnet.expert_linear))
     expected: list[dict[str, Tensor]] = []
     for one in (model, exact):
-        loss = one(*batch())
+        loss = one(*batch(width=width))
         loss.backward()
         expected.append({"loss": loss.detach(), **{n: p.grad for n, p in one.named_parameters() if p.grad is not None}})
     made = step({}, recipe, skew=skew)
@@ -160,7 +186,8 @@ def test_every_layout_rounds_to_the_same_numbers(
     ids=str,
 )
 def test_experts_that_do_not_divide(mesh: dict[str, int], plan: dict[str, Any], recipe: str) -> None:
-    assert_equal(step(mesh, recipe, batch(11), **plan), step({}, recipe, batch(11)))
+    given = batch(11, width_of(recipe))
+    assert_equal(step(mesh, recipe, given, **plan), step({}, recipe, given))
 
 
 def test_tensor_ranks_split_the_matrices_of_experts() -> None:
@@ -170,11 +197,11 @@ def test_tensor_ranks_split_the_matrices_of_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "recipe"), [({"dp": 2}, "tensorwise"), ({"ep": 2}, "rowwise"), ({"pp": 2}, "rowwise")]
+    ("mesh", "recipe"), [({"dp": 2}, "tensorwise"), ({"ep": 2}, "rowwise"), ({"pp": 2}, "rowwise"), ({"ep": 2}, "mxfp8")]
 )
 def test_a_microbatch_has_scales_of_its_own(mesh: dict[str, int], recipe: str) -> None:
     """As if the model were called with one microbatch after the other."""
-    (x, y), many = batch(), 2
+    (x, y), many = batch(width=width_of(recipe)), 2
     ways = mesh.get("dp", 1) * mesh.get("ep", 1)
     rows = torch.arange(ROWS).reshape(ways, many, -1)
     parts = [step({}, recipe, (x[rows[:, i].flatten()], y[rows[:, i].flatten()])) for i in range(many)]
@@ -191,8 +218,9 @@ def test_what_stays_in_16_bits_is_said() -> None:
 
     assert kept() == []
     assert kept(fp8_skip=("down",)) == ["down: the plan keeps 'down' wide"]
-    (up, down) = kept(fp8_recipe="mxfp8")
-    assert up == "up: experts have scales of whole rows, and the recipe has scales of blocks" and down[:5] == "down:"
+    assert kept(fp8_recipe="mxfp8") == []
+    up, down = kept(fp8_recipe="blockwise")
+    assert up == "up: in_features 32 and out_features 64 is no multiple of 128" and down[:5] == "down:"
 
 
 def test_weights_of_experts_are_cast_once_a_step() -> None:

@@ -60,7 +60,7 @@ class Recipe:
             return [1] * each + [0] * (len(size) - each)
         found = [1] * len(size)
         if self.square and operand == "weight":
-            found = [self.along] * len(size)
+            found[-2:] = [self.along] * 2
         elif self.along == 0:
             found[summed : summed + rows] = [0] * rows
         else:
@@ -160,8 +160,6 @@ def _reason(node: fx.Node, recipe: Recipe, patterns: Sequence[str]) -> str:
     module = known.name.rpartition(".")[0]
     if taken := [p for p in patterns if fnmatchcase(known.name, p) or fnmatchcase(module, p)]:
         return f"the plan keeps {taken[0]!r} wide"
-    if experts and recipe.along:
-        return "experts have scales of whole rows, and the recipe has scales of blocks"
     out, inside = shape(weight)[-2:]
     sizes = {"in": out, "out": inside} if experts and node.args[4] else {"in": inside, "out": out}
     step = max(MULTIPLE, recipe.along or 1)
@@ -217,9 +215,12 @@ class _Lowering:
     def _experts(self, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool) -> fx.Node:
         """Ranks scale rows that have arrived, and gradients: see :mod:`..lowering.scaled_experts`."""
         recipe, (outside, inside) = self.recipe, (2, 1) if transposed else (1, 2)
+        size = shape(weight)
+        sizes = (("input", size[inside]), ("gradient", size[outside])) if recipe.along is not None else ()
+        blocks = [recipe.block(one, (shape(rows)[0], count), 1)[1] for one, count in sizes]
         back = self._cast(weight, "weight", outside, 1) if needs_grad(rows) else (None, None)
         casts = *self._cast(weight, "weight", inside, 1), *back
-        how = recipe.along is not None, recipe.gradient, recipe.power_of_two, recipe.of_weight
+        how = blocks, recipe.gradient, recipe.power_of_two, recipe.of_weight
         return self.builder.call(scaled_expert_linear, rows, ids, weight, bias, transposed, *casts, *how)
 
     def _declared(self, x: fx.Node, gradient: fx.Node) -> fx.Node:

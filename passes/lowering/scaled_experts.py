@@ -33,13 +33,13 @@ class ScaledExperts:
             %y = after_gradients(%y1, ...)
     Ensures: a scale over what ranks split (features of a row, rows of an expert, all rows) is the largest of theirs.
 
-    ``row``, ``gradient``, ``power_of_two`` and ``of_weight``: see :mod:`...ops.experts.scaled_groups`.
+    ``blocks``, ``gradient``, ``power_of_two`` and ``of_weight``: see :mod:`...ops.experts.scaled_groups`.
     """
 
     builder: GraphBuilder
     axes: Sequence[Axis]
     chosen: Sequence[Strategy]
-    row: bool
+    blocks: Sequence[int]
     gradient: torch.dtype
     power_of_two: bool
     of_weight: bool
@@ -51,13 +51,13 @@ class ScaledExperts:
     ) -> fx.Node:  # fmt: skip
         call, dtype = self.builder.call, value(rows).dtype
         x, added = self._bare(rows), None if bias is None else self._bare(bias)
-        cast = self._rows(x, ends, value(forward[0]).dtype, self._splitting(0))
+        cast = self._rows(x, ends, value(forward[0]).dtype, 0)
         made = call(scaled_grouped_linear, cast[0], ends, forward[0], cast[1], forward[1], added, transposed, dtype)
         if not any(needs_grad(one) for one in (rows, weight, bias) if one is not None):
             return made
         both = call(with_tangent, made, True)
         made, tangent = (self.builder.getitem(both, i) for i in range(2))
-        arrived = self._rows(tangent, ends, self.gradient, self._splitting(1))
+        arrived = self._rows(tangent, ends, self.gradient, 1)
         if needs_grad(rows):
             given = arrived[0], ends, back[0], arrived[1], back[1], None, not transposed, dtype
             self._declare(rows, call(scaled_grouped_linear, *given))
@@ -73,17 +73,19 @@ class ScaledExperts:
     ) -> fx.Node:  # fmt: skip
         if not self.of_weight:
             return self.builder.call(grouped_weight_grad, tangent, x, ends, transposed)
-        if self.row:
+        if self.blocks:
             arrived = self._columns(tangent, ends, self.gradient)
             cast = self._columns(x, ends, value(cast[0]).dtype)
         (t8, scale_t), (x8, scale_x) = arrived, cast
         return self.builder.call(scaled_grouped_weight_grad, t8, x8, ends, scale_t, scale_x, transposed, dtype)
 
-    def _rows(self, x: fx.Node, ends: fx.Node, kind: torch.dtype, features: Sequence[Axis]) -> Cast:
-        """Each row with a scale, or all rows of experts with one. ``features``: the axes that split rows' features."""
-        call = self.builder.call
-        if self.row:
-            largest = largest_over(self.builder, call(block_max, x, [1, 0]), features)
+    def _rows(self, x: fx.Node, ends: fx.Node, kind: torch.dtype, end: int) -> Cast:
+        """Each row or block of it with a scale, or all rows of experts with one. ``end``: 0 for what the product reads,
+        1 for what it makes."""
+        call, features = self.builder.call, self._splitting(end)
+        if self.blocks:
+            block = self.blocks[end]
+            largest = largest_over(self.builder, call(block_max, x, [1, block]), [] if block else features)
         else:
             apart = [axis for axis in self.axes if axis in features or axis in self._other_rows()]
             largest = largest_over(self.builder, call(block_max, call(group_max, x, ends), [0, 0]), apart)

@@ -68,7 +68,7 @@ def _block_scale(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Ten
     return (torch.exp2(torch.log2(scale).ceil()) if power_of_two else scale).float()
 
 
-def _spread(scale: Tensor, size: Sequence[int]) -> Tensor:
+def spread(scale: Tensor, size: Sequence[int]) -> Tensor:
     """A scale for each number, or for blocks that broadcast."""
     for dim, (have, wanted) in enumerate(zip(scale.shape, size, strict=True)):
         if have not in (1, wanted):
@@ -78,7 +78,7 @@ def _spread(scale: Tensor, size: Sequence[int]) -> Tensor:
 
 def _scaled_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
-    return (x / _spread(scale, x.shape)).clamp_(-largest, largest).to(dtype)  # at least 32 bits, as scales have
+    return (x / spread(scale, x.shape)).clamp_(-largest, largest).to(dtype)  # at least 32 bits, as scales have
 
 
 def _scaled_matmul(
@@ -98,7 +98,7 @@ def _scaled_matmul(
 def _rows(scale: Tensor, lead: Sequence[int]) -> Tensor:
     """A scale of rows whose leading dims are ``lead``, as that of a matrix."""
     alike = scale.shape[:-1].numel() == 1 or scale.shape[:-2] == tuple(lead[:-1])  # blocks stay of one size
-    found = scale if alike else _spread(scale, (*lead, scale.shape[-1]))
+    found = scale if alike else spread(scale, (*lead, scale.shape[-1]))
     return found.reshape(-1, scale.shape[-1])
 
 
@@ -111,7 +111,7 @@ def product(
     if kernel is not None:
         return multiply(a, b, scale_a, scale_b, dtype, kernel)
     wide = torch.promote_types(dtype, torch.float32)
-    left, right = (x.to(wide) * _spread(s, x.shape) for x, s in ((a, scale_a), (b, scale_b)))
+    left, right = (x.to(wide) * spread(s, x.shape) for x, s in ((a, scale_a), (b, scale_b)))
     return (left @ right).to(dtype)
 
 

@@ -45,7 +45,7 @@ def _axes_of_scales(*, row: bool, tp: Strategy) -> list[list[str]]:
     to = builder()
     rows, weight = leaf(to, "parameter", "x", 8, 4), leaf(to, "parameter", "w", 2, 6, 4)
     ends, scale = leaf(to, "input", "ends", 2), leaf(to, "input", "s", 2, 6, 1)
-    layer = ScaledExperts(to, AXES, _strategies(tp), row, torch.float8_e5m2, False, True)
+    layer = ScaledExperts(to, AXES, _strategies(tp), [0, 0] if row else [], torch.float8_e5m2, False, True)
     eight = to.call(scaled_cast, leaf(to, "input", "w8", 2, 6, 4), scale, torch.float8_e4m3fn)
     made = layer(rows, ends, weight, None, False, (eight, scale), (eight, scale))
     assert made.target is after_gradients and len(made.args[1]) == 2  # type: ignore[arg-type]
@@ -209,7 +209,9 @@ def test_a_layer_with_other_weights_is_found(position: int, of: int | None) -> N
     before, after = _programs()
     check_eight_bits(before, after)
     first, second = (n for n in after.graph.nodes if n.target is scaled_expert_linear)
-    wrong = not first.args[position] if of is None else (second if position == of else first).args[of]
+    wrong: Any = not first.args[position] if position == 4 else []
+    if of is not None:
+        wrong = (second if position == of else first).args[of]
     _set(first, position, wrong)
     with pytest.raises(CompileError, match="8-bit check"):
         check_eight_bits(before, after)

@@ -102,7 +102,7 @@ def test_a_layer_of_experts_in_8_bits(row: bool) -> None:
     rows, ids = torch.randn(20, IN, generator=dice), torch.randint(-1, 3, (20,), generator=dice)
     weight = torch.randn(3, OUT, IN, generator=dice)
     w8, scale = _cast(weight, [1, 1, 0] if row else [1, 0, 0])
-    rest = w8, scale, w8, scale, row, E4M3, False, True
+    rest = w8, scale, w8, scale, [0, 0] if row else [], E4M3, False, True
     made = scaled_expert_linear(rows, ids, weight, None, False, *rest)
     mine = ids >= 0
     x8, scale_x = _cast(rows[mine], [1, 0] if row else [0, 0])

@@ -131,9 +131,11 @@ def _scaled(node: fx.Node, cast: fx.Node, scale: fx.Node) -> fx.Node:
 
 
 def _check_experts(node: fx.Node) -> None:
-    """Both 8-bit copies of the weight are its own: with a scale for each expert, and for each row of its matrix that
-    the product does not sum over if rows have scales of their own, too."""
-    weight, transposed, row, args = tensor_inputs(node)[2], node.args[4], node.args[9], node.args
+    """Both 8-bit copies of the weight are its own: with a scale for each expert, or for blocks of its matrix that are
+    as those of rows along the dim that the product sums over, and single numbers or as those of rows along the other.
+    """
+    weight, transposed, args = tensor_inputs(node)[2], node.args[4], node.args
+    blocks: Any = args[9]
     outside, inside = (2, 1) if transposed else (1, 2)
     for (cast, scale), kept in (((args[5], args[6]), outside), ((args[7], args[8]), inside)):
         if cast is None and kept is inside and not needs_grad(tensor_inputs(node)[0]):
@@ -143,7 +145,11 @@ def _check_experts(node: fx.Node) -> None:
         if _scaled(node, cast, scale) is not weight or value(cast).dtype is not torch.float8_e4m3fn:
             raise _fail(f"{node.name} multiplies {cast.name}, which is not {weight.name} in 8 bits", node)
         size = shape(weight)
-        if shape(scale) != tuple(n if d == 0 or (row and d == kept) else 1 for d, n in enumerate(size)):
+        square = {0: size[0], inside: 1, outside: 1}
+        for dim, block in zip((inside, outside), blocks, strict=False):
+            square[dim] = size[dim] // block if block else 1
+        single = {**square, kept: size[kept]} if blocks else square
+        if dict(enumerate(shape(scale))) not in (square, single):
             raise _fail(f"{scale.name} of {shape(scale)} is no scale of the matrices {size} of {node.name}", node)
 
 

@@ -21,7 +21,7 @@ from ....ops.experts.scaled_groups import group_cast, group_max, scaled_grouped_
 from ....ops.scaled_products import block_max, block_scale, scaled_cast
 
 aten = torch.ops.aten
-Scaled = Literal["rows", "all", "columns"]  # what has one scale
+Scaled = Literal["rows", "all", "columns"]  # what has one scale, or each block of it
 
 
 class Wrong(Exception):
@@ -53,15 +53,16 @@ class ScaledLayer:
             made = tensor_inputs(both)[0]
         _expect(made.target is scaled_grouped_linear, made, "is no product of 8-bit rows")
         x8, ends, _, scale, *_ = tensor_inputs(made)
-        x = self._base(x8, scale, ends, "rows" if self._row else "all", False)
+        x = self._base(x8, scale, ends, "rows" if self._blocks else "all", False)
         self._product(made, x8, ends, scale, forward=True)
         _expect(value(made).dtype is value(x).dtype, made, "has another dtype than its rows")
         self._gradients(product, made, x, ends)
         return x, ends
 
     @property
-    def _row(self) -> bool:
-        return self.node.args[9] is True
+    def _blocks(self) -> Sequence[int]:
+        found: Any = self.node.args[9]
+        return tuple(found)
 
     def _product(self, made: fx.Node, rows8: fx.Node, ends: fx.Node, scale: fx.Node, *, forward: bool) -> None:
         copies = tuple(self.weights[1 if self._bias is None else 2 :])
@@ -98,7 +99,7 @@ class ScaledLayer:
         _expect(gradient.target is scaled_grouped_linear, gradient, "is no gradient of rows")
         t8, _, _, scale = tensor_inputs(gradient)[:4]
         self._product(gradient, t8, ends, scale, forward=False)
-        _tangent(self._base(t8, scale, ends, "rows" if self._row else "all", True), made)
+        _tangent(self._base(t8, scale, ends, "rows" if self._blocks else "all", True), made)
 
     def _of_weight(self, gradient: fx.Node, x: fx.Node, ends: fx.Node, made: fx.Node) -> None:
         found: Any = gradient.args
@@ -110,7 +111,7 @@ class ScaledLayer:
         right = gradient.target is scaled_grouped_weight_grad and found[2] is ends and found[5] is transposed
         _expect(right, gradient, "is no 8-bit gradient of the weight")
         t8, x8, _, scale_t, scale_x = tensor_inputs(gradient)
-        one: Scaled = "columns" if self._row else "all"
+        one: Scaled = "columns" if self._blocks else "all"
         _expect(self._base(x8, scale_x, ends, one, False) is x, gradient, "reads other rows")
         return _tangent(self._base(t8, scale_t, ends, one, True), made)
 
@@ -127,7 +128,7 @@ class ScaledLayer:
         largest, over = largest_over(tensor_inputs(scale)[0])
         axes = self._apart(one, backward)
         _expect(sorted(over) == sorted(axes), scale, f"is the largest over {over}, and not over {axes}")
-        wanted: Any = block_max, (given[0], [1, 0])
+        wanted: Any = block_max, (given[0], [1, self._blocks[backward]]) if one == "rows" else ()
         if one != "rows":
             groups = largest if one == "columns" else tensor_inputs(largest)[0]
             _expect(groups.target is group_max and groups.args == (given[0], ends), scale, "is that of other rows")
@@ -146,7 +147,7 @@ class ScaledLayer:
                 isinstance(kind, Shard) and kind.dim == dim
                 for kind, dim in ((there[backward], 1), (strategy.inputs[0], 0), (strategy.inputs[2], 0))
             )
-            parts = {"rows": features, "columns": rows and not experts, "all": features or rows or experts}
+            parts = {"rows": features and not (self._blocks and self._blocks[backward]), "columns": rows and not experts, "all": features or rows or experts}
             found += [axis.name] if parts[one] else []
         return found
 

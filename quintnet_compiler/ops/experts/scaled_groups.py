@@ -5,19 +5,22 @@ On GPUs a product is a grouped one of 16-bit numbers, which have all 8-bit ones:
 ``torch._scaled_grouped_mm`` took 0.6 to 0.9 of the time for 8 large experts, 1.9 to 2.6 times as long for 64 and 128,
 and the copies that it asks for came on top (``benchmarks/eight_bit_matmuls.py --experts``).
 
-Scales, as :mod:`..scaled_products` has them: of rows [N, F], one for each ([N, 1]) or one for all ([1, 1]); of matrices
-[E, O, I], one for each expert and row of its matrix ([E, O, 1]) or column ([E, 1, I]), or one for each expert
-([E, 1, 1]). A gradient of weights adds up over the rows of an expert: there each column of an expert's rows has a scale
+Scales, as :mod:`..scaled_products` has them: of rows [N, F], one for each ([N, 1]) or for B numbers of it ([N, F / B]),
+or one for all ([1, 1]); of matrices [E, O, I], one for each expert and row of its matrix ([E, O, 1]) or column
+([E, 1, I]), or for B numbers of these ([E, O, I / B], [E, O / B, I]), or for squares ([E, O / B, I / B]), or one for
+each expert ([E, 1, 1]). A gradient of weights adds up over the rows of an expert: there each column of an expert's rows has a scale
 ([E, F]), or all rows have one ([1, 1]).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..define import define_operator
-from ..scaled_products import block_max, block_scale, product, scaled_cast
+from ..scaled_products import block_max, block_scale, product, scaled_cast, spread
 from .expert_linear import counts_on_host, expert_linear
 from .grouped_rows import expert_runs, experts_of_rows, group_plan, group_rows, ungroup_rows
 
@@ -58,8 +61,12 @@ def _linear(
                 out[run] += bias[expert]
         return out
     of = experts_of_rows(ends, count).clamp_(max=ends.shape[0] - 1)
-    made: Tensor = aten._grouped_mm.default(rows.contiguous().to(LOW), right.to(LOW), ends)
-    made = (made * scale_rows * scale[:, 0].index_select(0, of)).to(dtype)
+    after = scale_rows.shape[1] == scale.shape[1] == 1  # sums of numbers of one scale
+    if not after:
+        rows, right = (x * spread(one, x.shape) for x, one in ((rows.float(), scale_rows), (right.float(), scale)))
+    made: Tensor = aten._grouped_mm.default(rows.to(LOW).contiguous(), right.to(LOW), ends)
+    if after:
+        made = (made * scale_rows * spread(scale[:, 0], [*ends.shape, right.shape[2]]).index_select(0, of)).to(dtype)
     return made if bias is None else made + bias.index_select(0, of)
 
 
@@ -116,12 +123,12 @@ scaled_grouped_weight_grad = define_operator(
 
 def _expert_linear(
     rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, weight8: Tensor, scale: Tensor,
-    back8: Tensor | None, back_scale: Tensor | None, row: bool, gradient: torch.dtype, power_of_two: bool,
+    back8: Tensor | None, back_scale: Tensor | None, blocks: Sequence[int], gradient: torch.dtype, power_of_two: bool,
     of_weight: bool,
 ) -> Tensor:  # fmt: skip
     order, ends = group_plan(ids, weight.shape[0], None, counts_on_host(rows, weight))
     rows = group_rows(rows, order, ends)
-    largest = block_max(rows, [1, 0]) if row else block_max(group_max(rows, ends), [0, 0])
+    largest = block_max(rows, [1, blocks[0]]) if blocks else block_max(group_max(rows, ends), [0, 0])
     scale_rows = block_scale(largest, weight8.dtype, power_of_two)
     rows8 = scaled_cast(rows, scale_rows, weight8.dtype)
     made = scaled_grouped_linear(rows8, ends, weight8, scale_rows, scale, bias, transposed, rows.dtype)
@@ -131,12 +138,13 @@ def _expert_linear(
 
 # ``expert_linear`` of which all three products, forward and backward, are of 8-bit numbers. ``weight8`` and ``scale``
 # are the weight with scales for the forward, ``back8`` and ``back_scale`` for the gradient of rows, if they have one;
-# rows are cast where they meet the weight, so ranks that hold experts scale what has arrived. ``row``: each row has a
-# scale, and in the gradient of weights each column of an expert's rows; if not, all rows have one. ``gradient``: the
-# format of gradients of results. ``of_weight``: whether the gradient of the weight is such a product, too.
+# rows are cast where they meet the weight, so ranks that hold experts scale what has arrived. ``blocks``: how many
+# numbers of a row have one scale, of what the product reads and of what it makes, 0: all of them; in the gradient of
+# weights each column of an expert's rows has one, as an expert may have any number of rows. If empty, all rows have one.
+# ``gradient``: the format of gradients of results. ``of_weight``: whether the gradient of the weight is such a product.
 scaled_expert_linear = define_operator(
     "scaled_expert_linear(Tensor rows, Tensor ids, Tensor weight, Tensor? bias, bool transposed, Tensor weight8, "
-    "Tensor scale, Tensor? back8, Tensor? back_scale, bool row, ScalarType gradient, bool power_of_two, "
+    "Tensor scale, Tensor? back8, Tensor? back_scale, int[] blocks, ScalarType gradient, bool power_of_two, "
     "bool of_weight) -> Tensor",
     lambda rows, ids, weight, bias, transposed, *_: rows.new_empty(
         [rows.shape[0], weight.shape[2 if transposed else 1]]

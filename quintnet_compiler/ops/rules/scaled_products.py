@@ -77,20 +77,25 @@ def scaled_matmul(node: fx.Node) -> Factors:
 
 
 def scaled_expert_linear(node: fx.Node) -> Factors:
-    """As ``expert_linear``, but linear in nothing: it takes no terms of rows, and no terms of its result's gradient."""
+    """As ``expert_linear``, but linear in nothing: it takes no terms of rows, and no terms of its result's gradient.
+    Blocks of features are whole."""
     rows, _, weight, *rest = tensor_inputs(node)
-    features: Dims = (("i",), ("o",)) if argument(node, "transposed") else (("o",), ("i",))
-    matrices: Dims = (("e",), *features)
-    dims: list[Dims] = [(("r",), ("i",)), (("r",),), matrices]
+    features, blocks = (shape(rows)[1], shape(node)[1]), argument(node, "blocks") or (0, 0)
+    parts = [n // block if block else 1 for n, block in zip(features, blocks, strict=True)]
+    (i, o), _, sizes = _in_blocks("io", features, [n if p == 1 else p for n, p in zip(features, parts, strict=True)])
+    ends = (i, features[0]), (o, features[1])
+    matrices = ((("e",), shape(weight)[0]), *(reversed(ends) if not argument(node, "transposed") else ends))
+    dims: list[Dims] = [(("r",), i), (("r",),), tuple(names for names, _ in matrices)]
     biased = argument(node, "bias") is not None
     for given in rest:
         if biased and given is rest[0]:
-            dims.append((("e",), ("o",)))
+            dims.append((("e",), o))
         else:
-            dims.append(tuple(() if n == 1 else names for names, n in zip(matrices, shape(given), strict=True)))
-    sizes = {"r": shape(rows)[0], "i": shape(rows)[1], "e": shape(weight)[0], "o": shape(node)[1]}
+            each = zip(matrices, shape(given), strict=True)
+            dims.append(tuple(names if n == count else names[:1] if n > 1 else () for (names, count), n in each))
+    sizes |= {"r": shape(rows)[0], "e": shape(weight)[0]}
     additive = frozenset({3}) if biased else frozenset[int]()
     return Factors(
-        tuple(dims), ((("r",), ("o",)),), sizes, additive=additive, contiguous=frozenset("e"),
+        tuple(dims), ((("r",), o),), sizes, _insides(sizes), additive=additive, contiguous=frozenset("e"),
         joint=frozenset({("r", "e")}), whole_gradients=True,
     )  # fmt: skip
