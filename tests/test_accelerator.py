@@ -516,8 +516,14 @@ def test_grouped_matmuls_of_experts(device: Emulated, transposed: bool) -> None:
         assert torch.allclose(mine.cpu().float(), theirs.float(), atol=0.05, rtol=0.02)
 
 
-@pytest.mark.parametrize("row", [False, True])
-def test_grouped_products_of_8_bit_numbers_without_a_kernel_for_these(device: Emulated, row: bool) -> None:
+@pytest.mark.parametrize(
+    ("of_rows", "of_matrices"),
+    [([0, 0], [1, 0, 0]), ([1, 0], [1, 1, 0]), ([1, 8], [1, 1, 8]), ([1, 8], [1, 8, 8]), ([1, 0], [1, 8, 0])],
+    ids=str,
+)
+def test_grouped_products_of_8_bit_numbers_without_a_kernel_for_these(
+    device: Emulated, of_rows: list[int], of_matrices: list[int]
+) -> None:
     """As loops over experts on the CPU, and the host waits for nothing."""
     device.set_device(0)
     kind, ends = torch.float8_e4m3fn, torch.tensor([2, 2, 5, 5], dtype=torch.int32)
@@ -525,11 +531,11 @@ def test_grouped_products_of_8_bit_numbers_without_a_kernel_for_these(device: Em
     rows[5:] = grad[5:] = torch.nan  # rows of no expert
 
     def products(ends: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x8, scale_x = _eight(given[0].nan_to_num(), [1, 0] if row else [0, 0], kind)
-        w8, scale_w = _eight(given[2], [1, 1, 0] if row else [1, 0, 0], kind)
+        x8, scale_x = _eight(given[0].nan_to_num(), of_rows, kind)
+        w8, scale_w = _eight(given[2], of_matrices, kind)
         columns = []
         for x in given[:2]:
-            scale = block_scale(group_max(x, ends), kind, row)
+            scale = block_scale(group_max(x, ends), kind, False)
             columns.append((group_cast(x, ends, scale, kind), scale))
         (c8, scale_c), (t8, scale_t) = columns
         made = scaled_grouped_linear(x8, ends, w8, scale_x, scale_w, None, False, torch.bfloat16)

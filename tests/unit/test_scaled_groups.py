@@ -13,7 +13,8 @@ from quintnet_compiler.ops.experts.scaled_groups import (
     scaled_grouped_linear,
     scaled_grouped_weight_grad,
 )
-from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast
+from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast, spread
+from quintnet_compiler.passes.frontend.eight_bits import RECIPES
 
 E4M3 = torch.float8_e4m3fn
 SIZES = [5, 0, 33, 16, 2]  # rows of each expert; rows of none are behind
@@ -35,8 +36,8 @@ def _rows(features: int, seed: int) -> Tensor:
     return found
 
 
-def _cast(x: Tensor, block: list[int]) -> tuple[Tensor, Tensor]:
-    scale = block_scale(block_max(x, block), E4M3, False)
+def _cast(x: Tensor, block: list[int], power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    scale = block_scale(block_max(x, block), E4M3, power_of_two)
     return scaled_cast(x, scale, E4M3), scale
 
 
@@ -54,17 +55,23 @@ def test_each_column_of_an_experts_rows_has_its_largest_number() -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("row", [False, True])
+@pytest.mark.parametrize(
+    ("of_rows", "of_matrices"),
+    [([0, 0], [1, 0, 0]), ([1, 0], [1, 1, 0]), ([1, 16], [1, 1, 16]), ([1, 16], [1, 16, 16])],
+    ids=str,
+)
 @pytest.mark.parametrize("biased", [False, True])
-def test_each_row_meets_the_matrix_of_its_expert(biased: bool, row: bool, transposed: bool) -> None:
-    x8, scale_x = _cast(_rows(IN, 0), [1, 0] if row else [0, 0])
+def test_each_row_meets_the_matrix_of_its_expert(
+    biased: bool, of_rows: list[int], of_matrices: list[int], transposed: bool
+) -> None:
+    x8, scale_x = _cast(_rows(IN, 0), of_rows)
     weight = torch.randn(EXPERTS, OUT, IN)
-    w8, scale_w = _cast(weight, [1, 1, 0] if row else [1, 0, 0])
+    w8, scale_w = _cast(weight, of_matrices)
     bias = torch.randn(EXPERTS, OUT, dtype=torch.float64) if biased else None
     turned = [x.transpose(1, 2).contiguous() if transposed else x for x in (w8, scale_w)]
     made = scaled_grouped_linear(x8, _ends(), turned[0], scale_x, turned[1], bias, transposed, torch.float64)
     assert made.dtype is torch.float64 and made.shape == (ROWS + 7, OUT)
-    x, w = x8.double() * scale_x.double(), w8.double() * scale_w.double()
+    x, w = (x8.double() * spread(one.double(), x8.shape) for x8, one in ((x8, scale_x), (w8, scale_w)))
     for i in range(ROWS):
         expected = w[_expert(i)] @ x[i] + (bias[_expert(i)] if bias is not None else 0)
         assert torch.allclose(made[i], expected, rtol=1e-12, atol=1e-12)
@@ -109,3 +116,40 @@ def test_a_layer_of_experts_in_8_bits(row: bool) -> None:
     right = (w8.double() * scale.double())[ids[mine]]
     expected = torch.einsum("ri,roi->ro", x8.double() * scale_x.double(), right)
     assert torch.allclose(made[mine].double(), expected, rtol=1e-5, atol=1e-5) and not made[~mine].any()
+
+
+def test_products_are_as_far_from_float64_as_torchaos() -> None:
+    """Its MXFP8 layer of experts, in bfloat16 and without a GPU's kernels."""
+    theirs = pytest.importorskip("torchao.prototype.moe_training.mxfp8_grouped_mm")
+    emulated = pytest.importorskip("torchao.quantization.quantize_.common").KernelPreference.EMULATED
+    dice, count, recipe = torch.Generator().manual_seed(0), torch.tensor([50, 7, 0, 39]), RECIPES["mxfp8"]
+    ends, of = count.cumsum(0).int(), torch.arange(4).repeat_interleave(count)
+    x, t = (torch.randn(len(of), n, generator=dice) * torch.randn(len(of), 1, generator=dice).exp() for n in (96, 64))
+    x, t, w = x.bfloat16(), t.bfloat16(), (torch.randn(4, 64, 96, generator=dice) / 10).bfloat16()
+    exact = (
+        torch.einsum("ri,roi->ro", x.double(), w[of].double()),
+        torch.einsum("ro,roi->ri", t.double(), w[of].double()),
+        torch.stack([t[of == e].double().T @ x[of == e].double() for e in range(4)]),
+    )
+    rows, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
+    layer = theirs._to_mxfp8_then_scaled_grouped_mm
+    made = layer(rows, weight.transpose(1, 2), ends, kernel_preference=emulated, pad_token_groups_for_grouped_mm=True)
+    made.backward(t)
+    low = torch.bfloat16
+    (x8, scale_x), (t8, scale_t) = (
+        _cast(y, recipe.block(one, y.shape, 1), True)
+        for one, y in (("input", x), ("gradient", t))  # type: ignore[arg-type]
+    )
+    forward, back = (_cast(w, recipe.block("weight", w.shape, dim), True) for dim in (2, 1))
+    columns = []
+    for y in (t, x):
+        scale = block_scale(group_max(y, ends), E4M3, True)
+        columns.append((group_cast(y, ends, scale, E4M3), scale))
+    (ct, scale_ct), (cx, scale_cx) = columns
+    ours = (
+        scaled_grouped_linear(x8, ends, forward[0], scale_x, forward[1], None, False, low),
+        scaled_grouped_linear(t8, ends, back[0], scale_t, back[1], None, True, low),
+        scaled_grouped_weight_grad(ct, cx, ends, scale_ct, scale_cx, False, low),
+    )
+    for mine, their, right in zip(ours, (made, rows.grad, weight.grad), exact, strict=True):
+        assert (mine.double() - right).norm() <= 1.001 * (their.double() - right).norm() < 0.06 * right.norm()
