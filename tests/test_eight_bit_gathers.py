@@ -1,4 +1,4 @@
-"""ZeRO 3 gathers 8-bit numbers: half the bytes, and the same bits as numbers that are cast after a wide gather."""
+"""ZeRO gathers 8-bit numbers: half the bytes, and the same bits as numbers that are cast after a wide gather."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from quintnet_compiler.passes.frontend.eight_bits import RECIPES
 from quintnet_compiler.passes.sharding import shard_parameters
 
 from .test_eight_bit_experts import Mixture
-from .test_eight_bits import WIDTH, Block
+from .test_eight_bits import WIDTH, Block, sizes_of
 
 ROWS, LENGTH = 8, 4
 
 
-def net() -> nn.Sequential:
+def net(width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Block(nn.Linear), Block(nn.Linear), nn.Linear(WIDTH, 16))
+    return nn.Sequential(Block(nn.Linear, width), Block(nn.Linear, width), nn.Linear(width, 16))
 
 
-def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
+def batch(seed: int = 1, width: int = WIDTH) -> tuple[Tensor, Tensor]:
     dice = torch.Generator().manual_seed(seed)
-    return torch.randn(ROWS, LENGTH, WIDTH, generator=dice), torch.randn(ROWS, LENGTH, 16, generator=dice)
+    return torch.randn(ROWS, LENGTH, width, generator=dice), torch.randn(ROWS, LENGTH, 16, generator=dice)
 
 
 def wide() -> AbstractContextManager[Any]:
@@ -39,20 +39,21 @@ def wide() -> AbstractContextManager[Any]:
     return mock.patch.object(shard_parameters, "on_slices", lambda *_: {})
 
 
-def compiled(mesh: dict[str, int], **plan: Any) -> quintnet.CompiledProgram:
+def compiled(mesh: dict[str, int], width: int = WIDTH, **plan: Any) -> quintnet.CompiledProgram:
+    decisions = {"precision": "fp8", "zero": 3, **plan}
     return quintnet.compile(
-        net(), quintnet.Mesh(**mesh), batch(), loss_fn=F.mse_loss, plan={"precision": "fp8", "zero": 3, **plan}
+        net(width), quintnet.Mesh(**mesh), batch(width=width), loss_fn=F.mse_loss, plan=decisions
     )
 
 
-def trained(program: quintnet.CompiledProgram) -> list[Tensor]:
+def trained(program: quintnet.CompiledProgram, width: int = WIDTH) -> list[Tensor]:
     """Losses of two steps, the gradients of the first, and the parameters after it."""
     optimizer = torch.optim.AdamW(program.parameters(), lr=0.1)
-    found = [program.step(batch())]
+    found = [program.step(batch(width=width))]
     found += [p.grad.clone() for _, p in program.named_parameters()]  # type: ignore[union-attr]
     optimizer.step()
     optimizer.zero_grad()
-    return [*found, program.step(batch(2)), *(p.detach().clone() for _, p in program.named_parameters())]
+    return [*found, program.step(batch(2, width)), *(p.detach().clone() for _, p in program.named_parameters())]
 
 
 LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
@@ -62,6 +63,11 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp": 2, "cp": 2}, {"zero_axes": ("dp", "cp")}),
     ({"dp": 2, "pp": 2}, {"microbatches": 2}),
     ({"dp": 2}, {"reshard_after_forward": False}),
+    ({"dp": 2}, {"zero": 1, "microbatches": 2}),
+    ({"dp": 2, "tp": 2}, {"zero": 1}),
+    ({"dp": 2, "pp": 2}, {"zero": 1, "microbatches": 2, "schedule": "zb-h1"}),
+    ({"dp": 4}, {"zero": 2, "microbatches": 2}),
+    ({"dp": 2, "cp": 2}, {"zero": 2, "zero_axes": ("dp", "cp")}),
 ]
 
 
@@ -69,9 +75,10 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS, ids=str)
 def test_the_bits_are_those_of_a_wide_gather(mesh: dict[str, int], plan: dict[str, Any], recipe: str) -> None:
-    made = trained(compiled(mesh, fp8_recipe=recipe, **plan))
+    width = sizes_of(recipe)[0]
+    made = trained(compiled(mesh, width, fp8_recipe=recipe, **plan), width)
     with wide():
-        expected = trained(compiled(mesh, fp8_recipe=recipe, **plan))
+        expected = trained(compiled(mesh, width, fp8_recipe=recipe, **plan), width)
     assert len(made) == len(expected) and all(map(torch.equal, made, expected))
 
 
@@ -98,6 +105,17 @@ def test_half_the_bytes_are_gathered(recipe: str) -> None:
         }
     found = _gathered(compiled({"dp": 2}, fp8_recipe=recipe, overlap=False))
     assert found == {torch.float8_e4m3fn: numbers * 2, torch.bfloat16: head}
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize(("recipe", "copies"), [("rowwise", 2), ("tensorwise", 1)])
+def test_a_step_gathers_8_bits_once(recipe: str, copies: int, zero: int) -> None:
+    """One copy for each direction, or one for both; and of the head, biases and norms 16 bits."""
+    (stage,) = compiled({"dp": 2}, fp8_recipe=recipe, zero=zero, overlap=False, microbatches=2).ranks[0].stages
+    assert stage.once is not None and not any("gather(scaled_cast" in one.code for one in (stage.forward, stage.backward))
+    sent = [line.partition("]")[0] for line in stage.once.code.splitlines() if "comm.gather_states(" in line]
+    eight, wide = ([line.count(name) for line in sent if f"[{name}" in line] for name in ("scaled_cast", "_to_copy"))
+    assert eight == [6 * copies] and wide == [4 + 4 + 2]
 
 
 def test_a_matrix_is_gathered_where_it_is_read() -> None:

@@ -22,25 +22,33 @@ E4M3 = torch.float8_e4m3fn
 
 
 class Block(nn.Module):
-    def __init__(self, layer: type[nn.Linear]) -> None:
+    def __init__(self, layer: type[nn.Linear], width: int = WIDTH) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.gate = layer(WIDTH, 2 * WIDTH), layer(WIDTH, 2 * WIDTH, bias=False)
-        self.down = layer(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.gate = layer(width, 2 * width), layer(width, 2 * width, bias=False)
+        self.down = layer(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-def net(layer: type[nn.Linear] = nn.Linear) -> nn.Sequential:
+def net(layer: type[nn.Linear] = nn.Linear, width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Block(layer), Block(layer), nn.Linear(WIDTH, 16)).double()
+    return nn.Sequential(Block(layer, width), Block(layer, width), nn.Linear(width, 16)).double()
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch(recipe: str = "") -> tuple[Tensor, Tensor]:
+    """With sequences of two blocks, where a recipe has blocks."""
+    width, length = sizes_of(recipe)
     torch.manual_seed(1)
-    return torch.randn(ROWS, LENGTH, WIDTH).double(), torch.randn(ROWS, LENGTH, 16).double()
+    return torch.randn(ROWS, length, width).double(), torch.randn(ROWS, length, 16).double()
+
+
+def sizes_of(recipe: str) -> tuple[int, int]:
+    """The width of the model, one block if there are blocks and two inside, and the length of sequences."""
+    along = RECIPES[recipe].along if recipe else None
+    return along or WIDTH, 2 * along if along else LENGTH
 
 
 # -- the same layers in plain PyTorch
@@ -57,6 +65,23 @@ def _rounded(x: Tensor, dim: int | tuple[int, ...] | None, recipe: Recipe, dtype
 
 def plain_layer(recipe: Recipe) -> type[nn.Linear]:
     row = None if recipe.along is None else -1
+
+    def in_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
+        blocks = x.reshape(x.shape[:-1].numel() // rows, rows, x.shape[-1] // columns, columns)
+        return _rounded(blocks, (1, 3), recipe).reshape(x.shape)
+
+    class Blocks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            along = recipe.along or 1
+            return in_blocks(x, 1, along) @ in_blocks(weight, along if recipe.square else 1, along).T
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            (x, weight), along = ctx.saved_tensors, recipe.along or 1
+            back = in_blocks(grad, 1, along) @ in_blocks(weight, along, along if recipe.square else 1)
+            return back, torch.einsum("...n,...k->nk", in_blocks(grad, along, 1), in_blocks(x, along, 1))
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -77,7 +102,7 @@ def plain_layer(recipe: Recipe) -> type[nn.Linear]:
 
     class Layer(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            made = Product.apply(x, self.weight)
+            made = (Blocks if recipe.along else Product).apply(x, self.weight)
             return made if self.bias is None else made + self.bias
 
     return Layer
@@ -98,8 +123,8 @@ def step(
     """The loss and all gradients of one step."""
     with otherwise_exact():
         decisions = {"precision": "fp8", "fp8_recipe": recipe, **plan}
-        given = batch() if given is None else given
-        program = quintnet.compile(net(), quintnet.Mesh(**mesh), given, loss_fn=F.mse_loss, plan=decisions)
+        given, model = batch(recipe) if given is None else given, net(width=sizes_of(recipe)[0])
+        program = quintnet.compile(model, quintnet.Mesh(**mesh), given, loss_fn=F.mse_loss, plan=decisions)
         loss = program.step(given)
     return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in program.named_parameters()}}
 
@@ -110,16 +135,16 @@ def assert_equal(made: dict[str, Tensor], expected: dict[str, Tensor], limit: fl
         assert (made[name] - one).abs().max() <= limit * one.abs().max(), name
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_one_rank_computes_what_the_recipe_says(recipe: str) -> None:
-    model = net(plain_layer(RECIPES[recipe]))
-    x, y = batch()
+    model = net(plain_layer(RECIPES[recipe]), sizes_of(recipe)[0])
+    x, y = batch(recipe)
     loss = F.mse_loss(model(x), y)
     loss.backward()
     expected = {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
     made = step({}, recipe)
     assert_equal(made, expected)
-    exact = net()
+    exact = net(width=sizes_of(recipe)[0])
     F.mse_loss(exact(x), y).backward()
     off = max(float((made[n] - p.grad).norm() / p.grad.norm()) for n, p in exact.named_parameters())
     assert 1e-3 < off < 0.2  # it is rounded, and no more than that
@@ -149,7 +174,7 @@ def test_every_layout_rounds_to_the_same_numbers(mesh: dict[str, int], plan: dic
 @pytest.mark.parametrize(("mesh", "recipe"), [({"dp": 2}, "tensorwise"), ({"pp": 2}, "rowwise"), ({"tp": 2}, "mxfp8")])
 def test_a_microbatch_has_scales_of_its_own(mesh: dict[str, int], recipe: str) -> None:
     """As if the model were called with one microbatch after the other."""
-    x, y = batch()
+    x, y = batch(recipe)
     many, ways = 2, mesh.get("dp", 1)
     each = ROWS // many // ways
     rows = torch.arange(ROWS).reshape(ways, many, each)

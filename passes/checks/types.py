@@ -140,7 +140,7 @@ def _check_held(local: LocalProgram, node: fx.Node, known: Leaf) -> None:
         wanted = held.sharding if held is not None and end not in copies else stored
         if not ((later or end in copies) and direct and arrived == wanted and between <= local.once):
             raise _fail(f"{end.name} is not what {node.name} is gathered to at the start of a step", node)
-    read = {user for one in (copies or {start}) for user in one.users}
+    read = {user for one in (copies or {start}) for user in one.users if needs_grad(user)}
     if later and not between.issuperset(read):
         raise _fail(f"an operator reads the slices of {node.name} whose gradient is scattered later", node)
 

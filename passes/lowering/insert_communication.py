@@ -354,7 +354,7 @@ class _CommunicationLowering:
         before = len(self.builder.made)
         same = R if needs_grad(stored) else I
         node = self._moved(stored, start, held.sharding, same, (stage, stage), whole)
-        if held.once:
+        if held.once or held.deferred:
             self.at_start.update(self.builder.made[before:])
         if held.deferred:
             self.deferred[node] = self.deferred.get(stored, stored)

@@ -28,8 +28,8 @@ class ShardParameters:
 
     The conversion S -> R is an all-gather, and its transpose the reduce-scatter of the gradient: ``zero`` only says
     where the two stand. 3 (and 0, for what the plan fixes): both in each microbatch. 2: the gather at the start of the
-    step. 1: and the reduce-scatter at its end (ZeRO, Rajbhandari et al. 2019). Of a parameter that each microbatch
-    gathers, and of which products read 8-bit numbers alone, ranks cast their slices, and gather these.
+    step. 1: and the reduce-scatter at its end (ZeRO, Rajbhandari et al. 2019). Of a parameter of which products read
+    8-bit numbers alone, ranks cast their slices, and gather these.
 
     ``axes``: over which to slice all parameters; where no dim divides, the last ranks have less. ``fixed``: (name,
     axis) -> type, before all else. ``experts``: the axes over which experts are spread. ``book``: the
@@ -54,11 +54,10 @@ class ShardParameters:
             if kinds != before:
                 strategies[node] = _strategies(program, node, kinds)
                 self._refuse_crossing(program, found, kinds, before)
-                gathered[node] = Gathered(before, self.zero in (1, 2), self.zero == 1 and found.trainable)
-                if not gathered[node].once:
-                    casts = on_slices(program, node, kinds, self.book)
-                    gathered |= {cast: Gathered(program.produced(cast), False, False) for cast in casts}
-                    strategies |= casts
+                casts, once = on_slices(program, node, kinds, self.book), self.zero in (1, 2)
+                gathered[node] = Gathered(before, once and not casts, self.zero == 1 and found.trainable)
+                gathered |= {cast: Gathered(program.produced(cast), once, False) for cast in casts}
+                strategies |= casts
         if gathered and program.program.stored:
             out = program.program.graph.output_node()
             strategies[out] = _leaving(strategies[out], {k: strategies[n] for k, n in program.program.stored.items()})

@@ -190,7 +190,8 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a parameter is for its operators, where it is stored in more slices than they read.
+    """What a parameter is for its operators, where it is stored in more slices than they read; or what ranks cast of
+    these slices, where operators read 8-bit numbers alone.
 
     ``once``: it is gathered at the start of a step and not in each microbatch. ``deferred``: its gradient is added up
     over the microbatches as it is here, and scattered to the slices at the end of the step and not in each microbatch.
@@ -205,7 +206,7 @@ class Gathered:
 class ShardedProgram:
     """Every value has a sharding: for each node, one strategy per axis (outermost first).
 
-    ``gathered``: the parameters that are stored in slices and gathered for operators.
+    ``gathered``: the parameters that are stored in slices and gathered for operators, and what is cast of these.
     Invariants: a node's strategies are legal for its operator; the shape left by the earlier axes divides.
     """
 
