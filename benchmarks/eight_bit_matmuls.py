@@ -1,11 +1,12 @@
 """Matmuls of 8-bit numbers on a GPU: PyTorch's kernel, ours with its copies, and the casts around it.
 
-python benchmarks/eight_bit_matmuls.py [--rows 8192] [--recipe tensorwise|rowwise] [--experts]
+python benchmarks/eight_bit_matmuls.py [--rows 8192] [--recipe tensorwise|rowwise|blockwise|mxfp8] [--experts]
 
-For the three matmuls of a linear layer, in milliseconds (medians of 20): ``bf16``, as ``torch.mm``; ``kernel``,
-``torch._scaled_mm`` of operands that lie as it wants them; ``ours``, with the copies that lay them so; ``casts``, the
-scales and 8-bit numbers of both operands, each by itself, as generated Python has it. ``--experts``: grouped matmuls
-of rows by matrices, ``bf16`` and PyTorch's ``kernel`` for 8 bits, rowwise. Needs compute capability 8.9, experts 9.0.
+For the three matmuls of a linear layer, in milliseconds (medians of 20): ``bf16``, as ``torch.mm``; ``kernel``, that of
+8-bit numbers, of operands that lie as it wants them; ``ours``, with the copies that lay them so; ``casts``, the scales
+and 8-bit numbers of both operands, each by itself, as generated Python has it; ``dequantised``, of 32-bit numbers that
+these stand for. ``kernel`` is nan where a device has none. ``--experts``: grouped matmuls of rows by matrices, ``bf16``
+and PyTorch's ``kernel`` for 8 bits, rowwise. Needs compute capability 8.9, experts 9.0.
 """
 
 from __future__ import annotations
@@ -17,8 +18,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quintnet_compiler.ops.scaled_products import FORWARD, OF_INPUT, OF_WEIGHT, block_max, block_scale, scaled_cast
-from quintnet_compiler.ops.scaled_products import scaled_matmul as ours
+from quintnet_compiler.ops.scaled_kernels import kernel_for
+from quintnet_compiler.ops.scaled_products import (
+    FORWARD,
+    OF_INPUT,
+    OF_WEIGHT,
+    block_max,
+    block_scale,
+    product,
+    scaled_cast,
+    scaled_matmul,
+)
+from quintnet_compiler.passes.frontend.eight_bits import RECIPES, Operand
 
 E4M3, TIMES, WARM = torch.float8_e4m3fn, 20, 3
 EXPERTS = ((16384, 8, 14336, 4096), (32768, 64, 1536, 7168), (65536, 128, 768, 2048))  # rows, experts, out, features
@@ -43,30 +54,33 @@ def cast(x: Tensor, block: list[int], *, power_of_two: bool) -> tuple[Tensor, Te
     return scaled_cast(x, scale, E4M3), scale
 
 
+OPERANDS: dict[str, tuple[tuple[Operand, int], tuple[Operand, int]]] = {  # and the dim that is summed over
+    FORWARD: (("input", 1), ("weight", 1)),
+    OF_INPUT: (("gradient", 1), ("weight", 0)),
+    OF_WEIGHT: (("gradient", 0), ("input", 0)),
+}
+
+
 def measure(equation: str, rows: int, out: int, features: int, recipe: str) -> dict[str, float]:
-    sizes = {"m": rows, "n": out, "k": features}
-    left, right = equation.partition("->")[0].split(",")
-    a, b = (torch.randn(*(sizes[i] for i in part), device="cuda", dtype=torch.bfloat16) for part in (left, right))
-    row = recipe == "rowwise"
-    summed = (set(left) & set(right)).pop()
-    blocks = [[0 if not row or i == summed else 1 for i in part] for part in (left, right)]
-    casts = lambda: [cast(x, block, power_of_two=row) for x, block in zip((a, b), blocks, strict=True)]  # noqa: E731
+    sizes, how = {"m": rows, "n": out, "k": features}, RECIPES[recipe]
+    letters = equation.partition("->")[0].split(",")
+    a, b = (torch.randn(*(sizes[i] for i in part), device="cuda", dtype=torch.bfloat16) for part in letters)
+    each = [(x, how.block(name, x.shape, dim)) for x, (name, dim) in zip((a, b), OPERANDS[equation], strict=True)]
+    casts = lambda: [cast(x, block, power_of_two=how.power_of_two) for x, block in each]  # noqa: E731
     (a8, scale_a), (b8, scale_b) = casts()
     plain = {FORWARD: lambda: a @ b.T, OF_INPUT: lambda: a @ b, OF_WEIGHT: lambda: a.T @ b}[equation]
-    ready_a = a8.T.contiguous() if equation == OF_WEIGHT else a8
-    ready_b = b8.T if equation == FORWARD else b8.T.contiguous().T
-    m, n = ready_a.shape[0], ready_b.shape[1]
-    scales = (
-        (torch.ones(m, 1, device="cuda"), torch.ones(1, n, device="cuda"))
-        if row
-        else (torch.ones((), device="cuda"), torch.ones((), device="cuda"))
-    )
-    kernel = torch.ops.aten._scaled_mm.default
+    ready_a, ready_scale_a = (a8.T.contiguous(), scale_a.T) if equation == OF_WEIGHT else (a8, scale_a)
+    ready_b, ready_scale_b = (b8.T, scale_b.T) if equation == FORWARD else (b8.T.contiguous().T, scale_b)
+    ready = ready_a, ready_b, ready_scale_a, ready_scale_b
+    there = kernel_for(*ready, torch.bfloat16, how.power_of_two) is not None
     return {
         "bf16": milliseconds(plain),
-        "kernel": milliseconds(lambda: kernel(ready_a, ready_b, *scales, None, None, torch.bfloat16)),
-        "ours": milliseconds(lambda: ours(a8, b8, scale_a, scale_b, equation, torch.bfloat16)),
+        "kernel": milliseconds(lambda: product(*ready, torch.bfloat16, how.power_of_two)) if there else float("nan"),
+        "ours": milliseconds(
+            lambda: scaled_matmul(a8, b8, scale_a, scale_b, equation, torch.bfloat16, how.power_of_two)
+        ),
         "casts": milliseconds(casts),
+        "dequantised": milliseconds(lambda: product(*ready, torch.float32)),
     }
 
 
@@ -87,7 +101,7 @@ def measure_experts(rows: int, experts: int, out: int, features: int) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--recipe", choices=("tensorwise", "rowwise"), default="tensorwise")
+    parser.add_argument("--recipe", choices=("tensorwise", "rowwise", "blockwise", "mxfp8"), default="tensorwise")
     parser.add_argument("--experts", action="store_true")
     given = parser.parse_args()
     if not torch.cuda.is_available():

@@ -128,7 +128,8 @@ def step(
     given = batch(width=width) if given is None else given
     with otherwise_exact():
         decisions = {"precision": "fp8", "fp8_recipe": recipe, "fp8_skip": ("first",), **plan}
-        program = quintnet.compile(Mixture(skew=skew, width=width).double(), quintnet.Mesh(**mesh), given, plan=decisions)
+        model = Mixture(skew=skew, width=width).double()
+        program = quintnet.compile(model, quintnet.Mesh(**mesh), given, plan=decisions)
         loss = program.step(given)
     return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in program.named_parameters()}}
 
@@ -137,7 +138,8 @@ def step(
 @pytest.mark.parametrize("recipe", NAMES)
 def test_one_rank_computes_what_the_recipe_says(recipe: str, skew: float) -> None:
     width = width_of(recipe)
-    model, exact = (Mixture(one, skew, width).double() for one in (plain_layer(RECIPES[recipe]), quintnet.expert_linear))
+    layers = plain_layer(RECIPES[recipe]), quintnet.expert_linear
+    model, exact = (Mixture(layer, skew, width).double() for layer in layers)
     expected: list[dict[str, Tensor]] = []
     for one in (model, exact):
         loss = one(*batch(width=width))
@@ -197,7 +199,8 @@ def test_tensor_ranks_split_the_matrices_of_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "recipe"), [({"dp": 2}, "tensorwise"), ({"ep": 2}, "rowwise"), ({"pp": 2}, "rowwise"), ({"ep": 2}, "mxfp8")]
+    ("mesh", "recipe"),
+    [({"dp": 2}, "tensorwise"), ({"ep": 2}, "rowwise"), ({"pp": 2}, "rowwise"), ({"ep": 2}, "mxfp8")],
 )
 def test_a_microbatch_has_scales_of_its_own(mesh: dict[str, int], recipe: str) -> None:
     """As if the model were called with one microbatch after the other."""

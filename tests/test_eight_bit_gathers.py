@@ -41,9 +41,7 @@ def wide() -> AbstractContextManager[Any]:
 
 def compiled(mesh: dict[str, int], width: int = WIDTH, **plan: Any) -> quintnet.CompiledProgram:
     decisions = {"precision": "fp8", "zero": 3, **plan}
-    return quintnet.compile(
-        net(width), quintnet.Mesh(**mesh), batch(width=width), loss_fn=F.mse_loss, plan=decisions
-    )
+    return quintnet.compile(net(width), quintnet.Mesh(**mesh), batch(width=width), loss_fn=F.mse_loss, plan=decisions)
 
 
 def trained(program: quintnet.CompiledProgram, width: int = WIDTH) -> list[Tensor]:
@@ -112,7 +110,8 @@ def test_half_the_bytes_are_gathered(recipe: str) -> None:
 def test_a_step_gathers_8_bits_once(recipe: str, copies: int, zero: int) -> None:
     """One copy for each direction, or one for both; and of the head, biases and norms 16 bits."""
     (stage,) = compiled({"dp": 2}, fp8_recipe=recipe, zero=zero, overlap=False, microbatches=2).ranks[0].stages
-    assert stage.once is not None and not any("gather(scaled_cast" in one.code for one in (stage.forward, stage.backward))
+    assert stage.once is not None
+    assert not any("gather(scaled_cast" in piece.code for piece in (stage.forward, stage.backward))
     sent = [line.partition("]")[0] for line in stage.once.code.splitlines() if "comm.gather_states(" in line]
     eight, wide = ([line.count(name) for line in sent if f"[{name}" in line] for name in ("scaled_cast", "_to_copy"))
     assert eight == [6 * copies] and wide == [4 + 4 + 2]

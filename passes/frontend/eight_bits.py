@@ -215,9 +215,8 @@ class _Lowering:
     def _experts(self, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool) -> fx.Node:
         """Ranks scale rows that have arrived, and gradients: see :mod:`..lowering.scaled_experts`."""
         recipe, (outside, inside) = self.recipe, (2, 1) if transposed else (1, 2)
-        size = shape(weight)
-        sizes = (("input", size[inside]), ("gradient", size[outside])) if recipe.along is not None else ()
-        blocks = [recipe.block(one, (shape(rows)[0], count), 1)[1] for one, count in sizes]
+        ends: tuple[tuple[Operand, int], ...] = ("input", inside), ("gradient", outside)
+        blocks = [recipe.block(one, (1, shape(weight)[dim]), 1)[1] for one, dim in ends if recipe.along is not None]
         back = self._cast(weight, "weight", outside, 1) if needs_grad(rows) else (None, None)
         casts = *self._cast(weight, "weight", inside, 1), *back
         how = blocks, recipe.gradient, recipe.power_of_two, recipe.of_weight

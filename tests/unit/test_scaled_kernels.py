@@ -133,7 +133,11 @@ class Kernel:
 )
 @pytest.mark.parametrize(("recipe", "lead"), [("blockwise", (256,)), ("blockwise", (2, 128)), ("mxfp8", (3, 64))])
 def test_a_product_by_blocks_is_that_of_what_they_stand_for(
-    recipe: str, lead: tuple[int, ...], equation: str, operands: tuple[Operand, Operand], monkeypatch: pytest.MonkeyPatch
+    recipe: str,
+    lead: tuple[int, ...],
+    equation: str,
+    operands: tuple[Operand, Operand],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
     n, k, rows = 128, 384, len(lead)

@@ -147,7 +147,8 @@ class ScaledLayer:
                 isinstance(kind, Shard) and kind.dim == dim
                 for kind, dim in ((there[backward], 1), (strategy.inputs[0], 0), (strategy.inputs[2], 0))
             )
-            parts = {"rows": features and not (self._blocks and self._blocks[backward]), "columns": rows and not experts, "all": features or rows or experts}
+            split = features and not (one == "rows" and self._blocks[backward])
+            parts = {"rows": split, "columns": rows and not experts, "all": features or rows or experts}
             found += [axis.name] if parts[one] else []
         return found
 

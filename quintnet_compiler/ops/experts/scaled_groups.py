@@ -8,8 +8,8 @@ and the copies that it asks for came on top (``benchmarks/eight_bit_matmuls.py -
 Scales, as :mod:`..scaled_products` has them: of rows [N, F], one for each ([N, 1]) or for B numbers of it ([N, F / B]),
 or one for all ([1, 1]); of matrices [E, O, I], one for each expert and row of its matrix ([E, O, 1]) or column
 ([E, 1, I]), or for B numbers of these ([E, O, I / B], [E, O / B, I]), or for squares ([E, O / B, I / B]), or one for
-each expert ([E, 1, 1]). A gradient of weights adds up over the rows of an expert: there each column of an expert's rows has a scale
-([E, F]), or all rows have one ([1, 1]).
+each expert ([E, 1, 1]). A gradient of weights adds up over the rows of an expert, of which there may be any number:
+there each column of an expert's rows has a scale ([E, F]), or all rows have one ([1, 1]).
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def _expert_linear(
 # are the weight with scales for the forward, ``back8`` and ``back_scale`` for the gradient of rows, if they have one;
 # rows are cast where they meet the weight, so ranks that hold experts scale what has arrived. ``blocks``: how many
 # numbers of a row have one scale, of what the product reads and of what it makes, 0: all of them; in the gradient of
-# weights each column of an expert's rows has one, as an expert may have any number of rows. If empty, all rows have one.
-# ``gradient``: the format of gradients of results. ``of_weight``: whether the gradient of the weight is such a product.
+# weights each column of an expert's rows has one. If empty, all rows have one. ``gradient``: the format of gradients of
+# results. ``of_weight``: whether the gradient of the weight is such a product, too.
 scaled_expert_linear = define_operator(
     "scaled_expert_linear(Tensor rows, Tensor ids, Tensor weight, Tensor? bias, bool transposed, Tensor weight8, "
     "Tensor scale, Tensor? back8, Tensor? back_scale, int[] blocks, ScalarType gradient, bool power_of_two, "
