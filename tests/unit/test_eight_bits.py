@@ -67,9 +67,17 @@ def _a_gradient_is_lost(graph: fx.Graph) -> None:
     node.args = (node.args[0], node.args[1][:-1])
 
 
-@pytest.mark.parametrize(
-    "mutate", [_other_weight, _other_scale, _scale_of_another, _gradients_swapped, _a_gradient_is_lost]
-)
+def _scales_of_another_kind(graph: fx.Graph) -> None:
+    node = _first(graph, scaled_matmul)
+    node.args = (*node.args[:6], True)
+
+
+MISTAKES = [
+    _other_weight, _other_scale, _scale_of_another, _gradients_swapped, _a_gradient_is_lost, _scales_of_another_kind,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutate", MISTAKES)
 def test_a_mistake_is_found(mutate: Any) -> None:
     before, after = _programs()
     check_eight_bits(before, after)

@@ -22,7 +22,7 @@ from quintnet_compiler.ops.experts.scaled_groups import (
     scaled_grouped_linear,
     scaled_grouped_weight_grad,
 )
-from quintnet_compiler.ops.scaled_products import block_scale, scaled_cast
+from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast
 from quintnet_compiler.passes.checks.rewrites.eight_bits import check_eight_bits
 from quintnet_compiler.passes.checks.rewrites.scaled_experts import ScaledLayer, Wrong
 from quintnet_compiler.passes.checks.types import check_types
@@ -163,6 +163,20 @@ def test_a_mistake_is_found(mistake: Any, recipe: str) -> None:
     mistake(local)
     with pytest.raises(CompileError, match="type check"):
         check_types(local, book)
+
+
+def test_blocks_of_another_size_are_found() -> None:
+    """A gradient that arrives has two blocks of 32 numbers, and is scaled by whole rows."""
+    local, book = _compiled("mxfp8", {"ep": 2})
+    check_types(local, book)
+    largest = next(n for n in _nodes(local, block_max) if n.args[1] == [1, 32] and _of_rows(n))
+    _set(largest, 1, [1, 0])
+    with pytest.raises(CompileError, match="is not the largest of rows"):
+        check_types(local, book)
+
+
+def _of_rows(largest: fx.Node) -> bool:
+    return any(_of_experts(scale) for scale in largest.users)
 
 
 def test_the_weight_of_the_other_direction_is_found() -> None:

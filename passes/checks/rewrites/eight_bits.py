@@ -113,9 +113,10 @@ def _check_gradient(gradient: fx.Node, both: fx.Node, of_input: bool, layer: tup
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """What a product multiplies, before it was cast: each by the largest numbers that it has itself."""
     a, b, scale_a, scale_b = tensor_inputs(node)
-    if len(node.args) > 6 and node.args[6] and not all(scale.args[2] for scale in (scale_a, scale_b)):
+    found = _scaled(node, a, scale_a), _scaled(node, b, scale_b)
+    if len(node.args) > 6 and node.args[6] and not all(scale.args[2] is True for scale in (scale_a, scale_b)):
         raise _fail(f"{node.name} takes scales for powers of two, which they need not be", node)
-    return _scaled(node, a, scale_a), _scaled(node, b, scale_b)
+    return found
 
 
 def _scaled(node: fx.Node, cast: fx.Node, scale: fx.Node) -> fx.Node:
