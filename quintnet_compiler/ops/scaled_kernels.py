@@ -69,8 +69,8 @@ def multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torc
         return found
     if scale_a.numel() > 1 or scale_b.numel() > 1:
         scale_a, scale_b = scale_a.expand(a.shape[0], 1), scale_b.expand(1, b.shape[1])
-    scales = scale_a.flatten()[:, None], scale_b.flatten()[None]  # with strides of what lies together
-    made: Tensor = aten._scaled_mm.default(*_laid_out(a, b), *scales, None, None, dtype)
+    rows, columns = (scale.flatten().contiguous() for scale in (scale_a, scale_b))  # with strides of what lies together
+    made: Tensor = aten._scaled_mm.default(*_laid_out(a, b), rows[:, None], columns[None], None, None, dtype)
     return made
 
 

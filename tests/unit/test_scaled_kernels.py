@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from quintnet_compiler.ops import scaled_kernels
-from quintnet_compiler.ops.scaled_kernels import kernel_for, kernels_of, swizzled
+from quintnet_compiler.ops.scaled_kernels import kernel_for, kernels_of, multiply, swizzled
 from quintnet_compiler.ops.scaled_products import (
     FORWARD,
     OF_INPUT,
@@ -53,6 +54,7 @@ ALL = frozenset({"rows", "128", "32"})
     [
         (256, 512, 256, (1, 1), (1, 1), False, "rows"),
         (250, 512, 256, (250, 1), (1, 256), False, "rows"),
+        (128, 128, 128, (128, 1), (1, 1), False, "rows"),
         (256, 512, 256, (256, 4), (4, 2), False, "128"),
         (256, 512, 256, (2, 4), (4, 256), False, "128"),
         (256, 512, 256, (256, 4), (4, 256), True, "128"),
@@ -158,6 +160,32 @@ def test_a_product_by_blocks_is_that_of_what_they_stand_for(
     made = scaled_matmul(*given, torch.bfloat16, RECIPES[recipe].power_of_two)
     assert kernel.calls == 1 and made.shape == expected.shape
     assert (made.double() - expected).abs().max() <= 2**-8 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("size_a", "size_b"), [((32, 1), (1, 1)), ((1, 1), (1, 16)), ((32, 1), (1, 16)), ((1, 1), (1, 1))]
+)
+def test_scales_of_whole_rows_lie_together(
+    size_a: tuple[int, int], size_b: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one operand has one scale: its rows have it each (``_scaled_mm`` on the CPU does not look)."""
+    seen: list[Tensor] = []
+    real = torch.ops.aten._scaled_mm.default
+
+    def spy(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+        seen.extend(rest[:2])
+        found: Tensor = real(a, b, *rest)
+        return found
+
+    monkeypatch.setattr(scaled_kernels, "aten", SimpleNamespace(_scaled_mm=SimpleNamespace(default=spy)))
+    a, b = torch.randn(32, 48).to(E4M3), torch.randn(48, 16).to(E4M3)
+    scale_a, scale_b = torch.rand(size_a), torch.rand(size_b)
+    made = multiply(a, b, scale_a, scale_b, torch.bfloat16, "rows")
+    expected = (a.double() * scale_a) @ (b.double() * scale_b)
+    assert (made.double() - expected).norm() <= 4e-3 * expected.norm()
+    one = size_a == size_b == (1, 1)
+    assert [s.shape for s in seen] == ([(1, 1)] * 2 if one else [(32, 1), (1, 16)])
+    assert all(s.is_contiguous() for s in seen)
 
 
 def test_scales_of_32_lie_as_torchao_lays_them() -> None:
