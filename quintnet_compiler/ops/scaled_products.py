@@ -106,12 +106,14 @@ def product(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, power_of_two: bool = False
 ) -> Tensor:
     """``(a * scale_a) @ (b * scale_b)``. On GPUs one product of 8-bit numbers where :func:`kernel_for` finds one; else,
-    and on CPUs, what the numbers stand for is multiplied. ``power_of_two``: whether all scales are."""
+    and on CPUs, what the numbers stand for is multiplied. ``power_of_two``: whether all scales are; then this has 16
+    bits on devices whose matmuls of these are fast, and it is no other number."""
     kernel = kernel_for(a, b, scale_a, scale_b, dtype, power_of_two)
     if kernel is not None:
         return multiply(a, b, scale_a, scale_b, dtype, kernel)
-    wide = torch.promote_types(dtype, torch.float32)
-    left, right = (x.to(wide) * spread(s, x.shape) for x, s in ((a, scale_a), (b, scale_b)))
+    exact = power_of_two and dtype is torch.bfloat16 and a.device.type != "cpu"  # has all 8-bit numbers, times these
+    wide = dtype if exact else torch.promote_types(dtype, torch.float32)
+    left, right = (x.to(wide) * spread(s, x.shape).to(wide) for x, s in ((a, scale_a), (b, scale_b)))
     return (left @ right).to(dtype)
 
 
