@@ -27,7 +27,7 @@ from quintnet_compiler.ops.experts.scaled_groups import (
     scaled_grouped_linear,
     scaled_grouped_weight_grad,
 )
-from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast
+from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from quintnet_compiler.runtime.transport.host_copies import HostCopies
 
 from .accelerator.build import missing
@@ -548,8 +548,21 @@ def test_grouped_products_of_8_bit_numbers_without_a_kernel_for_these(
         assert torch.allclose(mine.cpu().float(), theirs.float(), atol=0.05, rtol=0.02)
 
 
-def _eight(x: torch.Tensor, block: list[int], kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = block_scale(block_max(x, block), kind, False)
+def test_products_of_8_bit_numbers_without_a_kernel_are_of_16_bits(device: Emulated) -> None:
+    """Where scales are powers of two: there they are exact."""
+    device.set_device(0)
+    (x8, scale_x), (w8, scale_w) = (_eight(torch.randn(n, 64), [1, 32], torch.float8_e4m3fn, True) for n in (48, 16))
+    given = x8, w8, scale_x, scale_w
+    there = [x.to("emulated:0") for x in given]
+    made = scaled_matmul(*there, "mk,nk->mn", torch.bfloat16, True).cpu()
+    expected = scaled_matmul(*given, "mk,nk->mn", torch.float64)
+    assert (made.double() - expected).norm() <= 4e-3 * expected.norm()
+
+
+def _eight(
+    x: torch.Tensor, block: list[int], kind: torch.dtype, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = block_scale(block_max(x, block), kind, power_of_two)
     return scaled_cast(x, scale, kind), scale
 
 

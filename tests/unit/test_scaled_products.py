@@ -122,6 +122,17 @@ def test_the_kernel_of_8_bit_products_is_called_as_it_wants(
     assert (made.double() - expected).norm() <= 4e-3 * expected.norm()
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_16_bits_have_all_8_bit_numbers_times_powers_of_two(dtype: torch.dtype) -> None:
+    """From the least scale that there is; so such products need no 32 bits."""
+    every = torch.arange(256, dtype=torch.uint8).view(dtype)
+    every = every[every.float().isfinite()][:, None]
+    least = float(block_scale(torch.zeros(1, 1), dtype, True))
+    scale = torch.tensor([[least * 2.0**i for i in range(0, 150, 7)]])
+    made = every.bfloat16() * scale.bfloat16()
+    assert torch.equal(made.double(), every.double() * scale.double())
+
+
 def test_no_rows_have_a_scale_and_a_product() -> None:
     for block in ([0, 0], [1, 0], [0, 1], [1, 4]):
         x8, scale = _scaled(torch.randn(0, 8), block, E4M3)
