@@ -11,18 +11,22 @@ the shorter documents are, the more.
 python benchmarks/packed.py --device cuda [--length 16384] [--heads 16] [--width 1024] [--documents 8]: in bf16 on a
 GPU, beside a plain module with compiled flex_attention.
 
-python benchmarks/packed.py --ranks 4 [--length 4096] [--documents 8] [--runs 2]: no step, but by formula the work of
-the rank that has most over the mean, with a sequence over so many ranks: in order, and as ``context_load_balance`` has
-it (or with more ``runs`` of positions for each rank, dealt out to ranks forth and back).
+python benchmarks/packed.py --ranks 4 [--length 4096] [--documents 8] [--runs 4] [--rows 1] [--shuffled]: no step, but
+by formula the work of the rank that has most over the mean, with a sequence over so many ranks: in order, with mirror
+halves (a run near each end for every rank), and as ``context_load_balance`` assigns ``runs`` of each rank; and what
+part of its positions the rank sends that sends most. ``rows``: of a batch, all but the first (or ``shuffled``: all)
+with their documents in another order.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +35,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import quintnet
 from quintnet import Mesh
+from quintnet_compiler.ops.ring_plan import assign_runs, runs_of_rank
 
 
 class Packed(nn.Module):
@@ -81,6 +86,11 @@ def lengths(length: int, count: int) -> list[int]:
     return [*found[:-1], length - sum(found[:-1])]
 
 
+def shuffled(sizes: list[int], seed: int) -> list[int]:
+    """In another order for each ``seed`` but 0."""
+    return random.Random(seed).sample(sizes, len(sizes)) if seed else sizes
+
+
 def pairs(first: int, end: int, sizes: list[int]) -> int:
     """How many keys the queries from ``first`` to before ``end`` see, causally, in documents of ``sizes``."""
     found = begin = 0
@@ -93,16 +103,27 @@ def pairs(first: int, end: int, sizes: list[int]) -> int:
     return found
 
 
-def uneven(sizes: list[int], ranks: int, runs: int = 2) -> tuple[float, float]:
-    """The most work of a rank over the mean: of runs in order, and of an even number of ``runs`` for every rank, dealt
-    out forth and back (of two: one near each end)."""
-    length, parts = sum(sizes), runs * ranks
-    work = [pairs(length * i // parts, length * (i + 1) // parts, sizes) for i in range(parts)]
-    mean = sum(work) / ranks
-    in_order = max(sum(work[i : i + runs]) for i in range(0, parts, runs))
-    turns = range(0, parts, 2 * ranks)
-    dealt = max(sum(work[at + i] + work[at + 2 * ranks - 1 - i] for at in turns) for i in range(ranks))
-    return in_order / mean, dealt / mean
+@dataclass(frozen=True)
+class Uneven:
+    """The most work of a rank over the mean: of runs in order, of one near each end, and of assigned runs; ``leaving``:
+    the largest part of a rank's positions that these send to others."""
+
+    in_order: float
+    mirrored: float
+    assigned: float
+    leaving: float
+
+
+def uneven(rows: list[list[int]], ranks: int, runs: int = 2) -> Uneven:
+    """Of a batch of rows with documents of these lengths, where each rank has an even number of ``runs``."""
+    length, parts = sum(rows[0]), runs * ranks
+    work = [sum(pairs(length * i // parts, length * (i + 1) // parts, sizes) for sizes in rows) for i in range(parts)]
+    homes = [range(rank * runs, (rank + 1) * runs) for rank in range(ranks)]
+    half = runs // 2
+    mirrored = [[*range(at, at + half), *range(parts - at - half, parts - at)] for at in range(0, half * ranks, half)]
+    held = assign_runs(work, ranks)
+    most = (max(sum(work[i] for i in mine) for mine in found) * ranks / sum(work) for found in (homes, mirrored, held))
+    return Uneven(*most, max(len({*home} - {*mine}) for home, mine in zip(homes, held, strict=True)) / runs)
 
 
 def main() -> None:
@@ -111,13 +132,18 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--runs", type=int, choices=range(2, 129, 2), metavar="2, 4, ...", default=2)
+    parser.add_argument("--runs", type=int, choices=range(2, 129, 2), metavar="2, 4, ...")
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--shuffled", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
     sizes = lengths(given.length, given.documents)
     if given.ranks:
-        print("most over mean: {:.2f} in order, {:.2f} balanced".format(*uneven(sizes, given.ranks, given.runs)))
+        rows = [shuffled(sizes, row + given.shuffled) for row in range(given.rows)]
+        found = uneven(rows, given.ranks, given.runs or runs_of_rank(given.length // given.ranks))
+        print("most over mean: {in_order:.2f} in order, {mirrored:.2f} mirrored, {assigned:.2f} assigned; "
+              "{leaving:.2f} leaves".format(**asdict(found)))  # fmt: skip
         return
     device = torch.device(given.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16

@@ -14,7 +14,7 @@ from torch import fx
 from ..core.annotations import copies, facts, is_getitem, num_bytes, shape, tensor_inputs, values
 from ..core.errors import CompileError
 from ..core.slices import runs
-from ..ops.attention_blocks import Sight, ring_runs
+from ..ops.attention_blocks import Sight
 from ..ops.catalog import work_of
 from ..ops.collectives import (
     all_gather_matmul,
@@ -25,10 +25,11 @@ from ..ops.collectives import (
 from ..ops.experts.grouped_rows import grouped_linear, grouped_weight_grad
 from ..ops.experts.scaled_groups import scaled_expert_linear, scaled_grouped_linear, scaled_grouped_weight_grad
 from ..ops.rank_local import embedding_rows
+from ..ops.ring_plan import ring_plan
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
 from ..ops.scaled_products import scaled_matmul
-from ..ops.seen_keys import SeenKeys
+from ..ops.seen_keys import SeenKeys, seen_by
 from ..ops.tiled_attention import tiled_attention, tiled_attention_backward
 from .kernels import Kernel, merged_bytes
 
@@ -221,14 +222,15 @@ def ring_size(node: fx.Node) -> int:
 
 
 def with_documents(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Attention whose mask has documents."""
-    kinds = (node for node in nodes if work_of(node.target) == "attention")
+    """Attention whose mask has documents, and plans of its runs."""
+    kinds = (node for node in nodes if work_of(node.target) == "attention" or node.target is ring_plan)
     return [node for node in kinds if argument(node, "segments") is not None]
 
 
 def documents_note(nodes: Iterable[fx.Node]) -> str:
     """What is assumed of packed documents, for people; "" where no mask has documents."""
-    found = [seen for node in with_documents(nodes) if (seen := seen_keys(node)) is not None]
+    of_attention = (node for node in with_documents(nodes) if node.target is not ring_plan)
+    found = [seen for node in of_attention if (seen := seen_keys(node)) is not None]
     if not found:
         return ""
     one = max(found, key=lambda seen: seen.length)
@@ -260,18 +262,37 @@ def seen_keys(node: fx.Node) -> SeenKeys | None:
     mask = argument(node, "mask")
     if not isinstance(mask, str):
         return None
-    documents = facts(node).documents if argument(node, "segments") is not None else ()
+    documents = _expected(node)
     if mask == "all" and not documents and node.target not in RINGS:
         return None
     rows, _, queries, _ = shape(tensor_inputs(node)[node.target in FLASH_BACKWARD])
-    whole, ranks = queries, [[(0, queries)]]
+    whole, ranks, assigned = queries, [[(0, queries)]], 0
     if node.target in RINGS:
-        size, balance = ring_size(node), bool(argument(node, "balance"))
-        whole, ranks = queries * size, [ring_runs(rank, size, queries, balance) for rank in range(size)]
+        size, plan = ring_size(node), argument(node, "plan")
+        whole, ranks = queries * size, _in_order(size, queries)
+        assigned = 0 if plan is None else shape(plan)[1]
     elif node.target in TILED:
         whole, sizes, parts = (argument(node, name) for name in ("whole", "sizes", "parts"))
         ranks = [runs(whole, parts, sizes, place) for place in itertools.product(*map(range, sizes))]
-    return SeenKeys(Sight.parse(mask), whole, ranks, documents, rows)
+    return seen_by(Sight.parse(mask), whole, tuple(map(tuple, ranks)), documents, rows, assigned)
+
+
+def leaving_runs(node: fx.Node) -> float:
+    """What part of its positions the rank sends whose runs leave most: ``send_runs`` and ``return_runs``."""
+    plan, x = argument(node, "plan"), tensor_inputs(node)[0]
+    mask, whole, size, runs = (argument(plan, name) for name in ("mask", "whole", "ranks", "runs"))
+    documents = _expected(plan)
+    ranks = tuple(map(tuple, _in_order(size, whole // size)))
+    return seen_by(Sight.parse(mask), whole, ranks, documents, shape(x)[0], runs).leaving
+
+
+def _in_order(size: int, length: int) -> list[list[tuple[int, int]]]:
+    return [[(rank * length, length)] for rank in range(size)]
+
+
+def _expected(node: fx.Node) -> tuple[int, ...]:
+    """The lengths of documents that are expected where a mask has some."""
+    return tuple(facts(node).documents) if argument(node, "segments") is not None else ()
 
 
 def product_size(node: fx.Node) -> ProductSize | None:
@@ -362,12 +383,12 @@ def launches_of(node: fx.Node) -> int:
 
 def _attention_calls(node: fx.Node) -> int:
     """Of a kernel of the device: one, or one for each document of each row. Of a ring at least one for each run of
-    queries that sees something of a step's keys."""
+    queries and one of keys that it sees something of."""
     seen = seen_keys(node)
     if seen is None or node.target not in (*RINGS, *TILED):
         return 1
-    rounds = math.ceil(seen.steps) * (2 if argument(node, "balance") else 1) if node.target in RINGS else 1
-    return max(rounds, math.ceil(seen.together * seen.parts) if seen.documents else 1)
+    rows = seen.together if argument(node, "segments") is not None else 1
+    return math.ceil(rows * max(seen.blocks if node.target in RINGS else 1, seen.parts if seen.documents else 1))
 
 
 def model_flops(graph: fx.Graph) -> float:

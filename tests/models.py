@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quintnet import expert_linear
+from quintnet_compiler.ops.attention import attention
 
 WIDTH, EXPERTS = 16, 4  # of a mixture
 
@@ -139,6 +140,35 @@ class Mixture(nn.Module):
         return F.cross_entropy(self.head(x), labels)
 
 
+class Packed(nn.Module):
+    """Two layers of attention with ``mask`` in rows of several documents, which have ids."""
+
+    def __init__(self, mask: str = "causal") -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.mask = mask
+
+    def forward(
+        self, x: Tensor, documents: Tensor, padding: Tensor | None = None, groups: Tensor | None = None
+    ) -> Tensor:
+        for qkv, out in zip(self.qkv, self.out, strict=True):
+            q, k, v = qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4).unbind()
+            y = attention(q, k, v, padding, documents, groups, scale=0.5, mask=self.mask)
+            x = x + out(y.transpose(1, 2).flatten(2))
+        return x.square().mean()
+
+
+def document_ids(rows: list[list[int]]) -> Tensor:
+    """Of the positions of rows that hold documents of these lengths."""
+    return torch.stack([torch.repeat_interleave(torch.tensor(sizes)) for sizes in rows])
+
+
+def _packed(rows: int) -> tuple[Tensor, Tensor]:
+    sizes = [[64, 256, 64], [384], [10, 330, 44], [80, 70, 234]]
+    return _floats(384, WIDTH)(rows), document_ids([sizes[row % len(sizes)] for row in range(rows)])
+
+
 def _tokens(rows: int, length: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab, (rows, length), generator=g)
@@ -225,12 +255,14 @@ CASES: dict[str, Case] = {
     "hf_gpt2_double": Case(_gpt2, lambda rows: _tokens(rows, 8, 32), _next_token_loss),
     "hf_llama_double": Case(_llama_in_double, lambda rows: _tokens(rows, 8, 32), _next_token_loss),
 }
+OTHERS = {"packed": Case(Packed, _packed)}  # what only some layouts are for
+EVERY = CASES | OTHERS
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """The same model at every call."""
     torch.manual_seed(0)
-    model = CASES[name].build().to(dtype)
+    model = EVERY[name].build().to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # biases of zero and scales of one hide mistakes

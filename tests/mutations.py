@@ -20,8 +20,19 @@ from quintnet_compiler.ir.distributed_program import DistributedProgram, Piece, 
 from quintnet_compiler.ir.invariants import verify
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.program import DifferentiatedProgram, LocalProgram
-from quintnet_compiler.ops.collectives import COMMUNICATION, SIZED, combine, convert, dispatch, dispatch_plan, share
+from quintnet_compiler.ops.collectives import (
+    COMMUNICATION,
+    SIZED,
+    combine,
+    convert,
+    dispatch,
+    dispatch_plan,
+    return_runs,
+    send_runs,
+    share,
+)
 from quintnet_compiler.ops.experts.grouped_rows import group_plan, group_rows, grouped_linear
+from quintnet_compiler.ops.ring_plan import ring_plan
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.tiled_attention import tiled_attention, tiled_attention_backward
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
@@ -204,10 +215,13 @@ def joint(program: DifferentiatedProgram, dice: Dice) -> Iterator[Change]:
             again.args = (here, *here.args[1:])
             mutant = replace(mutant, stage={**mutant.stage, again: mutant.stage.get(here, 0)})
             yield Change("duplicate a collective", node.name, _renamed(mutant, here, again))
+    assigned = [n for n in nodes if n.target is ring_plan]
     for node in rings:
-        mutant, here, _ = at(node)
-        here.args = (*here.args[:-2], not here.args[-2], here.args[-1])
-        yield Change("balance a ring on one side", node.name, mutant)
+        for plan in [None, *assigned]:
+            if plan is not node.args[-4] and (plan is None or _early(plan, node)):
+                mutant, here, new = at(node)
+                here.args = (*here.args[:-4], None if plan is None else new[plan], *here.args[-3:])
+                yield Change("runs of another plan", node.name, mutant)
         mutant, here, _ = at(node)
         here.args = (here.args[0], here.args[1], here.args[2], here.args[4], here.args[3], *here.args[5:])
         yield Change("swap keys and values", node.name, mutant)
@@ -220,6 +234,14 @@ def joint(program: DifferentiatedProgram, dice: Dice) -> Iterator[Change]:
                 here.args = (*here.args[:3], *(new[part] for part in parts))
                 yield Change("travel by another plan", node.name, mutant)
     for node in nodes:
+        if node.target is ring_plan:
+            mutant, here, _ = at(node)
+            here.args = (*here.args[:3], "all", *here.args[4:])
+            yield Change("assign runs by other work", node.name, mutant)
+        if node.target in (send_runs, return_runs):
+            mutant, here, _ = at(node)
+            here.target = return_runs if node.target is send_runs else send_runs
+            yield Change("send runs the other way", node.name, mutant)
         if node.target is dispatch_plan:
             mutant, here, _ = at(node)
             here.args = (*here.args[:4], here.args[4] * 2, here.args[5])

@@ -25,6 +25,7 @@ SURROUNDED = [
     Job("gpt", {"dp": 2}, {"zero": 3, "microbatches": 2}),
     Job("gpt", {"pp": 2}, {"microbatches": 2}),
     Job("gpt", {"cp": 2}, {"context": "ring"}),
+    Job("packed", {"cp": 2}, {"context": "ring", "microbatches": 2}),
     Job("mixture", {"ep": 2}),
 ]
 FOUR = [
@@ -33,6 +34,8 @@ FOUR = [
     Job("gpt", {"dp": 2, "pp": 2}, {"zero": 1, "microbatches": 2, "schedule": "zb-h1"}),
     Job("mixture", {"dp": 2, "ep": 2}, {"microbatches": 2}),
     Job("gpt", {"cp": 2, "tp": 2}, {"context": "all_gather"}),
+    Job("packed", {"cp": 4}, {"context": "ring"}),
+    Job("packed", {"cp": 2, "tp": 2}, {"context": "ring", "recompute": "full"}),
 ]
 HALF: dict[str, Any] = {"microbatches": 2}
 # no layer norm: in 16 bits, the device's keeps its statistics as the CPU's does

@@ -63,7 +63,8 @@ def test_a_ring_gathers_nothing() -> None:
     case = CASES["gpt"]
     assert _calls(quintnet.compile(build("gpt"), quintnet.Mesh(cp=2), case.batch(4), context="ring")) == {
         "ring_attention": 3,
-        "mirror_halves": 12,
+        "send_runs": 9,
+        "return_runs": 3,
     }
 
 

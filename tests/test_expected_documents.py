@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import quintnet
-from benchmarks.packed import lengths, pairs
+from benchmarks.packed import lengths, pairs, uneven
 from quintnet_compiler.core.annotations import facts
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
@@ -23,6 +23,7 @@ from quintnet_compiler.simulation.priced import ProgramPrices
 torch.set_num_threads(1)
 LENGTH, WIDTH, HEADS = 4096, 32, 4
 SIZES = lengths(LENGTH, 8)
+LONG = lengths(16 * LENGTH, 8)  # attention takes longer than starting its kernels
 CONTEXTS: dict[str, dict[str, Any]] = {
     "gathered": {"context": "all_gather"},
     "ulysses": {"context": "ulysses"},
@@ -49,8 +50,10 @@ def _batch(*rows: list[int], device: str = "cpu") -> tuple[Tensor, Tensor]:
     return torch.empty(*ids.shape, WIDTH, device=device), ids
 
 
-def _program(mesh: quintnet.Mesh, documents: list[int] | None, **options: Any) -> quintnet.CompiledProgram:
-    batch = _batch(SIZES)
+def _program(
+    mesh: quintnet.Mesh, documents: list[int] | None, sizes: list[int] = SIZES, **options: Any
+) -> quintnet.CompiledProgram:
+    batch = _batch(sizes)
     return quintnet.compile(Packed(), mesh, batch, documents=documents, check="off", **options)
 
 
@@ -69,13 +72,9 @@ def test_attention_is_priced_by_what_the_busiest_rank_sees(name: str, precision:
     assert known._primary().program.digest == unknown._primary().program.digest
     found = _attention(known)
     assert len(found) == 4 and all(facts(node).documents == tuple(SIZES) for node in found)
-    part = LENGTH // (1 if name == "ulysses" else ranks)
-    half = part // 2
-    runs = {
-        "ulysses": [[0, half]],
-        "balanced": [[i * half, LENGTH - (i + 1) * half] for i in range(ranks)],
-    }.get(name, [[i * part, i * part + half] for i in range(ranks)])
-    most = max(sum(pairs(first, first + half, SIZES) for first in mine) for mine in runs) - part / 2
+    part, whole = LENGTH // (1 if name == "ulysses" else ranks), pairs(0, LENGTH, SIZES)
+    over = {"ulysses": ranks, "balanced": uneven([SIZES], ranks, 4).assigned}.get(name, uneven([SIZES], ranks).in_order)
+    most = whole * over / ranks - part / 2
     heads, width = HEADS // (ranks if name == "ulysses" else 1), WIDTH // HEADS
     for node in found:
         products = 5 if "backward" in str(node.target) else 2
@@ -93,11 +92,11 @@ def test_one_document_is_what_no_documents_are() -> None:
 
 def test_simulations_read_the_latest_batch() -> None:
     """And leave the program as it was."""
-    known, unknown = (_program(quintnet.Mesh(cp=4), given, context="ring") for given in (SIZES, None))
+    known, unknown = (_program(quintnet.Mesh(cp=4), given, LONG, context="ring") for given in (LONG, None))
     assert unknown.simulate().seconds == known.simulate().seconds
     assert not any(facts(node).documents for node in _attention(unknown))
-    unknown.prepare(_batch([LENGTH]))
-    whole = _program(quintnet.Mesh(cp=4), [LENGTH], context="ring").simulate()
+    unknown.prepare(_batch([sum(LONG)]))
+    whole = _program(quintnet.Mesh(cp=4), [sum(LONG)], LONG, context="ring").simulate()
     assert unknown.simulate().seconds == whole.seconds > known.simulate().seconds
 
 
@@ -127,7 +126,7 @@ def test_windows_end_a_ring() -> None:
 
 def test_estimates_read_the_batch() -> None:
     """Of two rows with documents of their own; given as a plan's option they cost the same."""
-    sizes = [SIZES, lengths(LENGTH, 3)]
+    sizes = [LONG, lengths(sum(LONG), 3)]
     model, (x, ids), cluster = Packed(), _batch(*sizes), quintnet.Cluster(_quick(), gpus_per_node=4)
     for options in ({"mesh": {"cp": 4}, "context": "ring"}, {"mesh": {"dp": 2, "cp": 2}}):
         read = quintnet.estimate(model, cluster, (x, ids), options)
@@ -135,7 +134,8 @@ def test_estimates_read_the_batch() -> None:
         none = quintnet.estimate(model, cluster, (x, ids.to("meta")), options)
         assert read.seconds == said.seconds < none.seconds
         assert read.figures.flops == said.figures.flops < none.figures.flops
-        assert quintnet.estimate(model, cluster, (x, ids), {**options, "documents": [LENGTH]}).seconds == none.seconds
+        whole = {**options, "documents": [sum(LONG)]}
+        assert quintnet.estimate(model, cluster, (x, ids), whole).seconds == none.seconds
 
 
 def test_plans_keep_what_they_expect() -> None:

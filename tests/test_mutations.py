@@ -27,6 +27,7 @@ from .random_plans import gradients
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
+RUNS = {"runs of another plan", "assign runs by other work", "send runs the other way"}
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,15 @@ def test_attention_in_tiles_that_is_told_something_else_is_noticed() -> None:
     found = [change for change in victim.changes(random.Random(0)) if change.kind.startswith(kinds)]
     assert len(found) >= 30
     assert all(victim.fate(change) == "before running" for change in found)
+
+
+@pytest.mark.slow
+def test_a_ring_whose_runs_go_elsewhere_is_noticed() -> None:
+    victim = Victim.of("gpt", Mesh(dp=2, cp=2), 1, context="ring")
+    found = [change for change in victim.changes(random.Random(0)) if change.kind in RUNS]
+    assert {change.kind for change in found} == RUNS and len(found) >= 30
+    fates = Counter(victim.fate(change) for change in found)
+    assert fates.keys() <= {"before running", "equivalent"}, fates
 
 
 def test_a_sample_of_mutations_is_noticed() -> None:

@@ -24,7 +24,7 @@ from quintnet_compiler.runtime.transport.distributed import DistributedTransport
 from quintnet_compiler.runtime.transport.local import LocalWorld
 from quintnet_compiler.runtime.transport.transport import Transport
 
-from .models import CASES, build, reference, worst_error
+from .models import CASES, EVERY, build, reference, worst_error
 
 Outcome = tuple[float, float, float, dict[str, Tensor], dict[str, Tensor]]
 
@@ -32,7 +32,7 @@ Outcome = tuple[float, float, float, dict[str, Tensor], dict[str, Tensor]]
 def _train(name: str, axes: dict[str, int], microbatches: int, options: dict[str, Any]) -> Outcome:
     """Two optimizer steps with clipping, an evaluation, and a third step of another batch size."""
     torch.set_num_threads(1)
-    case = CASES[name]
+    case = EVERY[name]
     options = {"loss_fn": case.loss_fn, "microbatches": microbatches, **options}
     program = quintnet.compile(build(name), quintnet.Mesh(**axes), case.batch(8), **options)
     program.initialize({"*.bias": quintnet.Normal(0.1)})
@@ -76,6 +76,8 @@ def _rows(axes: dict[str, int]) -> tuple[bool, bool]:
         ("mixture", {"dp": 2}, 2, {"zero": 3, "experts": ("dp",)}),
         pytest.param("gpt", {"cp": 4}, 1, {"context": "ring"}, marks=pytest.mark.slow),
         ("gpt", {"cp": 2}, 1, {"context": "ring"}),
+        ("packed", {"cp": 2}, 2, {"context": "ring"}),
+        pytest.param("packed", {"cp": 4}, 1, {"context": "ring"}, marks=pytest.mark.slow),
         ("gpt", {"tp": 2}, 2, {"async_tp": True, "overlap": False}),
         # values go up and down between two ranks, and skip stages
         ("cnn", {"pp": 2}, 4, {"schedule": "interleaved", "virtual_stages": 3}),

@@ -15,9 +15,10 @@ from quintnet_compiler.ops.attention import attention
 from quintnet_compiler.ops.attention_blocks import Block, Sight
 from quintnet_compiler.ops.attention_ids import FEW
 from quintnet_compiler.ops.attention_tiles import AttentionTiles, Ids, Total
+from quintnet_compiler.ops.ring_plan import ring_plan
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.runtime.transport.local import LocalTransport
-from quintnet_compiler.runtime.transport.ring import Ring
+from quintnet_compiler.runtime.transport.ring import Ring, runs_of
 
 from .models import CASES, GPT, Encoder
 from .one_operator import call, check
@@ -26,9 +27,12 @@ from .operator_samples import bools, f, ints
 torch.set_num_threads(1)
 
 
-def _ring(ranks: int, index: int, balance: bool, window: int = 0) -> Ring:
-    tiles = AttentionTiles(1.0, Sight(True, window), 1)
-    return Ring(None, "cp", ranks, index, 0, tiles, balance)  # type: ignore[arg-type]
+def _ring(ranks: int, length: int, index: int, balance: bool, window: int = 0, ids: Ids | None = None) -> Ring:
+    tiles, known = AttentionTiles(1.0, Sight(True, window), 1), ids or Ids()
+    runs = next(n for n in (4, 2) if length % n == 0)
+    how = str(tiles.sight), ranks * length, ranks, runs
+    plan = ring_plan(known.padding, known.segments, known.groups, *how) if balance else None
+    return Ring(None, "cp", ranks, index, 0, tiles, runs_of(plan, ranks, length))  # type: ignore[arg-type]
 
 
 def _cells(ring: Ring, block: Block) -> int:
@@ -41,9 +45,9 @@ def _cells(ring: Ring, block: Block) -> int:
 
 def _work(ranks: int, length: int, balance: bool) -> list[list[int]]:
     """By rank and step, the work of causal attention."""
-    rings = [_ring(ranks, i, balance) for i in range(ranks)]
+    rings = [_ring(ranks, length, i, balance) for i in range(ranks)]
     return [
-        [sum(_cells(r, b) for _, _, b in r.blocks((r.index - step) % ranks, length, Ids())) for step in range(ranks)]
+        [sum(_cells(r, b) for _, _, b in r.blocks((r.index - step) % ranks, Ids())) for step in range(ranks)]
         for r in rings
     ]
 
@@ -78,12 +82,12 @@ def _documents(*sizes: int) -> Ids:
     return Ids(segments=torch.repeat_interleave(torch.tensor(sizes))[None], few=1)
 
 
-def _seen(ring: Ring, length: int, ids: Ids) -> int:
+def _seen(ring: Ring, ids: Ids) -> int:
     """Pairs of a query and a key that kernels compute on a rank; of squares, those up to the diagonal."""
     return sum(
         part.rows * (part.cols + 1) // 2 if seen == "diagonal" else part.rows * part.cols
         for owner in range(ring.size)
-        for _, _, block in ring.blocks(owner, length, ids)
+        for _, _, block in ring.blocks(owner, ids)
         for row in ids.rows
         for pair in row.pairs(ring.tiles.sight, block)
         for part, seen in pair.tiles(1, tiled=False)
@@ -98,12 +102,12 @@ def test_work_of_a_rank_is_what_documents_leave_it(sizes: tuple[int, ...], balan
     ranks, length, ids = 4, 8, _documents(*sizes)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     for index in range(ranks):
-        ring, expected = _ring(ranks, index, balance), 0
-        for first, count in ring.runs(index, length):
+        ring, expected = _ring(ranks, length, index, balance, ids=ids), 0
+        for first, count in ring.runs[index]:
             for begin, end in zip([0, *ends], ends, strict=False):
                 low, high = max(first, begin), min(first + count, end)
                 expected += (low - begin) * (high - low) + (high - low) * (high - low + 1) // 2 if low < high else 0
-        assert _seen(ring, length, ids) == expected
+        assert _seen(ring, ids) == expected
 
 
 @pytest.mark.parametrize(
@@ -112,7 +116,7 @@ def test_work_of_a_rank_is_what_documents_leave_it(sizes: tuple[int, ...], balan
 def test_keys_travel_as_far_as_a_document_reaches(sizes: tuple[int, ...], steps: int) -> None:
     """Over ranks of 8 positions: a document that lies on n neighbours needs n steps."""
     ids = _documents(*sizes)
-    assert [_ring(4, i, balance=False).steps(8, ids) for i in range(4)] == [steps] * 4
+    assert [_ring(4, 8, i, balance=False).steps(ids) for i in range(4)] == [steps] * 4
 
 
 class _Packed(torch.nn.Module):
@@ -171,14 +175,19 @@ def test_memory_falls_with_the_number_of_ranks() -> None:
 def _sent(monkeypatch: pytest.MonkeyPatch, program: quintnet.CompiledProgram, batch: Any) -> Counter[int]:
     """Bytes that each rank sends around in a step."""
     sent: Counter[int] = Counter()
-    permute = LocalTransport.permute
+    permute, exchange = LocalTransport.permute, LocalTransport._exchange_rows
 
     def counted(self: LocalTransport, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Any:
         moves = sources[self.place[axis]] != self.place[axis]
         sent[self.rank] += x.numel() * x.element_size() * moves
         return permute(self, x, axis, sources, at)
 
+    def rows(self: LocalTransport, x: Tensor, *how: Any) -> Any:
+        sent[self.rank] += x.numel() * x.element_size()  # runs that leave a rank
+        return exchange(self, x, *how)
+
     monkeypatch.setattr(LocalTransport, "permute", counted)
+    monkeypatch.setattr(LocalTransport, "_exchange_rows", rows)
     program.step(batch)
     return sent
 
@@ -208,12 +217,12 @@ def test_a_step_sends_what_the_closed_form_says(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_window_ends_the_journey() -> None:
-    ring = _ring(8, 0, balance=False)
+    ring = _ring(8, 4, 0, balance=False)
     for window in range(1, 40):
-        rings = [_ring(8, i, balance=False, window=window) for i in range(8)]
-        seen = [any(True for r in rings for _ in r.blocks((r.index - step) % 8, 4, Ids())) for step in range(8)]
-        assert rings[0].steps(4, Ids()) == sum(seen) and all(seen[: sum(seen)])
-    assert ring.steps(4, Ids()) == 8
+        rings = [_ring(8, 4, i, balance=False, window=window) for i in range(8)]
+        seen = [any(True for r in rings for _ in r.blocks((r.index - step) % 8, Ids())) for step in range(8)]
+        assert rings[0].steps(Ids()) == sum(seen) and all(seen[: sum(seen)])
+    assert ring.steps(Ids()) == 8
 
 
 def test_packed_documents_equal_separate_ones() -> None:

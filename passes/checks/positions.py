@@ -15,8 +15,9 @@ from ...core.errors import REPORT, CompileError
 from ...core.sharding import Shard
 from ...ir.program import Axis, LocalProgram
 from ...ops.attention import IDS, attention
-from ...ops.collectives import mirror_halves, ring_attention
+from ...ops.collectives import return_runs, ring_attention, send_runs
 from ...ops.rank_local import dropout, keep_mask, local_noise, noise
+from ...ops.ring_plan import ring_plan
 from ...ops.tiled_attention import tiled_attention
 
 aten = torch.ops.aten
@@ -27,16 +28,16 @@ def check_positions(local: LocalProgram) -> None:
     for node in local.staged.sharded.program.graph.nodes:
         if node.target not in (attention, dropout, noise) or (node, 0) not in local.parts:
             continue
-        made, _ = origin(_unmirrored(node, local.parts[node, 0]))
+        made, _ = origin(_before_return(node, local.parts[node, 0]))
         if made.target is ring_attention or made.target is tiled_attention:
             _compare(node, made, _attention(local, node, made))
         elif node.target is not attention:
             _random(local, node, made)
 
 
-def _unmirrored(node: fx.Node, x: fx.Node) -> fx.Node:
-    """What ranks have before they exchange halves of it with their mirror images."""
-    return x.all_input_nodes[0] if x.target is mirror_halves and node.target is attention else x
+def _before_return(node: fx.Node, x: fx.Node) -> fx.Node:
+    """What ranks of a ring have made before its runs return."""
+    return x.all_input_nodes[0] if x.target is return_runs and node.target is attention else x
 
 
 def _attention(local: LocalProgram, node: fx.Node, made: fx.Node) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def _attention(local: LocalProgram, node: fx.Node, made: fx.Node) -> dict[str, A
     found = {name: next(reads) if isinstance(given, fx.Node) else given for name, given in own.items()}
     if made.target is ring_attention:
         (axis,) = (a for a, s in zip(sharded.axes, sharded.strategies[node], strict=True) if s.exchanges)
-        return found | _mirrored(local, node, made, axis) | {"axis": axis.name, "size": axis.size}
+        return found | _assigned(local, node, made, axis) | {"axis": axis.name, "size": axis.size}
     places = _places(local, node)
     queries = [i for i, dim in enumerate(places.pop("dims")) if dim == 2]
     del places["units"]  # tiles count on behind the last position
@@ -55,14 +56,25 @@ def _attention(local: LocalProgram, node: fx.Node, made: fx.Node) -> dict[str, A
     return found | {"whole": count} | {name: [x[i] for i in queries] for name, x in places.items()}
 
 
-def _mirrored(local: LocalProgram, node: fx.Node, made: fx.Node, axis: Axis) -> dict[str, fx.Node]:
-    """What a ring reads. Where its work is balanced, these are halves of mirror images, and so is what it makes."""
-    balanced, how = _arguments(made)["balance"], (axis.name, axis.size, 2)
-    result, read = local.parts[node, 0], dict(zip("qkv", tensor_inputs(made), strict=False))
-    for x in (result, *read.values()):
-        if (x.target is mirror_halves) is not balanced or (balanced and x.args[1:] != how):
+def _assigned(local: LocalProgram, node: fx.Node, made: fx.Node, axis: Axis) -> dict[str, fx.Node]:
+    """What a ring reads. Where a plan assigns runs to ranks, these are sent by it, and what it makes returns."""
+    plan, result = _arguments(made)["plan"], local.parts[node, 0]
+    read = dict(zip("qkv", tensor_inputs(made), strict=False))
+    how = (axis.name, axis.size, 2, plan)
+    for x, move in ((result, return_runs), *((x, send_runs) for x in read.values())):
+        if (x.target is move) is (plan is None) or (plan is not None and x.args[1:] != how):
             raise _fail(node, f"{x.name} does not have the positions that {made.name} takes it for")
-    inside = {name: _unmirrored(node, x) for name, x in read.items()} if balanced else read
+    if plan is not None:
+        _is(node, plan, ring_plan)
+        own, count = _arguments(node), shape(local.reads[node][0])[2]
+        names = [name for name in own if isinstance(own[name], fx.Node)]
+        ids = {name: x for name, x in zip(names, local.reads[node], strict=True) if name in IDS}
+        runs = _arguments(plan)["runs"]
+        if runs < 1 or count % runs:
+            raise _fail(node, f"{plan.name} has runs={runs} of {count} positions")
+        whole = {"whole": axis.size * count, "ranks": axis.size, "mask": own["mask"]}
+        _compare(node, plan, {name: own[name] for name in IDS} | ids | whole)
+    inside = {name: x.all_input_nodes[0] if plan is not None else x for name, x in read.items()}
     for (name, x), wanted in zip(inside.items(), local.reads[node], strict=False):
         if x is not wanted:
             raise _fail(node, f"{made.name} has {name}={x} where {node.name} has {wanted}")

@@ -85,6 +85,7 @@ class _CommunicationLowering:
         self.builder = GraphBuilder(self.sharded.program.mode)
         self.local: dict[tuple[fx.Node, int], fx.Node] = {}
         self.host_copies: dict[tuple[fx.Node, int | None], fx.Node] = {}
+        self.shared: dict[tuple[Any, ...], fx.Node] = {}
         self.reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.at_start: set[fx.Node] = set()
         self.deferred: dict[fx.Node, fx.Node] = {}
@@ -230,8 +231,8 @@ class _CommunicationLowering:
             new = self.builder.call(embedding_rows, args[0], args[1], padding, names, sizes)
         elif target is attention:
             chosen = self.sharded.strategies[node]
-            on_host = partial(self._on_host, self.staged.stage.get(node))
-            new = LowerAttention(self.builder, self.axes, chosen, self.balance, self.tile_bytes, on_host)(
+            both = [partial(one, self.staged.stage.get(node)) for one in (self._on_host, self._shared)]
+            new = LowerAttention(self.builder, self.axes, chosen, self.balance, self.tile_bytes, *both)(
                 node, list(given.values())
             )
         elif target in EXPERT_LAYERS:
@@ -295,6 +296,12 @@ class _CommunicationLowering:
         if (ids, stage) not in self.host_copies:
             self.host_copies[ids, stage] = self.builder.call(aten._to_copy.default, ids, device=torch.device("cpu"))
         return self.host_copies[ids, stage]
+
+    def _shared(self, stage: int | None, target: Any, *args: Any) -> fx.Node:
+        """A call that all layers of a stage have in common."""
+        if (stage, target, *args) not in self.shared:
+            self.shared[stage, target, *args] = self.builder.call(target, *args)
+        return self.shared[stage, target, *args]
 
     def _cast(self, x: fx.Node, like: fx.Node) -> fx.Node:
         wanted = values(like)[0].dtype

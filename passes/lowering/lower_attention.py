@@ -18,8 +18,9 @@ from ...ir.builder import GraphBuilder
 from ...ir.program import TILE_BYTES, Axis, Strategy
 from ...ops.attention import IDS
 from ...ops.attention_blocks import Sight
-from ...ops.collectives import mirror_halves, ring_attention
+from ...ops.collectives import return_runs, ring_attention, send_runs
 from ...ops.rank_local import rows_of
+from ...ops.ring_plan import ring_plan, runs_of_rank
 from ...ops.rules.node_factors import argument
 from ...ops.tiled_attention import tiled_attention
 
@@ -35,8 +36,9 @@ class LowerAttention:
     or, where the mask takes more than ``tile_bytes``:  tiled_attention(%q, %k, %v, ...)
 
     ``strategies``: how the operator runs on each of ``axes``. ``balance``: whether ranks of a ring even out the work
-    that causality leaves them. ``tile_bytes``: of the largest mask, and of a tile of what has none. ``on_host``: ids in
-    the host's memory, which are read there.
+    that causality and documents leave them. ``tile_bytes``: of the largest mask, and of a tile of what has none.
+    ``on_host``: ids in the host's memory, which are read there. ``shared``: a call that all layers of a stage have in
+    common.
     """
 
     builder: GraphBuilder
@@ -45,6 +47,7 @@ class LowerAttention:
     balance: bool = True
     tile_bytes: int = TILE_BYTES
     on_host: Callable[[fx.Node], fx.Node] = lambda ids: ids
+    shared: Callable[..., fx.Node] | None = None
 
     def __call__(self, node: fx.Node, given: Sequence[fx.Node]) -> fx.Node:
         """``node`` on local inputs, of which there are three to six."""
@@ -58,12 +61,15 @@ class LowerAttention:
             (axis,) = rings
             if axis.role == "time":
                 raise CompileError("QN104", "keys cannot travel between microbatches", where=self.builder.where)
-            even = self.balance and sight == Sight(causal=True) and shape(q)[QUERIES] % 2 == 0
-            options = [*self._read(found), scale, mask, even, self.tile_bytes]
-            mirrored = axis.name, axis.size, QUERIES
-            q, k, v = (call(mirror_halves, x, *mirrored) if even else x for x in (q, k, v))
+            read, plan = self._read(found), None
+            runs = runs_of_rank(shape(q)[QUERIES])
+            if self.balance and runs > 1 and (sight == Sight(causal=True) or "segments" in found):
+                whole = axis.size * shape(q)[QUERIES]
+                plan = (self.shared or call)(ring_plan, *read, mask, whole, axis.size, runs)
+                q, k, v = (call(send_runs, x, axis.name, axis.size, QUERIES, plan) for x in (q, k, v))
+            options = [*read, plan, scale, mask, self.tile_bytes]
             made = self.builder.getitem(call(ring_attention, q, axis.name, axis.size, k, v, *options), 0)
-            return call(mirror_halves, made, *mirrored) if even else made
+            return made if plan is None else call(return_runs, made, axis.name, axis.size, QUERIES, plan)
         grouped: dict[str, Any] = {"enable_gqa": True} if shape(q)[1] != shape(k)[1] else {}
         cuts = [
             (axis.name, axis.size, kind.parts, kind.unit)

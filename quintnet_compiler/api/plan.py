@@ -182,8 +182,8 @@ def _planner(
 
 def _with_rings_in_order(planner: Planner, among: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Beside each of ``among``, rings without ``context_load_balance``, where rows are expected to hold several
-    documents and the plan leaves it open: exchanged halves of rows put documents on ranks that are far apart, so that
-    keys travel all around a ring which would end early, and even out work for one document alone."""
+    documents and the plan leaves it open: exchanged runs even out work, but put documents on ranks that are far apart,
+    so that keys travel all around a ring which would end early."""
     pinned, first = planner.pinned, list(among) or [{}]
     decided = pinned.model_fields_set.union(*first)
     ring = "context" not in decided or pinned.context == "ring"

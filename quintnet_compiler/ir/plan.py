@@ -67,8 +67,8 @@ class Plan(BaseModel):
         context: attention over sequences that ``cp`` splits: ``"all_gather"``: every rank gathers all keys and values
             for its own queries; ``"ulysses"``: an all-to-all exchanges sequences for heads; ``"ring"``: keys and values
             travel around a ring.
-        context_load_balance: whether the ranks of a ring exchange halves of their sequences during causal attention,
-            so that each has equally much to compute.
+        context_load_balance: whether the ranks of a ring exchange runs of their sequences during attention that is
+            causal or has documents, so that each has equally much to compute, whatever the lengths of documents.
         attention_tile_bytes: attention whose mask would take more than so many bytes, and a ring's, makes masks in
             tiles of at most about that size, and no mask of whole blocks of positions that are seen or hidden alike.
         documents: lengths that the documents of packed rows are expected to have, in the order in which rows are filled

@@ -181,19 +181,6 @@ class Sight:
             yield Block(strip.row, strip.rows, col, end - col)
 
 
-def ring_runs(owner: int, size: int, length: int, balance: bool) -> list[tuple[int, int]]:
-    """The runs of positions that rank ``owner`` of a ring of ``size`` holds while attention runs, ``length`` in all:
-    first position and length of each. ``balance``: one run near the beginning, and one as far from the end.
-
-    >>> ring_runs(0, 2, 4, balance=True), ring_runs(1, 2, 4, balance=False)
-    ([(0, 2), (6, 2)], [(4, 4)])
-    """
-    if not balance:
-        return [(owner * length, length)]
-    half = length // 2
-    return [(2 * owner * half, half), ((2 * size - 1 - 2 * owner) * half, half)]
-
-
 def _ranges(first: int, end: int, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
     """The parts into which ``cuts`` cut a range: where each begins and ends."""
     if first < end:

@@ -25,6 +25,7 @@ from .attention_spans import AttentionTerm, Backward, Calls, SpansCall, Where
 
 Shown: TypeAlias = tuple[Sequence[SpansCall], Sequence[tuple[int | None, Pair]]]  # pairs of a row of the batch, or all
 FEATURES = 8  # of a head: kernels of GPUs take multiples of so many
+WHOLE = 2**62  # scores of a tile that is never cut
 NONE = float("-inf")  # the log of a sum of no exponentials
 
 
@@ -74,6 +75,17 @@ class Ids:
                     pairs.append((row, pair))
             self._found[key] = calls.made, pairs
         return self._found[key]
+
+    def work(self, sight: Sight, block: Block) -> float:
+        """Pairs of a query and a key of a block that kernels compute, in all rows of the batch; of a query and itself
+        half, where later keys are hidden.
+
+        >>> Ids().work(Sight(causal=True), Block(4, 4, 0, 8))
+        24.0
+        """
+        pairs = [pair for row in self.rows for pair in row.pairs(sight, block)] if self.rows else [Pair(block, sight)]
+        tiles = (tile for pair in pairs for tile in pair.tiles(WHOLE, tiled=False))
+        return sum(tile.rows * tile.cols / (2 if seen == "diagonal" else 1) for tile, seen in tiles)
 
     def mask(self, sight: Sight, row: int, part: Block, device: torch.device) -> Tensor:
         """[1, 1, queries, keys]: which are seen in one row of the batch."""

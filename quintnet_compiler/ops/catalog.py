@@ -154,7 +154,6 @@ OPERATORS = _read(
     loss_scale                                            memory     -   -
     mean                                                  memory     -   -
     microbatch                                            memory     -   -
-    mirror_halves                                         memory     -   -
     native_batch_norm                                     memory     -   -
     native_batch_norm_backward                            memory     -   -
     native_dropout                                        memory     -   -
@@ -177,8 +176,11 @@ OPERATORS = _read(
     replication_pad1d                                     memory     -   -
     replication_pad2d                                     memory     -   -
     replication_pad3d                                     memory     -   -
+    return_runs                                           memory     -   -
+    ring_plan                                             memory     -   save
     rows_of                                               memory     -   -
     select_backward                                       memory     -   -
+    send_runs                                             memory     -   -
     shard_pad                                             memory     -   -
     shard_slice                                           memory     -   -
     share                                                 memory     -   -

@@ -110,9 +110,10 @@ dispatch = define_operator("dispatch(Tensor x, str axis, int size, Tensor order,
 combine = define_operator("combine(Tensor x, str axis, int size, Tensor order, Tensor counts) -> Tensor", _same)
 
 
-# A rank's second half of a dim for that of its mirror image, the rank that is as far from the other end: each then has
-# a run near the beginning and one near the end. Its own inverse, and transpose.
-mirror_halves = define_operator("mirror_halves(Tensor x, str axis, int size, int dim) -> Tensor", _same)
+# A rank's runs of a dim on their way to the ranks that a plan (:data:`.ring_plan.ring_plan`) assigns them to, and back.
+# A rank has equally many of them before and after, in the order of positions.
+send_runs = define_operator("send_runs(Tensor x, str axis, int size, int dim, Tensor plan) -> Tensor", _same)
+return_runs = define_operator("return_runs(Tensor x, str axis, int size, int dim, Tensor plan) -> Tensor", _same)
 
 
 def _ring_shape(q: Tensor, axis: str, size: int, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -127,18 +128,17 @@ def _ring_gradients(
 
 
 # attention of this rank's run of positions to all positions: keys and values travel around ``axis``, ids of all are on
-# every rank. Returns each query's log of its sum of exponentials too, for the backward. ``balance``: ranks
-# hold a run from the beginning and one from the end (``mirror_halves`` of q, k and v), so that causality leaves all of
-# them equal work.
+# every rank. Returns each query's log of its sum of exponentials too, for the backward. ``plan``: ranks hold the runs
+# that it assigns to them (``send_runs`` of q, k and v), so that what is seen leaves all of them equal work.
 # ``tile_bytes``: about the most that a mask, or scores, may take.
 ring_attention = define_operator(
     "ring_attention(Tensor q, str axis, int size, Tensor k, Tensor v, Tensor? padding, Tensor? segments, Tensor? "
-    "groups, float scale, str mask, bool balance, int tile_bytes) -> (Tensor, Tensor)",
+    "groups, Tensor? plan, float scale, str mask, int tile_bytes) -> (Tensor, Tensor)",
     _ring_shape,
 )
 ring_attention_backward = define_operator(
     "ring_attention_backward(Tensor grad, str axis, int size, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor? padding, Tensor? segments, Tensor? groups, float scale, str mask, bool balance, int tile_bytes) -> "
+    "Tensor? padding, Tensor? segments, Tensor? groups, Tensor? plan, float scale, str mask, int tile_bytes) -> "
     "(Tensor, Tensor, Tensor)",
     _ring_gradients,
 )
@@ -228,7 +228,8 @@ _TABLE = (
     CollectiveSpec(dispatch_plan, "all_to_all", opaque=True),
     CollectiveSpec(dispatch, "all_to_all", _start_of(dispatch), opaque=True, transpose=combine),
     CollectiveSpec(combine, "all_to_all", _start_of(combine), opaque=True, transpose=dispatch),
-    CollectiveSpec(mirror_halves, "send", _start_of(mirror_halves), opaque=True, transpose=mirror_halves),
+    CollectiveSpec(send_runs, "send", _start_of(send_runs), opaque=True, transpose=return_runs),
+    CollectiveSpec(return_runs, "send", _start_of(return_runs), opaque=True, transpose=send_runs),
     CollectiveSpec(ring_attention, "ring", opaque=True),
     CollectiveSpec(ring_attention_backward, "ring", opaque=True),
     CollectiveSpec(all_gather_matmul, "matmul", opaque=True),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from .attention_blocks import Sight
 from .attention_ids import FEW
+from .ring_plan import assign_runs, positions_of
 
 MOST_ROWS = 256  # of documents that go on and on
 Runs = Sequence[tuple[int, int]]  # first position and length of each
@@ -68,13 +70,19 @@ class SeenRow:
             found += min(inside + 1, max(1, count // FEW))
         return found
 
-    def steps(self, ranks: Sequence[Runs]) -> int:
-        """For how many steps of a ring any rank sees anything: until then keys travel."""
+    def blocks(self, ranks: Sequence[Runs]) -> Iterator[tuple[int, int]]:
+        """Pairs of a run of queries and one of keys of which anything is seen: the ranks that hold these."""
         runs = sorted((first, first + count, owner) for owner, held in enumerate(ranks) for first, count in held)
-        firsts, most = [first for first, _, _ in runs], 0
+        firsts = [first for first, _, _ in runs]
         for first, end, owner in runs:
             for place in range(*self._visible(firsts, first, end)):
-                most = max(most, (owner - runs[place][2]) % len(ranks))
+                yield owner, runs[place][2]
+
+    def steps(self, ranks: Sequence[Runs]) -> int:
+        """For how many steps of a ring any rank sees anything: until then keys travel."""
+        most = 0
+        for owner, keys in self.blocks(ranks):
+            most = max(most, (owner - keys) % len(ranks))
             if most == len(ranks) - 1:
                 break
         return most + 1
@@ -95,7 +103,8 @@ class SeenKeys:
 
     ``documents``: expected lengths, in the order in which rows are filled with them; rows go on where the one before
     ended, and documents begin again behind the last one. Empty: a row is one document. ``together``: of how many rows
-    a rank has its runs at once, so that others wait for the one that has most in all of them.
+    a rank has its runs at once, so that others wait for the one that has most in all of them. ``assigned``: so many
+    runs of each rank go where :func:`.ring_plan.assign_runs` says for these rows (0: none does).
     """
 
     sight: Sight
@@ -103,6 +112,7 @@ class SeenKeys:
     ranks: Sequence[Runs]
     documents: Sequence[int] = ()
     together: int = 1
+    assigned: int = 0
 
     @cached_property
     def rows(self) -> list[SeenRow]:
@@ -110,31 +120,64 @@ class SeenKeys:
         return [SeenRow(self.sight, self.length, ends) for ends in rows_of(self.documents, self.length)]
 
     @cached_property
-    def _groups(self) -> list[list[SeenRow]]:
-        return [list(some) for some in _grouped(self.rows, max(1, self.together))]
+    def groups(self) -> list[tuple[Sequence[SeenRow], Sequence[Runs]]]:
+        """Rows that a rank has at once, and the runs of each rank meanwhile."""
+        return [(rows, self._held(rows)) for rows in _grouped(self.rows, max(1, self.together))]
 
-    @property
+    def _held(self, rows: Sequence[SeenRow]) -> Sequence[Runs]:
+        if not self.assigned:
+            return self.ranks
+        count = self.length // (len(self.ranks) * self.assigned)
+        work = [sum(row.pairs([(first, count)]) for row in rows) for first in range(0, self.length, count)]
+        return positions_of(assign_runs(work, len(self.ranks)), count)
+
+    @cached_property
     def mean(self) -> float:
         """How many keys a query of the rank that sees most sees on average."""
-        each = (max(sum(row.pairs(runs) / _count(runs) for row in rows) for runs in self.ranks) / len(rows)
-                for rows in self._groups)  # fmt: skip
-        return sum(each) / len(self._groups)
+        each = (max(sum(row.pairs(runs) / _count(runs) for row in rows) for runs in ranks) / len(rows)
+                for rows, ranks in self.groups)  # fmt: skip
+        return sum(each) / len(self.groups)
 
     @property
     def uneven(self) -> float:
         """What the rank that sees most sees, over what ranks see on average."""
-        whole = (sum(row.pairs([(0, self.length)]) / self.length for row in rows) / len(rows) for rows in self._groups)
-        return self.mean * len(self._groups) / sum(whole)
+        each = (sum(row.pairs([(0, self.length)]) / self.length for row in rows) / len(rows) for rows, _ in self.groups)
+        return self.mean * len(self.groups) / sum(each)
 
-    @property
+    @cached_property
     def steps(self) -> float:
         """Steps of a ring in which anybody sees anything."""
-        return sum(max(row.steps(self.ranks) for row in rows) for rows in self._groups) / len(self._groups)
+        return sum(max(row.steps(ranks) for row in rows) for rows, ranks in self.groups) / len(self.groups)
 
-    @property
+    @cached_property
     def parts(self) -> float:
         """Documents in the runs of a rank: of the one that has most, in a row."""
-        return sum(max(map(row.parts, self.ranks)) for row in self.rows) / len(self.rows)
+        return sum(max(map(row.parts, ranks)) for rows, ranks in self.groups for row in rows) / len(self.rows)
+
+    @cached_property
+    def blocks(self) -> float:
+        """Pairs of a run of queries and one of keys of which anything is seen: of the rank that has most, in a row."""
+        return sum(_most_blocks(row, ranks) for rows, ranks in self.groups for row in rows) / len(self.rows)
+
+    @cached_property
+    def leaving(self) -> float:
+        """What part of its positions the rank sends to others that sends most, before attention."""
+        part = self.length // len(self.ranks)
+        stays = (min(_common(runs, rank * part, part) for rank, runs in enumerate(ranks)) for _, ranks in self.groups)
+        return 1 - sum(stays) / (part * len(self.groups))
+
+
+@lru_cache(maxsize=256)
+def seen_by(
+    sight: Sight,
+    length: int,
+    ranks: tuple[tuple[tuple[int, int], ...], ...],
+    documents: tuple[int, ...],
+    together: int,
+    assigned: int,
+) -> SeenKeys:
+    """A :class:`SeenKeys`, whose figures are found once for all layers."""
+    return SeenKeys(sight, length, ranks, documents, together, assigned)
 
 
 def rows_of(documents: Sequence[int], length: int) -> Iterator[tuple[int, ...]]:
@@ -163,3 +206,12 @@ def _grouped(rows: Sequence[SeenRow], count: int) -> Iterable[Sequence[SeenRow]]
 
 def _count(runs: Runs) -> int:
     return sum(count for _, count in runs)
+
+
+def _common(runs: Runs, begin: int, length: int) -> int:
+    """How many of ``length`` positions from ``begin`` on are in ``runs``."""
+    return sum(max(0, min(first + count, begin + length) - max(first, begin)) for first, count in runs)
+
+
+def _most_blocks(row: SeenRow, ranks: Sequence[Runs]) -> int:
+    return max(Counter(owner for owner, _ in row.blocks(ranks)).values())

@@ -15,7 +15,7 @@ from torch import fx
 
 from ..core.annotations import num_bytes, tensor_inputs, values
 from ..core.precision import widened
-from ..cost_models.operators import ring_steps
+from ..cost_models.operators import leaving_runs, ring_steps
 from ..ir.cost_protocol import RankCosts
 from ..ir.distributed_program import DistributedProgram, StageProgram
 from ..ir.expert_load import ExpertLoad
@@ -27,7 +27,8 @@ from ..ops.collectives import (
     combine,
     dispatch,
     dispatch_plan,
-    mirror_halves,
+    return_runs,
+    send_runs,
 )
 from ..ops.copies import WAYS
 from ..ops.experts.grouped_rows import grouped_bias_grad, grouped_weight_grad
@@ -381,8 +382,8 @@ def whole_bytes(source: fx.Node, known: CollectiveSpec, ranks: int) -> int:
     if known.price == "all_gather":
         return sum(map(num_bytes, values(source)))
     given = sum(num_bytes(values(x)[0]) for x in _moved(source))
-    if known.op is mirror_halves:
-        return given // 2
+    if known.op in (send_runs, return_runs):
+        return round(given * leaving_runs(source))
     if known.op is dispatch_plan:
         given = num_bytes(values(source)[1]) // 2  # how many rows go to each rank
     return given * ranks if known.price == "all_to_all" else given

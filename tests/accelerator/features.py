@@ -12,7 +12,7 @@ from torch import Tensor
 import quintnet
 from quintnet_compiler.compat.torch import pytree
 
-from ..models import CASES, build, reference
+from ..models import EVERY, build, reference
 from .device import install
 from .ranks import Job
 
@@ -24,7 +24,7 @@ def surround(job: Job, folder: str) -> list[str]:
 
     Returns what is not equal.
     """
-    case = CASES[job.model]
+    case = EVERY[job.model]
     batch = case.batch(8)
     program = quintnet.compile(
         build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, loss_fn=case.loss_fn, **job.options
@@ -71,7 +71,7 @@ def surround(job: Job, folder: str) -> list[str]:
 def losses(job: Job, device: str | None) -> list[float]:
     """Of a few steps in low precision, from float32 parameters. ``device``: all ranks are in this process, on it. The
     optimizer is SGD: AdamW's first steps make as much of a small gradient, and of its rounding, as of a large one."""
-    case = CASES[job.model]
+    case = EVERY[job.model]
     batch = pytree.tree_map(lambda x: x.float() if x.is_floating_point() else x, case.batch(8))
     options = job.options if device is None else {**job.options, "device": device}
     mesh = quintnet.Mesh(**job.axes)
@@ -88,7 +88,7 @@ def losses(job: Job, device: str | None) -> list[float]:
 def updated(job: Job, folder: str, *, offload: bool) -> tuple[dict[str, Tensor], int]:
     """This rank's parameters after clipped steps of AdamW and a checkpoint that is loaded in between, and the bytes of
     the device that the optimizer takes. ``offload``: it computes on the host."""
-    case, here = CASES[job.model], install()
+    case, here = EVERY[job.model], install()
     batch = case.batch(8)
     program = quintnet.compile(
         build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, loss_fn=case.loss_fn, **job.options
@@ -126,7 +126,7 @@ def update_all(jobs: list[Job], folder: str) -> list[list[tuple[dict[str, Tensor
 def resumed(job: Job, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
     """This rank's parameters after clipped steps of a plain AdamW, and after the last of them from a checkpoint; and
     where its state is."""
-    case, here = CASES[job.model], torch.device("emulated", dist.get_rank())
+    case, here = EVERY[job.model], torch.device("emulated", dist.get_rank())
     batch = tuple(x.to(here) for x in case.batch(8))
     options = {"loss_fn": case.loss_fn, "device": here, **job.options}
     program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, **options)

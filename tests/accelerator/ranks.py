@@ -29,7 +29,7 @@ from quintnet_compiler.runtime.backends import backends
 from quintnet_compiler.runtime.launch.attempt import PRELOADED
 from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh
 
-from ..models import CASES, build, reference, worst_error
+from ..models import EVERY, build, reference, worst_error
 from . import process_group
 from .device import NAME, Counted, install
 from .faults import FAULTS
@@ -127,7 +127,7 @@ def train(job: Job, seeds: Sequence[int] = ()) -> str:
     ``seeds``: the same again from the first parameters, with the delays of each seed. Compiled once.
     Returns "" if everything is equal, or what is not.
     """
-    case = CASES[job.model]
+    case = EVERY[job.model]
     batches = [case.batch(8), case.batch(8), case.batch(16)]
     options = {"loss_fn": case.loss_fn, **job.options}  # on the accelerator of the process group
     program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), batches[0], **options)
@@ -148,7 +148,7 @@ def _unsplit(job: Job, batches: Sequence[Any]) -> list[tuple[Tensor, dict[str, T
     whole, found = build(job.model, job.dtype), []
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     for rows in batches:
-        found.append(reference(whole, rows, CASES[job.model].loss_fn))
+        found.append(reference(whole, rows, EVERY[job.model].loss_fn))
         optimizer.step()
         optimizer.zero_grad()
     return found
@@ -161,7 +161,7 @@ def _differences(
     expected: Sequence[tuple[Tensor, dict[str, Tensor]]],
 ) -> list[str]:
     """What is not as ``expected`` in steps from the program's parameters."""
-    case, wrong = CASES[job.model], []
+    case, wrong = EVERY[job.model], []
     optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
     for rows, (wanted, gradients) in zip(batches, expected, strict=True):
         loss = program.step(rows)
@@ -184,7 +184,7 @@ def train_all(jobs: Sequence[Job], seeds: Sequence[int] = ()) -> dict[str, str]:
 def count(job: Job) -> Counted:
     """What a training step asks of the device, with a batch that is there. The seventh: until then ranks compare what
     they have in most steps (:func:`quintnet_compiler.runtime.state.same_values.due`)."""
-    case, here = CASES[job.model], torch.device(NAME, dist.get_rank())
+    case, here = EVERY[job.model], torch.device(NAME, dist.get_rank())
     batch = pytree.tree_map(lambda x: x.to(here, job.dtype if x.is_floating_point() else x.dtype), case.batch(8))
     options = {"loss_fn": case.loss_fn, "device": here, **job.options}
     program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, **options)
@@ -214,7 +214,7 @@ class Measured:
 
 def measure(job: Job) -> Measured:
     """A step of a job on this rank."""
-    case, here = CASES[job.model], torch.device(NAME, dist.get_rank())
+    case, here = EVERY[job.model], torch.device(NAME, dist.get_rank())
     batch = pytree.tree_map(lambda x: x.to(here, job.dtype if x.is_floating_point() else x.dtype), case.batch(8))
     options = {"loss_fn": case.loss_fn, "device": here, **job.options}
     gc.collect()
@@ -257,7 +257,7 @@ def train_alone(job: Job) -> tuple[str, str]:
 
 def fail(how: str, job: Job, limit: float) -> str:
     """In the third step something happens to rank 1; what rank 0 says of it. ``limit``: seconds of a collective."""
-    case = CASES[job.model]
+    case = EVERY[job.model]
     options = {"loss_fn": case.loss_fn, **job.options}
     program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), case.batch(8), **options)
     for step in range(3):

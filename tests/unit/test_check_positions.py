@@ -15,6 +15,7 @@ from quintnet_compiler.ir.program import Axis, LocalProgram, ShardedProgram, Sta
 from quintnet_compiler.ops.attention import attention
 from quintnet_compiler.ops.collectives import ring_attention
 from quintnet_compiler.ops.rank_local import dropout, keep_mask, local_noise, noise
+from quintnet_compiler.ops.ring_plan import ring_plan
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.tiled_attention import tiled_attention
 from quintnet_compiler.passes.checks.positions import check_positions
@@ -79,20 +80,28 @@ def test_each_argument_that_is_another_one_is_told(strategy: Strategy, name: str
         check_positions(local)
 
 
-@pytest.mark.parametrize("change", ["", "q", "v", "out", "balance", "axis", "dim"])
-def test_a_balanced_ring_reads_and_makes_halves_of_mirror_images(change: str) -> None:
+def _given(node: fx.Node) -> dict[str, Any]:
+    return dict(zip([one.name for one in node.target._schema.arguments], node.args, strict=True))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("change", ["", "q", "v", "out", "plan", "axis", "dim", "another"])
+def test_a_ring_reads_and_makes_the_runs_that_a_plan_assigns(change: str) -> None:
     local = _lowered(RING, "causal")
     made = _made(local)
-    names = [one.name for one in made.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, made.args, strict=True))
-    assert given["balance"] is True
+    given = _given(made)
+    plan = given["plan"]
+    assert plan.target is ring_plan
     if change in ("q", "v"):
-        made.args = tuple((given | {change: given[change].args[0]}).values())  # type: ignore[union-attr]
-    elif change == "balance":
-        made.args = tuple((given | {"balance": False}).values())
+        made.args = tuple((given | {change: given[change].args[0]}).values())
+    elif change == "plan":
+        made.args = tuple((given | {"plan": None}).values())
     elif change in ("axis", "dim"):
-        x, axis, size, dim = given["k"].args  # type: ignore[union-attr]
-        given["k"].args = (x, "tp", size, dim) if change == "axis" else (x, axis, size, 1)  # type: ignore[union-attr]
+        x, axis, size, dim, by = given["k"].args
+        given["k"].args = (x, "tp", size, dim, by) if change == "axis" else (x, axis, size, 1, by)
+    elif change == "another":  # the same, but of another call
+        with local.graph.inserting_before(given["k"]):
+            again = local.graph.node_copy(plan)
+        given["k"].args = (*given["k"].args[:4], again)
     elif change == "out":
         node = next(key for key in local.parts if key[0].target is attention)
         local.parts[node] = local.parts[node].all_input_nodes[0]  # type: ignore[index]
@@ -100,6 +109,19 @@ def test_a_balanced_ring_reads_and_makes_halves_of_mirror_images(change: str) ->
         check_positions(local)
         return
     with pytest.raises(CompileError, match="does not have the positions"):
+        check_positions(local)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("segments", None), ("padding", "segments"), ("mask", "all"), ("whole", 16), ("ranks", 4), ("runs", 3)],
+)
+def test_a_plan_of_other_work_is_told(name: str, value: Any) -> None:
+    local = _lowered(RING, "causal")
+    plan = _given(_made(local))["plan"]
+    given = _given(plan)
+    plan.args = tuple((given | {name: given.get(value, value) if isinstance(value, str) else value}).values())
+    with pytest.raises(CompileError, match=rf"QN209[^!]*{name}="):
         check_positions(local)
 
 

@@ -46,6 +46,7 @@ from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.cost_models.step_time import StepModel
 from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout, stage_layers
 from quintnet_compiler.ops.collectives import ring_attention
+from quintnet_compiler.ops.ring_plan import ring_plan
 from quintnet_compiler.passes.frontend.normalize import Normalize
 from quintnet_compiler.schedules.kinds import one_f_one_b
 from quintnet_compiler.schedules.schedule import Op, chain, simulate
@@ -599,7 +600,9 @@ def test_the_last_rank_of_a_ring_sees_all_keys(balance: bool) -> None:
         annotate(graph.placeholder(name), Facts(torch.empty(1, 2, length, 8, dtype=torch.bfloat16, device="meta")))
         for name in "qkv"
     )
-    how = ("cp", ranks, k, v, None, None, None, 1.0, "causal", balance, 1 << 20)
+    plan = graph.call_function(ring_plan, (None, None, None, "causal", ranks * length, ranks, 2))
+    annotate(plan, Facts(torch.empty(ranks, 2, dtype=torch.int64, device="meta")))
+    how = ("cp", ranks, k, v, None, None, None, plan if balance else None, 1.0, "causal", 1 << 20)
     made = annotate(
         graph.call_function(ring_attention, (q, *how)),
         Facts((torch.empty(1, 2, length, 8, device="meta"), torch.empty(1, 2, length, device="meta"))),
@@ -607,7 +610,7 @@ def test_the_last_rank_of_a_ring_sees_all_keys(balance: bool) -> None:
     seen = ranks * length / 2 if balance else ranks * length - length / 2
     kernel = kernel_of(made)
     assert kernel.flops == 2 * 2 * length * seen * (8 + 8)
-    assert kernel.launches == ranks * (2 if balance else 1)
+    assert kernel.launches == ranks * (2 if balance else 1)  # blocks of which anything is seen
     assert kernel.bytes > 4 * ranks * 2 * length * 8  # merges results
 
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.packed import lengths, pairs, uneven
+from benchmarks.packed import lengths, pairs, shuffled, uneven
 from quintnet_compiler.core.slices import runs
 from quintnet_compiler.ops.attention import visible
-from quintnet_compiler.ops.attention_blocks import Sight, ring_runs
+from quintnet_compiler.ops.attention_blocks import Sight
 from quintnet_compiler.ops.attention_tiles import AttentionTiles, Ids
+from quintnet_compiler.ops.ring_plan import positions_of, ring_plan
 from quintnet_compiler.ops.seen_keys import SeenKeys, SeenRow, rows_of
-from quintnet_compiler.runtime.transport.ring import Ring
+from quintnet_compiler.runtime.transport.ring import Ring, runs_of
 
 LENGTH = 48
 
@@ -60,23 +61,33 @@ def test_rings_end_when_nobody_sees_more(seed: int) -> None:
     sizes, balance = _cut(dice), dice.random() < 0.5
     sight = Sight(dice.random() < 0.8, dice.choice([0, 0, 1, 5, 13]), dice.choice([0, 0, 6]))
     for size in (1, 2, 3, 4, 6, 8):
-        ring = Ring(None, "cp", size, 0, 0, AttentionTiles(1.0, sight, 1), balance)  # type: ignore[arg-type]
-        ids = Ids(None, _ids(sizes)[None], None, few=1)
-        ranks = [ring_runs(rank, size, LENGTH // size, balance) for rank in range(size)]
+        ids, how = _ids(sizes)[None], (str(sight), LENGTH, size, 2)
+        ranks = runs_of(ring_plan(None, ids, None, *how) if balance else None, size, LENGTH // size)
+        ring = Ring(None, "cp", size, 0, 0, AttentionTiles(1.0, sight, 1), ranks)  # type: ignore[arg-type]
         row = SeenRow(sight, LENGTH, tuple(accumulate(sizes)))
-        assert row.steps(ranks) == ring.steps(LENGTH // size, ids)
+        known = Ids(None, ids, None, few=1)
+        assert row.steps(ranks) == ring.steps(known)
+        for rank in range(size):
+            found = sum(1 for owner in range(size) for _ in ring.blocks(owner, known, rank))
+            assert found == sum(mine == rank for mine, _ in row.blocks(ranks))
 
 
 @pytest.mark.parametrize("size", [4, 16])
-def test_the_rank_that_has_most_is_that_of_the_closed_form(size: int) -> None:
-    sizes = lengths(2**16, 64)
-    part = 2**16 // size
-    for balance, most in zip((False, True), uneven(sizes, size), strict=True):
-        ranks = [ring_runs(rank, size, part, balance) for rank in range(size)]
-        found = SeenKeys(Sight(causal=True), 2**16, ranks, sizes)
-        assert found.uneven == pytest.approx(most, rel=1e-3)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_rank_that_has_most_is_that_of_the_closed_form(size: int, seed: int) -> None:
+    """In order and as runs are assigned; what prices assign is what ranks do."""
+    sizes = shuffled(lengths(2**16, 64), seed)
+    part, most = 2**16 // size, uneven([sizes], size, 8)
+    in_order = [[(rank * part, part)] for rank in range(size)]
+    plan = ring_plan(None, _ids(sizes)[None], None, "causal", 2**16, size, 8)
+    held = positions_of(plan.tolist(), part // 8)
+    for assigned, ranks, over in ((0, in_order, most.in_order), (8, held, most.assigned)):
+        found = SeenKeys(Sight(causal=True), 2**16, in_order, sizes, assigned=assigned)
+        assert found.groups[0][1] == ranks and found.uneven == pytest.approx(over, rel=1e-3)
         work = [sum(pairs(first, first + count, sizes) for first, count in mine) - part / 2 for mine in ranks]
         assert found.mean == pytest.approx(max(work) / part, rel=1e-12)
+        assert found.leaving == (most.leaving if assigned else 0)
+    assert most.assigned < 1.05 < most.in_order
 
 
 def test_rows_go_on_where_the_one_before_ended() -> None:

@@ -13,8 +13,9 @@ from quintnet_compiler.core.errors import RunError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.ops.attention_blocks import Sight
 from quintnet_compiler.ops.attention_tiles import AttentionTiles, Ids
+from quintnet_compiler.ops.ring_plan import ring_plan
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
-from quintnet_compiler.runtime.transport.ring import Ring
+from quintnet_compiler.runtime.transport.ring import Ring, runs_of
 from quintnet_compiler.runtime.transport.token_dispatch import Router
 
 
@@ -94,9 +95,12 @@ def test_rows_of_hot_experts_stay_on_their_rank() -> None:
 
 @pytest.mark.parametrize("balance", [False, True])
 def test_positions_of_a_ring(balance: bool) -> None:
-    tiles = AttentionTiles(1.0, Sight(True, 0), 1)
-    rings = [Ring(None, "cp", 2, rank, 0, tiles, balance) for rank in range(2)]  # type: ignore[arg-type]
-    owned = [{at + i for at, count in ring.runs(ring.index, 4) for i in range(count)} for ring in rings]
+    tiles, plan = AttentionTiles(1.0, Sight(True, 0), 1), ring_plan(None, None, None, "causal", 8, 2, 2)
+    runs = runs_of(plan if balance else None, 2, 4)
+    rings = [Ring(None, "cp", 2, rank, 0, tiles, runs) for rank in range(2)]  # type: ignore[arg-type]
+    owned = [{at + i for at, count in ring.runs[ring.index] for i in range(count)} for ring in rings]
     assert owned[0] | owned[1] == set(range(8)) and not owned[0] & owned[1]
-    work = [sum(1 for owner in range(2) for _ in ring.blocks(owner, 4, Ids())) for ring in rings]
-    assert (work[0] == work[1]) is balance  # mirrored halves see equally many blocks
+    work = [
+        sum(Ids().work(tiles.sight, b) for owner in range(2) for *_, b in ring.blocks(owner, Ids())) for ring in rings
+    ]
+    assert (work[0] == work[1]) is balance  # mirrored halves see equally many keys

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ....core.annotations import value
-from ....ops.collectives import combine, dispatch, mirror_halves, ring_attention, ring_attention_backward
+from ....ops.collectives import combine, dispatch, return_runs, ring_attention, ring_attention_backward, send_runs
 from ....ops.cross_entropy import nll_terms, nll_terms_backward
 from ....ops.rank_local import embedding_rows, embedding_rows_backward, pick_experts, place_experts
 from ....ops.tiled_attention import tiled_attention, tiled_attention_backward
@@ -70,7 +70,8 @@ RANKED: Mapping[Any, Callable[[Any, Pattern], dict[int, tuple[Any, Any]]]] = Map
         dispatch: lambda args, made: {0: (combine, (made.tangents[0], *args[1:]))},
         combine: lambda args, made: {0: (dispatch, (made.tangents[0], *args[1:]))},
         pick_experts: lambda args, made: {0: (place_experts, (made.tangents[0], *args[1:]))},
-        mirror_halves: lambda args, made: {0: (mirror_halves, (made.tangents[0], *args[1:]))},
+        send_runs: lambda args, made: {0: (return_runs, (made.tangents[0], *args[1:]))},
+        return_runs: lambda args, made: {0: (send_runs, (made.tangents[0], *args[1:]))},
         ring_attention: _ring,
         tiled_attention: _tiles,
     }

@@ -23,7 +23,8 @@ from ...ops.tiled_attention import attend_runs, attend_runs_backward
 from ..state.gradients import GradientStore
 from ..transport.async_matmul import all_gather_matmul, factors, matmul_reduce_scatter
 from ..transport.host_copies import HostCopies
-from ..transport.ring import Circle, Ring, ring_backward, ring_forward
+from ..transport.ring import POSITIONS, Circle, Ring, ring_backward, ring_forward, runs_of
+from ..transport.run_exchange import RunExchange
 from ..transport.token_dispatch import Router
 from ..transport.transport import Pending, Transport
 
@@ -43,7 +44,8 @@ class Comm:
         gradients: GradientStore | None = None,
     ) -> None:
         router = Router(transport, mesh)
-        own = {*vars(type(self)), *vars(Router)}  # those that are made of others
+        runs = RunExchange(transport, mesh, coordinate)
+        own = {*vars(type(self)), *vars(Router), *vars(RunExchange)}  # those that are made of others
         for name, one in COLLECTIVES.items():
             if name not in own:
                 setattr(self, name, partial(transport.run, name))
@@ -51,6 +53,8 @@ class Comm:
                     setattr(self, f"start_{name}", partial(transport.start, name))
         self.dispatch_plan, self.dispatch, self.combine = router.dispatch_plan, router.dispatch, router.combine
         self.start_dispatch, self.start_combine = router.start_dispatch, router.start_combine
+        self.send_runs, self.return_runs = runs.send_runs, runs.return_runs
+        self.start_send_runs, self.start_return_runs = runs.start_send_runs, runs.start_return_runs
         self.copies = copies = HostCopies() if gradients is None else gradients.outward
         self.copy_out, self.start_copy_out = copies.copy_out, copies.start_copy_out
         self.copy_in, self.start_copy_in = copies.copy_in, copies.start_copy_in
@@ -233,19 +237,10 @@ class Comm:
         places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
         return slices.positions([whole], kinds, sizes, places, device)[0] < 0
 
-    def mirror_halves(self, x: Tensor, axis: str, dim: int, at: int) -> Tensor:
-        """``x`` with its second half exchanged for that of the rank's mirror image."""
-        made: Tensor = self.start_mirror_halves(x, axis, dim, at)()
-        return made
-
-    def start_mirror_halves(self, x: Tensor, axis: str, dim: int, at: int) -> Pending:
-        first, second = x.chunk(2, dim)
-        arriving = self.transport.permute(second, axis, tuple(reversed(range(self.mesh[axis]))), at)
-        return lambda: torch.cat([first, arriving()], dim)
-
     def ring_attention(self, q: Tensor, axis: str, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
         """Attention of this rank's positions to those of all ranks of ``axis``, see :mod:`..transport.ring`."""
-        return ring_forward(self._ring(axis, *how[len(IDS) :]), AttentionInputs(q, k, v, self._read(*how[: len(IDS)])))
+        given = AttentionInputs(q, k, v, self._read(*how[: len(IDS)]))
+        return ring_forward(self._ring(q, axis, *how[len(IDS) :]), given)
 
     def ring_attention_backward(
         self,
@@ -260,15 +255,18 @@ class Comm:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v of ``ring_attention``."""
         given = AttentionInputs(q, k, v, self._read(*how[: len(IDS)]))
-        return ring_backward(self._ring(axis, *how[len(IDS) :]), given, grad, out, lse)
+        return ring_backward(self._ring(q, axis, *how[len(IDS) :]), given, grad, out, lse)
 
     def _read(self, padding: Tensor | None, segments: Tensor | None, groups: Tensor | None) -> Ids:
         """What says of positions which are seen."""
         return self.ids.setdefault((id(padding), id(segments), id(groups)), Ids(padding, segments, groups))
 
-    def _ring(self, axis: str, scale: float, mask: str, balance: bool, tile_bytes: int, at: int) -> Ring:
-        tiles = AttentionTiles(scale, Sight.parse(mask), tile_bytes)
-        return Ring(self.transport, axis, self.mesh[axis], self.coordinate[axis], at, tiles, balance)
+    def _ring(
+        self, q: Tensor, axis: str, plan: Tensor | None, scale: float, mask: str, tile_bytes: int, at: int
+    ) -> Ring:
+        tiles, size = AttentionTiles(scale, Sight.parse(mask), tile_bytes), self.mesh[axis]
+        runs = runs_of(plan, size, q.shape[POSITIONS])
+        return Ring(self.transport, axis, size, self.coordinate[axis], at, tiles, runs)
 
     def tiled_attention(self, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
         """Attention of this rank's positions to all, see :mod:`quintnet_compiler.ops.tiled_attention`."""

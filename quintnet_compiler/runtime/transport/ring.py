@@ -1,9 +1,8 @@
 """Attention to sequences that a ring of ranks holds: keys and values travel, queries stay (Liu et al. 2023).
 
-A rank holds one run of positions, or two (``balance``, by ``mirror_halves``): then the second is as far from the end
-as the first is from the beginning, so that each rank's queries see equally many keys, at every step (Brandon et al.
-2023). Every pair of a run of queries and one of keys is a block, of which only those that are seen at all are computed;
-ids of all positions, which say so, are on every rank.
+A rank holds one run of positions, or those that a plan assigns to it: equally much work for all ranks (for one
+document as Brandon et al. 2023 have it, see :mod:`...ops.ring_plan`). Every pair of a run of queries and one of keys is
+a block, of which only those that are seen at all are computed; ids of all positions, which say so, are on every rank.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ...core.precision import widened
-from ...ops.attention_blocks import Block, ring_runs
+from ...ops.attention_blocks import Block
 from ...ops.attention_tiles import AttentionInputs, AttentionTiles, Ids, Total
+from ...ops.ring_plan import Held, Runs, positions_of
 from .transport import Transport
 
 POSITIONS = 2  # the dim of positions in q, k and v
@@ -43,55 +43,58 @@ class Circle:
 
 @dataclass(frozen=True)
 class Ring(Circle):
-    """What a ring's attention is."""
+    """What a ring's attention is. ``runs``: the runs of positions that each rank holds while attention runs."""
 
     tiles: AttentionTiles
-    balance: bool
+    runs: Sequence[Runs]
 
-    def runs(self, owner: int, length: int) -> list[tuple[int, int]]:
-        """The runs of positions that rank ``owner`` holds while attention runs: first position and length."""
-        return ring_runs(owner, self.size, length, self.balance)
-
-    def blocks(self, owner: int, length: int, ids: Ids, of: int | None = None) -> Iterator[tuple[int, int, Block]]:
+    def blocks(self, owner: int, ids: Ids, of: int | None = None) -> Iterator[tuple[int, int, Block]]:
         """The blocks of this rank's queries (or of those of rank ``of``) and ``owner``'s keys that are seen: places of
         both runs among theirs."""
-        for i, (row, count) in enumerate(self.runs(self.index if of is None else of, length)):
-            for j, (col, _) in enumerate(self.runs(owner, length)):
-                block = Block(row, count, col, count)
+        for i, (row, rows) in enumerate(self.runs[self.index if of is None else of]):
+            for j, (col, cols) in enumerate(self.runs[owner]):
+                block = Block(row, rows, col, cols)
                 if ids.sees(self.tiles.sight, block):
                     yield i, j, block
 
-    def steps(self, length: int, ids: Ids) -> int:
+    def steps(self, ids: Ids) -> int:
         """For how many steps any rank sees anything: all of them, but few where a window or documents are short. All
         ranks find the same.
 
         >>> from quintnet_compiler.ops.attention_blocks import Sight
-        >>> Ring(None, "cp", 8, 0, 0, AttentionTiles(1.0, Sight(True, 5), 1), False).steps(4, Ids())
+        >>> Ring(None, "cp", 8, 0, 0, AttentionTiles(1.0, Sight(True, 5), 1), runs_of(None, 8, 4)).steps(Ids())
         2
         """
         for step in reversed(range(1, self.size)):
-            if any(True for i in range(self.size) for _ in self.blocks((i - step) % self.size, length, ids, i)):
+            if any(True for i in range(self.size) for _ in self.blocks((i - step) % self.size, ids, i)):
                 return step + 1
         return 1
 
-    def parts(self, x: Tensor, dim: int = POSITIONS) -> list[Tensor]:
-        """``x`` by runs."""
-        return list(x.chunk(2, dim)) if self.balance else [x]
+    def parts(self, x: Tensor, owner: int | None = None) -> Sequence[Tensor]:
+        """``x``, of this rank or of ``owner``, by runs."""
+        sizes = [count for _, count in self.runs[self.index if owner is None else owner]]
+        return torch.split(x, sizes, POSITIONS)
+
+
+def runs_of(plan: Tensor | None, size: int, length: int) -> list[Runs]:
+    """The runs of the ranks of a ring that hold ``length`` positions each; without a plan (or its values) in order."""
+    held: Held = [[rank] for rank in range(size)] if plan is None or plan.is_meta else plan.tolist()
+    return positions_of(held, length // len(held[0]))
 
 
 def ring_forward(ring: Ring, given: AttentionInputs) -> tuple[Tensor, Tensor]:
     """The attention of this rank's queries, and each one's log of its sum of exponentials (in the runs' order)."""
-    length = given.q.shape[POSITIONS]
     q, k, v = given.q, given.k, given.v
     ids = given.ids
     travelling = [k, v]
     queries = ring.parts(q)
     totals = [Total(x, v.shape[3]) for x in queries]
-    steps = ring.steps(length, ids)
+    steps = ring.steps(ids)
     for step in range(steps):
         coming = ring.passed(travelling) if step < steps - 1 else None
-        keys, values = ring.parts(travelling[0]), ring.parts(travelling[1])
-        for i, j, block in ring.blocks((ring.index - step) % ring.size, length, ids):
+        owner = (ring.index - step) % ring.size
+        keys, values = (ring.parts(x, owner) for x in travelling)
+        for i, j, block in ring.blocks(owner, ids):
             ring.tiles.forward(block, queries[i], keys[j], values[j], ids, totals[i])
         if coming is not None:
             travelling = coming()
@@ -103,7 +106,7 @@ def ring_backward(
     ring: Ring, given: AttentionInputs, grad: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. Those of keys and values travel with them, and at last home."""
-    length, wide = given.q.shape[POSITIONS], widened(given.q.dtype)
+    wide = widened(given.q.dtype)
     q, k, v = given.q, given.k, given.v
     ids = given.ids
     travelling = [k, v]
@@ -111,14 +114,15 @@ def ring_backward(
     for_queries = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in ring.parts(q)]
     gathered: list[Tensor] = []
     arriving: Callable[[], list[Tensor]] | None = None
-    steps = ring.steps(length, ids)
+    steps = ring.steps(ids)
     for step in range(steps):
         coming = ring.passed(travelling) if step < steps - 1 else None
-        keys, values = ring.parts(travelling[0]), ring.parts(travelling[1])
+        owner = (ring.index - step) % ring.size
+        keys, values = (ring.parts(x, owner) for x in travelling)
         for_keys, for_values = (
             [torch.zeros(x.shape, dtype=wide, device=x.device) for x in xs] for xs in (keys, values)
         )
-        for i, j, block in ring.blocks((ring.index - step) % ring.size, length, ids):
+        for i, j, block in ring.blocks(owner, ids):
             into = for_queries[i], for_keys[j], for_values[j]
             grad_, q_, out_, lse_ = asked[i]
             ring.tiles.backward(block, grad_, q_, out_, lse_, keys[j], values[j], ids, into)
