@@ -4,8 +4,9 @@ python benchmarks/packed_plan.py [--rows 4] [--length 1048576] [--documents 64] 
 
 Llama-3 8B in bf16 with float32 parameters. Rows hold documents of lengths 1 : 2 : ... : n, the first row in that order,
 others shuffled; the model finds them by position ids. The plan is compiled for all ranks and simulated. Beside it: the
-plan that is best if each row is one document, and what that one takes for these documents. ``uneven``: attention of the
-rank that has most over the mean, of rows in order over the plan's ranks of ``cp`` (documents alone, by formula).
+plan that is best if each row is one document, and what that one takes for these documents. ``other_balance_s``: the
+plan with the other ``context_load_balance``. ``uneven``: attention of the rank that has most over the mean, of rows in
+order over the plan's ranks of ``cp`` (documents alone, by formula).
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ def answer(model: nn.Module, cluster: quintnet.Cluster, rows: int, length: int, 
     whole = {**pinned, "documents": [length]}
     other = quintnet.plan(model, cluster, batch, plan=whole, seconds=300)
     documents = {**other.best.model_dump(mode="json"), "documents": plan.documents}
+    balance = {**plan.model_dump(mode="json"), "context_load_balance": not plan.context_load_balance}
     return {
         "plan": str(best.layout), "context_load_balance": plan.context_load_balance, "documents": len(plan.documents),
         "planned_s": best.seconds, "planned_gib": best.memory_bytes / 2**30, "utilisation": best.figures.utilisation,
         "waits": best.exposed / best.seconds, "simulated_s": timeline.seconds,
         "simulated_gib": timeline.peak.bytes / 2**30, "notes": list(timeline.notes), "ranks": mesh.size,
         "uneven": uneven_in_order([documents_of(row, length, count) for row in range(rows)], plan.mesh.get("cp", 1)),
+        "other_balance_s": quintnet.estimate(model, cluster, batch, balance).seconds,
         "planning_s": took, "one_document": str(other.found.ranked[0].layout),
         "one_document_s": other.found.ranked[0].seconds,
         "one_document_for_these_s": quintnet.estimate(model, cluster, batch, documents).seconds,
