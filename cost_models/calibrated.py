@@ -20,6 +20,7 @@ from ..ops.collectives import shard_pad, shard_slice, share
 from ..ops.cross_entropy import nll_terms, nll_terms_backward
 from ..ops.rank_local import embedding_rows, embedding_rows_backward, loss_scale, padding_of, rows_of
 from .calibration import Calibration, Point, interpolated, matmul_seconds
+from .hardware import CPU
 from .operators import aten, attention_flops, traffic
 
 # Families of operators that take alike for each byte, by the one that is measured.
@@ -166,8 +167,17 @@ class CalibratedCosts:
     def copy_seconds(self, num_bytes: float) -> float:
         return self._curve("copy", 2 * num_bytes)
 
+    def write_seconds(self, num_bytes: float) -> float:
+        return self.copy_seconds(num_bytes) + num_bytes / CPU.disk_write_bytes_per_second  # disks are not measured
+
+    def read_seconds(self, num_bytes: float) -> float:
+        return self.copy_seconds(num_bytes) + num_bytes / CPU.disk_read_bytes_per_second
+
     def optimizer_seconds(self, num_bytes: float) -> float:
         return 2 * self.accumulate_seconds(num_bytes)  # it reads and writes about twice as much
+
+    def host_update_seconds(self, num_bytes: float) -> float:
+        return self.optimizer_seconds(num_bytes)  # the host is the device
 
     def group_seconds(self, name: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
         """The part of a core's time, where ranks share cores: they all take part at once."""

@@ -105,8 +105,27 @@ class ClusterCosts:
             for device in self.kinds
         )
 
+    def write_seconds(self, num_bytes: float) -> float:
+        return self._through(num_bytes, lambda device: device.disk_write_bytes_per_second)
+
+    def read_seconds(self, num_bytes: float) -> float:
+        return self._through(num_bytes, lambda device: device.disk_read_bytes_per_second)
+
+    def _through(self, num_bytes: float, rate: Callable[[Hardware], float]) -> float:
+        """Through memory of the host: the slower link decides."""
+        return max(
+            device.launch_seconds
+            + num_bytes / (min(device.host_bytes_per_second, rate(device)) * device.efficiency.host)
+            for device in self.kinds
+        )
+
     def optimizer_seconds(self, num_bytes: float) -> float:
         return self._traffic(7 * num_bytes)
+
+    def host_update_seconds(self, num_bytes: float) -> float:
+        return max(
+            7 * num_bytes / (device.host_memory_bytes_per_second * device.efficiency.host) for device in self.kinds
+        )
 
     def _traffic(self, num_bytes: float) -> float:
         return max(
@@ -195,8 +214,17 @@ class FastestCosts:
     def copy_seconds(self, num_bytes: float) -> float:
         return self._least(lambda one: one.copy_seconds(num_bytes))
 
+    def write_seconds(self, num_bytes: float) -> float:
+        return self._least(lambda one: one.write_seconds(num_bytes))
+
+    def read_seconds(self, num_bytes: float) -> float:
+        return self._least(lambda one: one.read_seconds(num_bytes))
+
     def optimizer_seconds(self, num_bytes: float) -> float:
         return self._least(lambda one: one.optimizer_seconds(num_bytes))
+
+    def host_update_seconds(self, num_bytes: float) -> float:
+        return self._least(lambda one: one.host_update_seconds(num_bytes))
 
     def group_seconds(self, name: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
         return self._least(lambda one: one.group_seconds(name, num_bytes, ranks))

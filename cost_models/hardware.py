@@ -4,6 +4,9 @@ Peaks are dense (without sparsity), with sums in 32 bits, as training has them. 
 to fit have the :class:`Efficiency` of the family that is named beside them: not measured. To the host go 16 lanes of
 PCIe, of the version that the device has: 3.0 (V100, T4), 4.0 (Ampere, Ada) or 5.0. GH200 has NVLink-C2C, 900 GB/s both
 ways for one GPU, GB200 and GB300 the same for two (datasheets); a die of MI250X 36 GB/s one way (Frontier's guide).
+Memory of the host is that of two processors for eight devices: 6 channels each of DDR4-2666 beside PCIe 3.0, 8 of
+DDR4-3200 beside 4.0, 8 of DDR5-4800 beside 5.0. A Grace with 480 GB has 384 GB/s (NVIDIA's performance tuning guide).
+A disk for each device is one of PCIe 4.0 (Samsung PM9A3, 3.84 TB, datasheet: 6.9 GB/s read, 4.1 written): not known.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from ..core.errors import CompileError
 
 GB, TB, TFLOPS = 1e9, 1e12, 1e12
 PCIE_3, PCIE_4, PCIE_5 = 16 * GB, 32 * GB, 64 * GB  # 16 lanes, one way
+DDR4_2666, DDR4_3200, DDR5_4800, GRACE = 32 * GB, 51.2 * GB, 76.8 * GB, 384 * GB  # of the host, for each device
 GIB = 2**30
 BYTES_PER_ELEMENT: Mapping[str, float] = MappingProxyType(
     {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 0.5}
@@ -31,7 +35,8 @@ class Efficiency:
     One set per kind of device, fitted by ``benchmarks/fit_hardware.py``; never one per source or row.
 
     ``matmul``, ``attention``: share of peak arithmetic reached inside full tiles. ``memory``, ``link``, ``network``:
-    share of the datasheet's bandwidth; ``host``: of that to the host, for pinned memory (an assumption; not fitted).
+    share of the datasheet's bandwidth; ``host``: of that to the host, for pinned memory, of the host's memory and of
+    disks (an assumption; not fitted).
     ``low_precision``: share of the 8-bit and 4-bit peaks, relative to ``matmul``.
     ``host_seconds``: what an eager framework's host spends to launch one kernel. ``contention``: the share of hidden
     communication that computation pays for, in multiprocessors and memory traffic that the transfer takes away, as if
@@ -56,6 +61,8 @@ class Hardware:
     ``flops``: dense multiply-add throughput (2 per pair) per dtype, FLOP/s. ``multiprocessors`` and ``tile``: what
     large products are cut for. ``launch_seconds``: the shortest a kernel takes on the device. ``domain``: how many
     devices share the fast links. ``host_bytes_per_second``: to the memory of its processor, and from there.
+    ``host_memory_bytes_per_second``: its share of what processors read and write. ``disk_read_bytes_per_second``,
+    ``disk_write_bytes_per_second``: its share of a node's disks.
     ``attention_generation``: the newest FlashAttention made for the device.
     ``network_*``: of one device's share of its node's adapters, unless a cluster says otherwise. ``gpu``: what PyTorch
     chooses kernels by; None for a CPU. ``link``: what the fast links are. ``bridge_bytes_per_second``: between the two
@@ -77,6 +84,9 @@ class Hardware:
     launch_seconds: float = 2.5e-6
     domain: int = 8
     host_bytes_per_second: float = PCIE_5
+    host_memory_bytes_per_second: float = DDR5_4800
+    disk_read_bytes_per_second: float = 6.9 * GB
+    disk_write_bytes_per_second: float = 4.1 * GB
     attention_generation: int = 2
     efficiency: Efficiency = Efficiency()
     gpu: AbsentGpu | None = AbsentGpu()
@@ -114,7 +124,7 @@ def _rates(
 # 300 W. It has no bf16: such products run at the 32-bit rate.
 V100 = Hardware(
     "V100-SXM2-32GB", _rates(15.7, 125, bf16=False), 32 * GIB, 0.9 * TB, 150 * GB, 12.5 * GB, 80, (128, 128),
-    host_bytes_per_second=PCIE_3, attention_generation=1,
+    host_bytes_per_second=PCIE_3, host_memory_bytes_per_second=DDR4_2666, attention_generation=1,
     efficiency=Efficiency(matmul=0.58, attention=0.3, memory=0.8, link=0.75, network=0.5, host_seconds=30e-6),
     gpu=AbsentGpu((7, 0), cudnn=False),
     watts=300, products=("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB"),
@@ -127,12 +137,12 @@ _A100 = Efficiency(
 )
 A100_40 = Hardware(
     "A100-SXM-40GB", _rates(19.5, 312, tf32=156), 40 * GIB, 1.555 * TB, 300 * GB, 25 * GB, 108, efficiency=_A100,
-    host_bytes_per_second=PCIE_4, gpu=_AMPERE,
+    host_bytes_per_second=PCIE_4, host_memory_bytes_per_second=DDR4_3200, gpu=_AMPERE,
     watts=400, products=("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
 )  # fmt: skip
 A100_80 = Hardware(
     "A100-SXM-80GB", _rates(19.5, 312, tf32=156), 80 * GIB, 2.039 * TB, 300 * GB, 25 * GB, 108, efficiency=_A100,
-    host_bytes_per_second=PCIE_4, gpu=_AMPERE,
+    host_bytes_per_second=PCIE_4, host_memory_bytes_per_second=DDR4_3200, gpu=_AMPERE,
     watts=400, products=("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
 )  # fmt: skip
 # NVIDIA H100 datasheet (SXM5): 989.4 TFLOP/s bf16, 1978.9 fp8, 494.7 tf32, 66.9 fp32; 3.35 TB/s HBM3; NVLink 900 GB/s
@@ -186,13 +196,13 @@ B300 = Hardware(
 )  # fmt: skip
 GB200 = Hardware(
     "GB200-NVL72", _rates(80, 2450, 4900, 9800), 186e9, 8 * TB, 900 * GB, 50 * GB, 152, domain=72,
-    host_bytes_per_second=225 * GB,
+    host_bytes_per_second=225 * GB, host_memory_bytes_per_second=GRACE / 2,
     attention_generation=3, efficiency=_BLACKWELL, gpu=AbsentGpu((10, 0)),
     watts=1200, products=("NVIDIA GB200",),
 )  # fmt: skip
 GB300 = Hardware(
     "GB300-NVL72", _rates(80, 2450, 4900, 14700), 288e9, 8 * TB, 900 * GB, 100 * GB, 152, domain=72,
-    host_bytes_per_second=225 * GB,
+    host_bytes_per_second=225 * GB, host_memory_bytes_per_second=GRACE / 2,
     attention_generation=3, efficiency=_BLACKWELL_ULTRA, gpu=AbsentGpu((10, 3)),
     watts=1400, products=("NVIDIA GB300",),
 )  # fmt: skip
@@ -226,6 +236,7 @@ MI250X = Hardware(
     "MI250X-die-64GB", _rates(47.85, 191.5), 64 * GIB, 1.638 * TB, 50 * GB, 12.5 * GB, 110,
     efficiency=MI300X.efficiency, gpu=AbsentGpu((9, 0), cudnn=False), link="Infinity Fabric",
     bridge_bytes_per_second=200 * GB, host_bytes_per_second=36 * GB, watts=280, products=("AMD Instinct MI250X",),
+    host_memory_bytes_per_second=25.6 * GB,  # 8 channels of DDR4-3200 for 8 dies
 )  # fmt: skip
 # -- PCIe cards: 32 GB/s one way with 16 lanes of PCIe 4.0, 64 with 5.0, 16 with 3.0. Latencies of links are NVLink's:
 # not measured. A bridge joins two cards, where the name says so; between all others, everything goes over PCIe.
@@ -247,7 +258,7 @@ H100_NVL = replace(
 # both ways to other modules of a board; one 400 Gb/s adapter each; up to 1000 W with its processor. A node has one.
 GH200_96 = replace(
     H100, name="GH200-96GB", memory_bytes=96e9, memory_bytes_per_second=4 * TB, domain=1, watts=1000,
-    host_bytes_per_second=450 * GB,
+    host_bytes_per_second=450 * GB, host_memory_bytes_per_second=GRACE,
     products=("NVIDIA GH200 480GB",),
 )  # fmt: skip
 GH200_144 = replace(
@@ -303,7 +314,7 @@ RTX_4090 = replace(
 RTX_5090 = replace(
     RTX_4090, name="RTX-5090-32GB", flops=_rates(104.8, 209.5, 419, 1676, tf32=104.8), memory_bytes=32 * GIB,
     memory_bytes_per_second=1.792 * TB, link_bytes_per_second=32 * GB, host_bytes_per_second=PCIE_5,
-    multiprocessors=170, watts=575,
+    host_memory_bytes_per_second=DDR5_4800, multiprocessors=170, watts=575,
     gpu=AbsentGpu((12, 0), cudnn=False), products=("NVIDIA GeForce RTX 5090",),
 )  # fmt: skip
 # NVIDIA RTX 6000 Ada datasheet: 364.2 TFLOP/s bf16, 728.5 fp8, 182.1 tf32, 91.1 fp32; 48 GB at 960 GB/s; PCIe 4.0; 142
@@ -334,7 +345,8 @@ T4 = replace(
 # loopback between processes. A placeholder: `quintnet calibrate` measures the machine at hand.
 CPU = Hardware(
     "CPU-core", (("fp32", 96e9), ("bf16", 48e9), ("fp16", 24e9)), 4 * GIB, 12 * GB, 2 * GB, 1 * GB, 1, (16, 16),
-    link_seconds=30e-6, network_seconds=60e-6, launch_seconds=3e-6, domain=64, host_bytes_per_second=5 * GB, gpu=None,
+    link_seconds=30e-6, network_seconds=60e-6, launch_seconds=3e-6, domain=64, host_bytes_per_second=5 * GB,
+    host_memory_bytes_per_second=12 * GB, gpu=None,
 )  # fmt: skip
 
 # A bare name is the part that servers of eight are built with: SXM, with 80 GB where there are two.

@@ -22,9 +22,10 @@ Share = Literal["matmul", "attention", "memory", "link", "network", "host", "low
 
 class _HardwareDocument(BaseModel):
     """``tflops``: dense, by dtype; ``memory_gb``: 1e9 bytes; bandwidths: 1e9 bytes a second, one way, per device;
-    ``host``, ``bridge`` and ``domain``: see :class:`.hardware.Hardware`. ``multiprocessors``: by default as many as
-    usual GPUs have, which matters for small products. ``efficiency``: shares that differ from those of
-    :class:`.hardware.Efficiency`, which are typical of GPUs. ``capability``: of CUDA, by which PyTorch chooses kernels.
+    ``host``, ``host_memory``, ``disk``, ``bridge`` and ``domain``: see :class:`.hardware.Hardware`.
+    ``multiprocessors``: by default as many as usual GPUs have, which matters for small products. ``efficiency``: shares
+    that differ from those of :class:`.hardware.Efficiency`, which are typical of GPUs. ``capability``: of CUDA, by
+    which PyTorch chooses kernels.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -36,6 +37,9 @@ class _HardwareDocument(BaseModel):
     link_gb_per_second: Positive
     network_gb_per_second: Positive
     host_gb_per_second: Positive = 32.0
+    host_memory_gb_per_second: Positive = 51.2
+    disk_read_gb_per_second: Positive = 6.9
+    disk_write_gb_per_second: Positive = 4.1
     bridge_gb_per_second: float = Field(default=0.0, ge=0)
     domain: int = Field(default=8, ge=1)
     multiprocessors: int = Field(default=100, ge=1)
@@ -55,7 +59,10 @@ class _HardwareDocument(BaseModel):
             self.multiprocessors, domain=self.domain, efficiency=Efficiency(**self.efficiency),
             gpu=AbsentGpu(self.capability, cudnn=False), link=self.link,
             bridge_bytes_per_second=self.bridge_gb_per_second * GB,
-            host_bytes_per_second=self.host_gb_per_second * GB, watts=self.watts,
+            host_bytes_per_second=self.host_gb_per_second * GB,
+            host_memory_bytes_per_second=self.host_memory_gb_per_second * GB,
+            disk_read_bytes_per_second=self.disk_read_gb_per_second * GB,
+            disk_write_bytes_per_second=self.disk_write_gb_per_second * GB, watts=self.watts,
         )  # fmt: skip
 
 

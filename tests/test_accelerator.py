@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from quintnet_compiler.runtime.transport.host_copies import HostCopies
 from .accelerator.build import missing
 from .accelerator.device import Emulated, install
 from .accelerator.faults import FAULTS
-from .accelerator.features import resume_all, update_all, updated
+from .accelerator.features import all_update_bytes, resume_all, update_all, update_bytes, updated
 from .accelerator.ranks import (
     Job,
     World,
@@ -245,6 +247,50 @@ def test_bytes_of_the_device_and_of_its_host_are_those_simulated(
     assert bool(row.parameter_bytes or row.gradient_bytes) is not bool(staying)
 
 
+@pytest.mark.parametrize("name", ["gpt", pytest.param("vit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("offload", OFFLOADS[1::2], ids=lambda one: "-".join(one))
+def test_bytes_of_a_device_whose_values_wait_in_files_are_those_simulated(
+    device: Emulated, name: str, offload: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the device, of its host, and of files; with the bits of a program in which nothing moves."""
+    device.set_device(0)
+    case, where = CASES[name], torch.device("emulated", 0)
+    batch, sizes, plain = tuple(x.to(where) for x in case.batch(8)), [0], os.posix_fallocate
+
+    def counted(file: int, at: int, size: int) -> None:
+        plain(file, at, size)
+        sizes.append(sum(path.stat().st_size for path in tmp_path.glob("*/*")))
+
+    def made(**options: Any) -> quintnet.CompiledProgram:
+        model, mesh = build(name), quintnet.Mesh(dp=1)
+        return quintnet.compile(model, mesh, batch, loss_fn=case.loss_fn, device=where, microbatches=2, **options)
+
+    expected = made()
+    expected.step(batch)
+    monkeypatch.setattr(os, "posix_fallocate", counted)
+    gc.collect()
+    there, _, before, _ = device.extension.requested(0)
+    program = made(offload=offload, offload_folder=str(tmp_path))
+    device.delay(1, share=0.1)
+    for _ in range(3):
+        program.zero_grad()
+        between = device.extension.requested(0)[0] - there
+        with device.measuring(0) as found:
+            program.step(batch)
+    device.delay(0, share=0.0)
+    (row,) = program.simulate().rows
+    staying = device.extension.requested(0)[2] - before
+    print(name, offload, found, staying, max(sizes))
+    assert (between + found.device, found.host + staying, max(sizes)) == (
+        row.peak.bytes,
+        row.host_bytes,
+        row.disk_bytes,
+    )
+    assert max(sizes) > 0 and found.host == 0 and not list(tmp_path.glob("*/[0-9]*"))
+    for ours, theirs in zip(program.parameters(), expected.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad.cpu(), theirs.grad.cpu())
+
+
 def test_gradients_are_on_the_host_when_a_step_returns(device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reads them asks no device. Nor does what changes parameters, which copies may still read."""
     device.set_device(0)
@@ -284,6 +330,14 @@ def test_an_optimizer_on_the_host_has_nothing_on_the_device(device: Emulated, tm
     assert usual - size == 2 * sum(x.nbytes for x in expected.values())
 
 
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_bytes_of_an_optimizer_on_the_host_are_those_simulated(device: Emulated, name: str) -> None:
+    device.set_device(0)
+    measured, simulated = update_bytes(Job(name, {"dp": 1}), "emulated:0")
+    print(name, measured)
+    assert measured == simulated and measured.host > measured.kept > measured.device == 0
+
+
 # -- a process for each rank
 
 
@@ -321,6 +375,28 @@ def test_optimizers_on_the_hosts_of_two_devices(tmp_path: Path) -> None:
             for mine, size in both:  # of parameters that are there, whatever is asked
                 assert all(torch.equal(mine[name], x) for name, x in expected.items())
                 assert size == 0
+
+
+HOST_OPTIMIZERS = (
+    Job("mlp", {"dp": 2}, {"zero": 2}),
+    Job("gpt", {"dp": 2}),
+    Job("gpt", {"dp": 2}, {"zero": 3, "offload": ("activations",)}),
+    Job("gpt", {"tp": 2}),
+    Job("gpt", {"pp": 2}, {"microbatches": 2}),
+    Job("gpt", {"dp": 2}, {"zero": 1}),
+)
+
+
+@pytest.mark.parametrize("jobs", [HOST_OPTIMIZERS[:1], pytest.param(HOST_OPTIMIZERS[1:], marks=pytest.mark.slow)])
+def test_bytes_of_optimizers_on_the_hosts_of_two_devices_are_those_simulated(jobs: Sequence[Job]) -> None:
+    """Of the rank that has the most parameters whole."""
+    ranks = run(all_update_bytes, World(2, seed=1), list(jobs))
+    for job, *found in zip(jobs, *ranks, strict=True):
+        places = [found] if "pp" not in job.axes else [[one] for one in found]
+        for place in places:
+            fullest = max((measured for measured, _ in place), key=lambda one: one.host)
+            device = max(measured.device for measured, _ in place)
+            assert {simulated for _, simulated in place} == {replace(fullest, device=device)}, job
 
 
 @pytest.mark.slow
@@ -388,6 +464,23 @@ def test_bytes_of_two_devices_are_those_simulated(jobs: Sequence[Job]) -> None:
     them."""
     for found in run(measure_all, World(2, seed=1), jobs):
         assert {job: one.measured for job, one in found.items()} == {job: one.simulated for job, one in found.items()}
+
+
+@pytest.mark.slow
+def test_files_of_two_devices(tmp_path: Path) -> None:
+    """With the bytes that are simulated, and the bits of programs in which nothing moves."""
+    layouts: list[tuple[dict[str, int], dict[str, Any]]] = [
+        ({"dp": 2}, {"zero": 3, "microbatches": 2}), ({"pp": 2}, FOUR_MICROBATCHES), ({"tp": 2}, {}),
+    ]  # fmt: skip
+    more = {"offload": ("activations",), "offload_folder": str(tmp_path)}
+    jobs = [[Job("gpt", axes, {**options, **some}) for some in ({}, more)] for axes, options in layouts]
+    for found in run(measure_all, World(2, seed=1), [job for pair in jobs for job in pair]):
+        for one in found.values():
+            assert one.measured == one.simulated
+        for plain, outside in jobs:
+            ours, theirs = found[str(outside)].made, found[str(plain)].made
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert not list(tmp_path.glob("*/[0-9]*"))
 
 
 @pytest.mark.slow

@@ -214,23 +214,24 @@ def _unsplit(name: str) -> dict[str, Tensor]:
     return dict(net.named_parameters())
 
 
-def _program(layout: Layout) -> quintnet.CompiledProgram:
+def _program(layout: Layout, offload: bool) -> quintnet.CompiledProgram:
     axes, plan = layout
-    return quintnet.compile(_net(), Mesh(**axes), BATCH, loss_fn=F.mse_loss, check="off", **plan)
+    where = {"offload": ("optimizer",)} if offload else {}
+    return quintnet.compile(_net(), Mesh(**axes), BATCH, loss_fn=F.mse_loss, check="off", **plan, **where)
 
 
 def _errors(layout: Layout, names: Iterable[str], whole: bool, offload: bool = False) -> Outcome:
     """The largest difference of a parameter after three steps, or the error."""
     torch.set_num_threads(1)
     found: Outcome = {}
-    program = _program(layout)
+    program = _program(layout, offload)
     for name in names:
         expected = _unsplit(name)
         program.load_state_dict(_net().state_dict())
         program.zero_grad()
         parameters = [p for p in program.parameters() if p.dim() == 2 or name != "Muon"]
         try:
-            optimizer = program.optimizer(MAKE[name], parameters, offload=offload) if whole else MAKE[name](parameters)
+            optimizer = program.optimizer(MAKE[name], parameters) if whole else MAKE[name](parameters)
             _three_steps(optimizer, lambda: program.step(BATCH))
         except (quintnet.QuintNetError, RuntimeError) as error:
             found[name] = str(error)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -311,28 +312,46 @@ def test_saved_values_go_to_the_host_where_nothing_fits_otherwise() -> None:
     assert plenty.best.offload == ()
 
 
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Pair(nn.Module):
+    """Nothing but products, which take long to compute again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4096, 4096), nn.Linear(4096, 4096)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.first(x))
+
+
+def on_one(make: Callable[[], nn.Module], width: int, gigabytes: float, host: float, **given: Any) -> Any:
+    """Plans of eight such blocks on one device with so much memory, and so many GB/s to its host."""
+    with torch.device("meta"):
+        model, batch = nn.Sequential(*(make() for _ in range(8))), (torch.empty(65536, width),) * 2
+    device = {
+        "name": "small", "tflops": {"fp32": 60, "bf16": 900}, "memory_gb_per_second": 3000, "memory_gb": gigabytes,
+        "link_gb_per_second": 400, "network_gb_per_second": 50, "host_gb_per_second": host,
+        "host_memory_gb_per_second": 200,
+    }  # fmt: skip
+    plan = {"microbatches": 1, "mesh": {"dp": 1}, **given}
+    cluster = quintnet.Cluster(device, 1, 1)
+    return quintnet.plan(model, cluster, batch, loss_fn=torch.nn.functional.mse_loss, plan=plan, reserve=0.0)
+
+
 @pytest.mark.parametrize(("host", "better"), [(2000, True), (2, False)], ids=["fast link", "slow link"])
 def test_the_host_is_weighed_against_computing_again(host: float, better: bool) -> None:
     """Where saved values do not fit, the faster of both wins, or both together."""
 
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
-
-        def forward(self, x: Tensor) -> Any:
-            return x + self.down(torch.nn.functional.gelu(self.up(x)))
-
     def asked(gigabytes: float, **given: Any) -> quintnet.PlanReport:
-        with torch.device("meta"):
-            model, batch = nn.Sequential(*(Wide() for _ in range(8))), (torch.empty(65536, 1024),) * 2
-        device = {
-            "name": "small", "tflops": {"fp32": 60, "bf16": 900}, "memory_gb_per_second": 3000, "memory_gb": gigabytes,
-            "link_gb_per_second": 400, "network_gb_per_second": 50, "host_gb_per_second": host,
-        }  # fmt: skip
-        plan = {"microbatches": 1, "mesh": {"dp": 1}, **given}
-        cluster = quintnet.Cluster(device, 1, 1)
-        return quintnet.plan(model, cluster, batch, loss_fn=torch.nn.functional.mse_loss, plan=plan, reserve=0.0)
+        return on_one(Wide, 1024, gigabytes, host, **given)
 
     plain = asked(1000.0)
     assert plain.best.recompute == "none" and not plain.best.offload
@@ -353,11 +372,45 @@ def test_the_host_is_weighed_against_computing_again(host: float, better: bool) 
     assert found.ask.known() and found.why_not(offload=()).other == again.found.ranked[0]
 
 
+def test_an_optimizer_on_the_host_is_weighed_against_computing_again() -> None:
+    """Its state is all that does not fit, and a batch takes much longer than its update."""
+    plain = on_one(Pair, 4096, 1000.0, 16).found.ranked[0]
+    state = plain.memory[0].optimizer
+    tight = (plain.memory_bytes - 0.9 * state) / 1e9
+    again, found = (on_one(Pair, 4096, tight, 16, **given) for given in ({"offload": ()}, {}))
+    best = found.found.ranked[0]
+    assert (
+        found.best.offload == ("optimizer",) and "the optimizer computes on the host (offload): the best" in found.note
+    )
+    assert again.best.recompute != "none" == found.best.recompute and best.seconds < again.found.ranked[0].seconds
+    assert (best.memory_bytes, best.host_bytes) == (plain.memory_bytes - state, 2 * state)
+    assert best.pipeline == plain.pipeline and best.optimizer > plain.optimizer
+    assert "of its host" in str(best) and found.why_not(offload=()).other == again.found.ranked[0]
+
+
+@pytest.mark.parametrize("plan", [{"mesh": {"dp": 4}, "zero": 2}, {"mesh": {"pp": 2, "tp": 2}, "microbatches": 2}])
+def test_an_optimizer_on_the_host_is_priced_as_it_is_simulated(plan: dict[str, Any]) -> None:
+    """What each of the ranks of a stage updates is a share of it in prices, and whole parameters in the program."""
+    case, cluster = CASES["gpt"], quintnet.Cluster("h100", 1, 4)
+    given: Any = {**plan, "offload": ("optimizer",)}
+    model, batch = build("gpt"), case.batch(16)
+    found = quintnet.estimate(model, cluster, batch, plan=given, loss_fn=case.loss_fn)
+    plain = quintnet.estimate(model, cluster, batch, plan=plan, loss_fn=case.loss_fn)
+    mesh = quintnet.Mesh(**plan["mesh"])
+    rows = quintnet.compile(model, mesh, batch, plan=given, loss_fn=case.loss_fn).simulate(cluster).rows
+    slowest = max(row.update.seconds for row in rows if row.update)
+    assert found.optimizer == pytest.approx(slowest, rel=0.15) and found.optimizer > 10 * plain.optimizer
+    for stage, before, row in zip(found.memory, plain.memory, rows, strict=True):
+        assert row.update and stage.host == pytest.approx(row.update.host_bytes, rel=0.3)
+        assert stage.optimizer == 0 < before.optimizer and before.total - stage.total == before.optimizer
+    assert {row.host_bytes for row in rows} == {row.update.host_bytes for row in rows if row.update}
+
+
 def test_parameters_on_the_host_are_not_planned() -> None:
     case, cluster = CASES["mlp"], quintnet.Cluster("h100", 1, 2)
     plan: Any = {"mesh": {"dp": 2}, "offload": ("parameters",)}
     for ask in (quintnet.plan, quintnet.estimate):
-        with pytest.raises(quintnet.CompileError, match="has no price") as caught:
+        with pytest.raises(quintnet.CompileError, match="have no price") as caught:
             ask(build("mlp"), cluster, case.batch(8), plan=plan, loss_fn=case.loss_fn)
         assert caught.value.code == "QN216"
 
@@ -375,10 +428,13 @@ def test_what_does_not_fit_comes_with_what_does() -> None:
             return x.square().mean()
 
     batch = (torch.empty(ROWS, 2**15, device="meta"),)
+    one, two = (quintnet.Cluster("h100", nodes=1, gpus_per_node=devices) for devices in (1, 2))
     with pytest.raises(quintnet.CompileError) as caught:
-        quintnet.plan(Large(), quintnet.Cluster("h100", nodes=1, gpus_per_node=1), batch)
+        quintnet.plan(Large(), one, batch, plan={"offload": ()})
     assert caught.value.code == "QN212" and "use 2 devices: " in str(caught.value.fix)
-    assert quintnet.plan(Large(), quintnet.Cluster("h100", nodes=1, gpus_per_node=2), batch).best.mesh
+    assert quintnet.plan(Large(), two, batch).best.mesh
+    outside = quintnet.plan(Large(), one, batch)
+    assert outside.best.offload == ("optimizer",) and "the optimizer computes on the host" in outside.note
 
 
 MODULE = """

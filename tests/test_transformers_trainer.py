@@ -151,6 +151,7 @@ def test_a_loss_that_is_not_counted_by_tokens_is_averaged_over_batches(tmp_path:
         ({"torch_compile": True, "label_smoothing_factor": 0.1}, {}, "torch_compile.*\n.*label_smoothing_factor"),
         ({}, {"compute_loss_func": lambda *_: None}, "compute_loss_func"),
         ({"optim": "galore_adamw_layerwise"}, {}, "layerwise"),
+        ({}, {"options": {"offload": ("optimizer",)}}, "makes its own optimizer"),
     ],
 )
 def test_arguments_that_cannot_be_followed(

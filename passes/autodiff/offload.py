@@ -10,11 +10,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor, fx
 
+from ...compat.torch import OpOverload
 from ...core.annotations import Facts, annotate, facts, leaf, num_bytes, origin, value, viewed
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
 from ...ops.catalog import facts_of
-from ...ops.copies import copy_in, copy_out
+from ...ops.copies import BACK, copy_out, write_out
 from ...ops.rank_local import microbatch
 
 SMALLEST = 1024  # bytes: starting the copy of fewer takes longer than they are worth (torchtune has the same)
@@ -25,7 +26,7 @@ Key = tuple[int, fx.Node]  # a stage, and a value whose memory its functions sha
 @dataclass(frozen=True)
 class OffloadActivations:
     """What a backward reads of its forward is copied to the host, and comes back before it is read (Rhu et al. 2016,
-    vDNN).
+    vDNN); or to a file, by ``write_out`` and ``read_in`` (Rajbhandari et al. 2021, ZeRO-Infinity).
 
     Before: %h = linear(%x, %w);  %y = gelu(%h);  ...;  %g = gelu_backward(%gy, %h)
     After:  %h = linear(%x, %w);  %y = gelu(%h);  %o = copy_out(%h);  ...
@@ -36,16 +37,22 @@ class OffloadActivations:
     before they could be there and back. A value comes back before its first reader, once.
 
     ``seconds``: of a node, copies too. ``alone``: the stages in which the backward of a microbatch follows its forward;
-    in others there is time enough between the two.
+    in others there is time enough between the two. ``disk``: whether values wait in files.
     """
 
     seconds: Callable[[fx.Node], float]
     alone: frozenset[int] = frozenset()
+    disk: bool = False
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
         memory = _Memory(program)
         moved = {key for key in _saved(program, memory) if self._pays(program, memory, key)}
-        return _Rewriting(program, memory, moved).run() if moved else program
+        return _Rewriting(program, memory, moved, self.out).run() if moved else program
+
+    @property
+    def out(self) -> OpOverload:
+        """What takes a value away."""
+        return write_out if self.disk else copy_out
 
     def away(self, program: DifferentiatedProgram) -> Callable[[int, fx.Node], bool]:
         """Which values of a program whose backward computes no block again yet would be on the host, if a stage saved
@@ -83,7 +90,7 @@ class OffloadActivations:
             return False
         if stage not in self.alone:
             return True
-        there, back = (self.seconds(_copy(root, target)) for target in (copy_out, copy_in))
+        there, back = (self.seconds(_copy(root, target)) for target in (self.out, BACK[self.out]))
         return memory.between(key, self.seconds) >= there + back
 
 
@@ -171,6 +178,7 @@ class _Rewriting:
     program: DifferentiatedProgram
     memory: _Memory
     moved: set[Key]
+    out: OpOverload
     graph: fx.Graph = field(default_factory=fx.Graph)
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)
     there: dict[Key, fx.Node] = field(default_factory=dict)  # what a backward reads in the place of a value
@@ -192,7 +200,7 @@ class _Rewriting:
                 self._leave(key)
         self.graph.lint()
         made = self.program.moved(self.graph, self.new, self.stage)
-        again = {copy: self.new[node] for (_, node), copy in self.there.items() if copy.target is not copy_in}
+        again = {copy: self.new[node] for (_, node), copy in self.there.items() if copy.target is not BACK[self.out]}
         return replace(made, copies={**made.copies, **again})
 
     def _emit(self, node: fx.Node, stage: int | None) -> None:
@@ -208,7 +216,7 @@ class _Rewriting:
         x = value(root)
         with self.program.local.mode:
             host = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=HOST)
-        self.outside[key] = self._put(key, copy_out, (self.new[root],), "out", replace(facts(root), value=host))
+        self.outside[key] = self._put(key, self.out, (self.new[root],), "out", replace(facts(root), value=host))
 
     def _return(self, stage: int, node: fx.Node) -> None:
         """Have ``node`` for the backward of a stage, if its memory has left."""
@@ -218,7 +226,7 @@ class _Rewriting:
         known = replace(facts(node), phase="backward")
         if node is root:
             given = self.outside[stage, root], torch.device(value(root).device.type)
-            self.there[stage, node] = self._put((stage, node), copy_in, given, "in", known)
+            self.there[stage, node] = self._put((stage, node), BACK[self.out], given, "in", known)
             return
         for source in node.all_input_nodes:  # a view
             self._return(stage, source)

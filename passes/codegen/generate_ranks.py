@@ -16,11 +16,21 @@ from ...core.annotations import facts, is_getitem, leaf, num_bytes, origin, shap
 from ...core.errors import CompileError
 from ...core.mesh import Mesh
 from ...core.sharding import Sharding
-from ...ir.distributed_program import DistributedProgram, Piece, Slice, StageProgram, StateSpec, Transfer, ValueSpec
+from ...ir.distributed_program import (
+    DiskSpec,
+    DistributedProgram,
+    Piece,
+    Slice,
+    StageProgram,
+    StateSpec,
+    Transfer,
+    ValueSpec,
+)
 from ...ir.generated import GeneratedModule, UnwrittenModule
 from ...ir.plan import Offloaded
 from ...ir.program import BUCKET_MIB, DifferentiatedProgram, Program, ShardedProgram, outputs
 from ...ops.collectives import COMMUNICATION, SIZED, share
+from ...ops.copies import COPIES, write_out
 from ...ops.rank_local import RANKED, microbatch
 from ...schedules.check import verify_schedule
 from ...schedules.schedule import Op, Schedule, StageEdge, with_transfers
@@ -41,7 +51,8 @@ class GenerateRanks:
 
     Ensures: each stage has every value that it needs from itself, from ``once``, or by a transfer; the schedule with
     its transfers is verified; the generated code of all ranks of a stage is the same. ``bucket_mib``,
-    ``expert_imbalance``, ``hot_rows`` and ``offload``: see :class:`...ir.plan.Plan`.
+    ``expert_imbalance``, ``hot_rows``, ``offload`` and
+    ``offload_folder``: see :class:`...ir.plan.Plan`.
     """
 
     mesh: Mesh
@@ -51,6 +62,7 @@ class GenerateRanks:
     expert_imbalance: float = 1.0
     hot_rows: float | None = None
     offload: tuple[Offloaded, ...] = ()
+    offload_folder: str | None = None
 
     def __call__(self, program: DifferentiatedProgram, /) -> DistributedProgram:
         stages = program.local.staged.num_stages
@@ -95,7 +107,15 @@ class GenerateRanks:
             end=_end(whole, made),
             expert_imbalance=self.expert_imbalance,
             hot_rows=self.hot_rows,
+            disk=self._disk(program),
+            host_optimizer="optimizer" in self.offload,
         )
+
+    def _disk(self, program: DifferentiatedProgram) -> DiskSpec | None:
+        written = [node for node in program.graph.nodes if node.target in (write_out, COPIES[write_out])]
+        if self.offload_folder is None or not written:
+            return None
+        return DiskSpec(self.offload_folder, max(num_bytes(values(node.all_input_nodes[0])[0]) for node in written))
 
 
 def _end(program: Program, made: Made) -> Piece | None:

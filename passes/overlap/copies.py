@@ -10,10 +10,8 @@ from torch import fx
 
 from ...ir.repeated_blocks import block_of
 from ...ops.collectives import STARTS
-from ...ops.copies import copy_in, copy_out
+from ...ops.copies import BACK, COPIES
 from .items import MARGIN, Item, Seconds, Start, node_of, source_of
-
-COPIES = frozenset({copy_in, copy_out})
 
 
 def with_copies(order: Sequence[Item], seconds: Seconds) -> list[Item]:
@@ -41,7 +39,7 @@ class _Placing:
         for item in order:
             if _copy(item):
                 node = node_of(item)
-                (self.leaving if node.target is copy_out else self.returning).append((node, len(self.rest)))
+                (self.leaving if node.target in BACK else self.returning).append((node, len(self.rest)))
             else:
                 self.rest.append(item)
         self.clock = list(accumulate(map(self._computing, self.rest), initial=0.0))
@@ -80,10 +78,11 @@ class _Placing:
         return max(self.made.get(source, -1), self.made.get(source_of(source), -1)) + 1
 
     def _return(self) -> None:
-        latest = float("inf")
+        latest: dict[object, float] = {}  # of each way
         for node, first in reversed(self.returning):
-            latest = min(latest, self.clock[first]) - MARGIN * self.seconds(node)
-            begin = next((i for i in range(first, 0, -1) if self.clock[i] <= latest), 0)
+            free = latest.get(node.target, float("inf"))
+            latest[node.target] = min(free, self.clock[first]) - MARGIN * self.seconds(node)
+            begin = next((i for i in range(first, 0, -1) if self.clock[i] <= latest[node.target]), 0)
             begin = max(begin, self._a_block_ahead(first, block_of(node)))
             if self.clock[first] > self.clock[begin]:
                 self.begins[begin].insert(0, Start(node))

@@ -224,11 +224,11 @@ class ProgramState(abc.ABC):
         self._steps = state["step"]
 
     @collective
-    def optimizer(
-        self, make: Make, parameters: Iterable[Any] | None = None, *, offload: bool = False
-    ) -> WholeOptimizer:
-        """An optimizer whose update of a parameter needs all of it (Muon, Adafactor, Shampoo), or that computes on the
-        host: the same on every layout as ``make`` of the unsplit parameters.
+    def optimizer(self, make: Make, parameters: Iterable[Any] | None = None) -> WholeOptimizer:
+        """An optimizer whose update of a parameter needs all of it (Muon, Adafactor, Shampoo): the same on every layout
+        as ``make`` of the unsplit parameters. With ``offload=("optimizer",)`` in the plan, whatever optimizer: the
+        host's processor computes the update, and keeps the state, and copies of the parameters, in its memory
+        (ZeRO-Offload, Ren et al. 2021).
 
         Each parameter and its gradient are gathered on one of the ranks that share it, which computes the update, keeps
         the state and sends the parts back: ranks divide the work. :meth:`save` and :meth:`load` take the optimizer; any
@@ -238,8 +238,6 @@ class ProgramState(abc.ABC):
             make: makes the optimizer of whole parameters: ``lambda p: torch.optim.Muon(p, lr=0.02)``. An update must be
                 a function of one parameter, its gradient and its state; none may depend on other parameters.
             parameters: those of this program to optimize, or groups of them; by default all.
-            offload: whether the update is computed by the host's processor, which keeps the state, and copies of the
-                parameters, in pinned memory (ZeRO-Offload, Ren et al. 2021).
 
         Raises:
             RunError: QN113 for parameters of others.
@@ -247,7 +245,7 @@ class ProgramState(abc.ABC):
         given = self.parameters() if parameters is None else parameters
         backend, program = self._state(), self._primary().program
         refuse_unset(backend.unset, program)
-        return WholeOptimizer(given, make, backend.whole_tensors(program, host=offload))
+        return WholeOptimizer(given, make, backend.whole_tensors(program))
 
     # -- checkpoints
 

@@ -16,12 +16,12 @@ from ..core.axes import DATA_AXES, SHARDED
 from ..core.mesh import Mesh
 from ..core.sharding import AxisType
 from ..equivalence.dry_run import check_ranks
-from ..ir.cost_protocol import CostModel, RankCosts
+from ..ir.cost_protocol import CostModel, RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan, fixed_types, precision_of
 from ..ir.program import Axis, DifferentiatedProgram, Program
 from ..ops.collectives import COMMUNICATION, all_reduce
-from ..ops.copies import COPIES
+from ..ops.copies import COPIES, WAYS
 from ..ops.rank_local import MICROBATCHES
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import RULES
@@ -244,7 +244,7 @@ def node_seconds(prices: CostModel, costs: RankCosts) -> Callable[[fx.Node], flo
 
     def seconds(node: fx.Node) -> float:
         if node.target in COPIES:
-            return costs.copy_seconds(num_bytes(values(node)[0]))
+            return way_seconds(costs, WAYS[str(node.target).split(".")[1]], num_bytes(values(node)[0]))
         if node.target not in COMMUNICATION:
             return costs.node_seconds(node)
         most = max(num_bytes(x) for n in (node, *node.all_input_nodes) for x in values(n) if isinstance(x, Tensor))
@@ -257,7 +257,7 @@ def node_seconds(prices: CostModel, costs: RankCosts) -> Callable[[fx.Node], flo
 def _offload(s: PassSetting, program: Any) -> OffloadActivations | None:
     if "activations" not in s.plan.offload or not s.differentiate.training:
         return None
-    return OffloadActivations(s.node_seconds, _alone(_scheduled(s)))
+    return OffloadActivations(s.node_seconds, _alone(_scheduled(s)), s.plan.offload_folder is not None)
 
 
 def _alone(schedule: Schedule) -> frozenset[int]:

@@ -99,8 +99,20 @@ class RankCosts(Protocol):
         """A copy between a device and its host, one way. Each way has a link of its own."""
         ...
 
+    def write_seconds(self, num_bytes: float) -> float:
+        """A copy from a device to a file of its host."""
+        ...
+
+    def read_seconds(self, num_bytes: float) -> float:
+        """A copy from a file to the device."""
+        ...
+
     def optimizer_seconds(self, num_bytes: float) -> float:
         """The optimizer's pass over parameters of so many bytes."""
+        ...
+
+    def host_update_seconds(self, num_bytes: float) -> float:
+        """The same on the device's host, by the memory of which each device has its share."""
         ...
 
     def group_seconds(self, name: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
@@ -114,6 +126,12 @@ class RankCosts(Protocol):
     def send_seconds(self, num_bytes: float, source: int, target: int) -> float:
         """A tensor's way from one rank to another."""
         ...
+
+
+def way_seconds(costs: RankCosts, way: str, num_bytes: float) -> float:
+    """A copy one way, see :data:`..ops.copies.WAYS`."""
+    prices = {"to disk": costs.write_seconds, "from disk": costs.read_seconds}
+    return prices.get(way, costs.copy_seconds)(num_bytes)
 
 
 def guesses(nodes: Iterable[fx.Node], costs: RankCosts) -> tuple[str, ...]:

@@ -153,6 +153,14 @@ class ValueSpec:
 
 
 @dataclass(frozen=True)
+class DiskSpec:
+    """In which folder a rank makes its own for files, and bytes of the largest value that goes there."""
+
+    folder: str
+    largest: int
+
+
+@dataclass(frozen=True)
 class RankProgram:
     """One rank's part: its coordinate on the mesh, its stages and what it does in order."""
 
@@ -183,6 +191,8 @@ class DistributedProgram:
     ``sites``: what the numbers at communication calls mean (operator, module path, source line). ``precision`` and
     ``batches``: see :class:`Program`. ``made_from``: gives ``source``. ``bucket_mib``: see
     :class:`.plan.Plan`, also for ``expert_imbalance`` and ``hot_rows``, which predictions read.
+    ``disk``: where saved values wait in files. ``host_optimizer``: whether optimizers that the program makes compute
+    on the host.
     ``flops``: of a step of the unsplit model, where that was written with the program. ``key``: of the
     cache, if the program is kept there.
     """
@@ -207,6 +217,8 @@ class DistributedProgram:
     end: Piece | None = None
     expert_imbalance: float = field(default=1.0, compare=False)
     hot_rows: float | None = field(default=None, compare=False)
+    disk: DiskSpec | None = field(default=None, compare=False)
+    host_optimizer: bool = field(default=False, compare=False)
 
     @cached_property
     def source(self) -> DifferentiatedProgram:

@@ -29,7 +29,7 @@ Length = Annotated[int, Field(ge=1, le=2**40)]
 Experts = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], BeforeValidator(lambda x: tuple(x) if isinstance(x, list) else x)
 ]
-Offloaded = Literal["activations", "parameters"]  # what host memory can hold for a device
+Offloaded = Literal["activations", "parameters", "optimizer"]  # what host memory can hold for a device
 
 
 def _printable(text: str) -> str:
@@ -102,7 +102,10 @@ class Plan(BaseModel):
         activation_memory_budget: for ``recompute="auto"``: how many GiB of saved values a rank may hold at once.
         offload: what waits in host memory while the device has no use for it: ``"activations"``, values that a forward
             saves for its backward; ``"parameters"``, what ranks store of parameters, and their gradients when they are
-            added up. The optimizer then computes on the host.
+            added up, so that optimizers compute there; ``"optimizer"``, the state of an optimizer that
+            ``program.optimizer`` makes, which computes on the host.
+        offload_folder: a folder of each host, on a disk, in files of which ``"activations"`` wait instead of in its
+            memory. Each rank makes a folder of its own there, and removes it.
         loss_chunks: in how many parts of its rows a loss over many classes computes logits, so that one part is in
             memory at a time. 1: all rows at once.
         precision: ``"model"``: computes in the dtypes in which the model is written. ``"bf16"``, or ``"fp16"`` with a
@@ -156,6 +159,7 @@ class Plan(BaseModel):
     recompute: Literal["none", "selective", "full", "auto"] = "none"
     activation_memory_budget: float | None = Field(default=None, gt=0, lt=2**20)
     offload: tuple[Offloaded, ...] = ()
+    offload_folder: Text | None = None
     loss_chunks: int = Field(default=1, ge=1, le=2**20)
     precision: Literal["model", "bf16", "fp16", "fp8"] = "model"
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"] = "tensorwise"
@@ -246,6 +250,7 @@ class PlanOptions(TypedDict, total=False):
     recompute: Literal["none", "selective", "full", "auto"] | None
     activation_memory_budget: float | None
     offload: Sequence[Offloaded] | None
+    offload_folder: str | None
     loss_chunks: int | None
     precision: Literal["model", "bf16", "fp16", "fp8"] | None
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"] | None
@@ -340,8 +345,13 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
         raise CompileError(
             "QN207",
             f'offload=("parameters",) with zero={plan.zero}, which has all parameters on the device for a whole step',
-            fix="use zero=3, which gathers them for each block, or zero=0",
+            fix='use zero=3, which gathers them for each block, or zero=0; or offload=("optimizer",)',
         )
+    if plan.offload_folder is not None and "activations" not in plan.offload:
+        raise CompileError(
+            "QN207", f"offload_folder={plan.offload_folder!r}, and no activations leave the device",
+            fix='use offload=("activations",), or leave offload_folder out',
+        )  # fmt: skip
     for name in plan.experts:
         if mesh[name] == 1:
             raise CompileError(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..core.errors import CompileError
+from ..ir.plan import Plan
 
 _TRACED = ("transformers.", "trl.trainer.sft_trainer")  # whose compute_loss is the model's own loss
 _FLAGS = {
@@ -35,6 +36,15 @@ def refuse_arguments(trainer: Any, args: Any, given: dict[str, Any]) -> None:
     if problems:
         lines = "\n  ".join(f"{what}: {fix}" for what, fix in problems)
         raise CompileError("QN108", f"a compiled program cannot follow\n  {lines}", fix="leave these out")
+
+
+def refuse_plan(plan: Plan) -> None:
+    """Raises: CompileError QN108 for what needs an optimizer of the program's, as a Trainer makes its own."""
+    if "optimizer" in plan.offload:
+        raise CompileError(
+            "QN108", 'a Trainer makes its own optimizer, and the plan has offload=("optimizer",)',
+            fix="leave it out, or train in a loop of your own, with program.optimizer(make)",
+        )  # fmt: skip
 
 
 def _problems(trainer: Any, args: Any, given: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ from ..core.mesh import Mesh
 from ..ir.plan import Plan
 from ..runtime.launch.world import judges, world_size
 from .one_process import arguments_of_one_process, as_one_process, first_of
-from .refused import refuse_arguments
+from .refused import refuse_arguments, refuse_plan
 
 FOLDER = "quintnet"  # in checkpoint-N: parameters and optimizer state, in parts
 SCHEDULER = "scheduler.pt"
@@ -66,6 +66,7 @@ class TrainerMixin:
         trained = arguments_of_one_process(self._given, mesh.data_ways)
         super().__init__(model, trained, *rest, **kwargs)  # type: ignore[call-arg]
         self.program = compile_program(self._me.model, mesh, plan=plan, **self._chosen())
+        refuse_plan(self.program._task.plan)
 
     @property
     def _me(self) -> Any:

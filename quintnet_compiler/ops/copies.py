@@ -1,7 +1,7 @@
 """Copies between a rank's device and its host, as operators: every move of data is a node of the graph.
 
-Each can be started early and waited for late, as collectives can (see :mod:`.collectives`). What is on the host is read
-by ``copy_in`` alone. On a device that is the host itself they are plain copies.
+Each can be started early and waited for late, as collectives can (see :mod:`.collectives`). What is elsewhere is read
+by the operator alone that brings it back. On a device that is the host itself, copies to its memory are plain ones.
 """
 
 from __future__ import annotations
@@ -20,18 +20,30 @@ copy_out = define_operator("copy_out(Tensor x) -> Tensor", lambda x: torch.empty
 copy_in = define_operator(
     "copy_in(Tensor x, Device device) -> Tensor", lambda x, device: torch.empty_like(x, device=device)
 )
+# a value of the device, in a file
+write_out = define_operator("write_out(Tensor x) -> Tensor", lambda x: torch.empty_like(x, device="cpu"))
+# what ``write_out`` made, on the device again
+read_in = define_operator(
+    "read_in(Tensor x, Device device) -> Tensor", lambda x, device: torch.empty_like(x, device=device)
+)
 
+# what takes a value away -> what brings it back
+BACK: Mapping[OpOverload, OpOverload] = MappingProxyType({copy_out: copy_in, write_out: read_in})
 COPIES: Mapping[OpOverload, OpOverload] = MappingProxyType(
     {
         copy_out: define_operator("start_copy_out(Tensor x) -> Tensor", copy_out),
         copy_in: define_operator("start_copy_in(Tensor x, Device device) -> Tensor", copy_in),
+        write_out: define_operator("start_write_out(Tensor x) -> Tensor", write_out),
+        read_in: define_operator("start_read_in(Tensor x, Device device) -> Tensor", read_in),
     }
 )
 # what generated code calls -> the link that it takes, of which each way is one of its own
 WAYS: Mapping[str, str] = MappingProxyType(
     {
         f"{start}{name}": way
-        for name, way in (("copy_out", "to host"), ("copy_in", "from host"))
+        for name, way in (
+            ("copy_out", "to host"), ("copy_in", "from host"), ("write_out", "to disk"), ("read_in", "from disk"),
+        )
         for start in ("", "start_")
     }
-)
+)  # fmt: skip

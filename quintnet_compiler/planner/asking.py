@@ -16,7 +16,7 @@ from ..ir.plan import Plan, read_plan
 from .compare import Alternative, Versus
 from .curves import SWEPT, ParetoFront, ScalingCurve, ScalingPoint, Sweep, SweepPoint, undominated
 from .estimate import Estimate
-from .host_memory import OFFLOAD, HostMemory
+from .host_memory import OFFLOADS, HostMemory
 from .layouts import Layout
 from .planning import Planner, Pricing
 from .report import PlanReport
@@ -35,9 +35,10 @@ RESORTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "losses are computed in 8 parts (loss_chunks)": {"loss_chunks": 8},
         "losses are computed in 64 parts (loss_chunks)": {"loss_chunks": 64},
-        "saved values wait in host memory (offload)": {"offload": ("activations",)},
-        "losses are computed in 8 parts (loss_chunks), and saved values wait in host memory (offload)": {
-            "loss_chunks": 8, "offload": ("activations",),
+        **{said: {"offload": offload} for offload, said in OFFLOADS.items()},
+        **{
+            f"losses are computed in 8 parts (loss_chunks), and {said}": {"loss_chunks": 8, "offload": offload}
+            for offload, said in OFFLOADS.items()
         },
     }
 )  # fmt: skip
@@ -275,7 +276,7 @@ def plan_model(
     best = min(fitting, key=lambda one: question.value(one.found.ranked[0]))
     weighed = HostMemory(best.planner, best.pricing, best.found, question.objective, question.effort.work)
     if (outside := weighed.better(top_k)) is not None:
-        best = _Searched({**best.decisions, **OFFLOAD}, outside.planner, outside.pricing, outside.found)
+        best = _Searched({**best.decisions, **outside.decisions}, outside.planner, outside.pricing, outside.found)
         notes.append(outside.note)
     decisions, planner, pricing, found = best.decisions, best.planner, best.pricing, best.found
 

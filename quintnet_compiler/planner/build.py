@@ -123,7 +123,7 @@ class Builder:
         if layout.recompute != "none" or self.plan.reshard_after_forward:
             differentiated = Recompute(layout.recompute, self.plan.reshard_after_forward)(differentiated)
         mesh = self._mesh(layout)
-        each = _each_twice(layout, mesh["pp"]) if self.plan.offload else _each_once(layout, mesh["pp"])
+        each = _each_twice(layout, mesh["pp"]) if "activations" in self.plan.offload else _each_once(layout, mesh["pp"])
         setting = replace(self._setting(layout.decided(self.plan), mesh, layout.microbatches), schedule=each)
         differentiated = passed(_Plain(), setting, differentiated, SumInPlace, after=Recompute)
         self.guessed.update(guesses(differentiated.graph.nodes, self.costs))

@@ -12,14 +12,11 @@ from ..ir.cost_protocol import guess_note
 from .layouts import Layout
 from .workload import Figures, Workload, rounded
 
-# AdamW as torch keeps it: two moments of the dtype of the parameter as ranks hold it
-MOMENTS = 2
-
 
 @dataclass(frozen=True)
 class StageMemory:
     """Bytes on a rank of each place in the pipeline, at the moment of a step in which they are the most together.
-    ``settled``: all gradients, as they are when a step ends."""
+    ``settled``: all gradients, as they are when a step ends; ``host``: what an optimizer on the host takes there."""
 
     parameters: int
     gradients: int
@@ -27,11 +24,12 @@ class StageMemory:
     saved: int
     working: int
     settled: int
+    host: int = 0
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """What is there at that moment, by name."""
-        return {name: size for name, size in vars(self).items() if name != "settled"}
+        """What is on the device at that moment, by name."""
+        return {name: size for name, size in vars(self).items() if name not in ("settled", "host")}
 
     @property
     def total(self) -> int:
@@ -68,7 +66,7 @@ class Estimate:
         pipeline: forward and backward of all microbatches.
         bubble: the part of it in which the busiest rank is idle.
         gradients: gradient reduction after the pipeline, as far as nothing hides it.
-        optimizer: the optimizer's step.
+        optimizer: the optimizer's step, on a host with all that ranks exchange and copy for it.
         communication: by axis, the time for which the busiest rank waits inside the pipeline.
         memory: of each pipeline rank, in bytes.
         begins: where each stage but the first begins.
@@ -98,6 +96,11 @@ class Estimate:
     def memory_bytes(self) -> int:
         """Of the rank that needs most."""
         return max(stage.total for stage in self.memory)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the host's memory, for an optimizer there, of the rank that needs most."""
+        return max(stage.host for stage in self.memory)
 
     @property
     def claimed_bytes(self) -> float:
@@ -155,6 +158,7 @@ class Estimate:
                 f"gradients {time_of(self.gradients)}, optimizer {time_of(self.optimizer)}",
                 f"communication on the fullest stage: {waits or 'none'}",
                 f"memory of the fullest rank {bytes_of(fullest.total)}{self._device}: {parts}",
+                *([f"memory of its host {bytes_of(self.host_bytes)}, for the optimizer"] if self.host_bytes else []),
                 *self.places_text(),
                 *(self.workload.text(self.figures) if self.workload else []),
                 *([guess_note(self.guessed)] if self.guessed else []),

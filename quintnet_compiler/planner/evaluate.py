@@ -9,7 +9,8 @@ from itertools import chain
 from ..cost_models.collectives import SHARE, beside
 from ..ir.program import BUCKET_MIB
 from ..runtime.state.gradients import PIECE_BYTES, PIECES
-from .estimate import MOMENTS, Estimate, PlaceLoad, StageMemory
+from ..simulation.host_update import MOMENTS
+from .estimate import Estimate, PlaceLoad, StageMemory
 from .layouts import UNSPLIT, Layout
 from .pipeline import pipeline
 from .places import Place, alike, placement
@@ -18,16 +19,18 @@ from .stages import Slices, Stages, cut_places, held_by, send_seconds, stage_wor
 
 
 def evaluate(
-    places: Sequence[Place], layout: Layout, begins: Sequence[str] = (), bucket: float = BUCKET_MIB * 2**20
-) -> Estimate:
+    places: Sequence[Place], layout: Layout, begins: Sequence[str] = (), bucket: float = BUCKET_MIB * 2**20,
+    *, host_optimizer: bool = False,
+) -> Estimate:  # fmt: skip
     """Cut the model into stages that are balanced as their ``places`` run them (or where ``begins`` says), run the
     schedule, and add up. Where places are unlike and a stage does not fit its devices, stages are cut again, by memory
-    too. ``bucket``: bytes of gradients that ranks add up in one message.
+    too. ``bucket``: bytes of gradients that ranks add up in one message. ``host_optimizer``: the optimizer computes on
+    hosts.
 
     Raises:
         CompileError: QN206 if no unit begins where a stage should, QN208 for stages that the schedule does not have.
     """
-    of = {id(place): Slices(layout, place.costs, layout.mesh) for place in places}
+    of = {id(place): Slices(layout, place.costs, layout.mesh, host_optimizer) for place in places}
     slices = [of[id(place)] for place in places]
     found = _of_stages(cut_places(places, layout, begins), places, layout, slices, bucket)
     if begins or all(one.total <= place.memory_bytes for one, place in zip(found.memory, places, strict=True)):
@@ -105,7 +108,7 @@ def _of_stages(
         )
         for rank, found in enumerate(held)
     )  # fmt: skip
-    step = [place.costs.optimizer_seconds(one.optimizer // MOMENTS) for place, one in zip(places, memory, strict=True)]
+    step = [one.update(found) for one, found in zip(slices, held, strict=True)]
     return Estimate(
         layout,
         run.seconds + once,
@@ -141,10 +144,11 @@ def _memory(
     other places."""
     saved, gradients = most
     copies = sum(slices.copies(one) for one in held)
-    moments = MOMENTS * sum(one.bytes // slices.ways(one) for one in held)
+    updated = sum(slices.updated(one) for one in held)
+    moments, host = (0, (MOMENTS + 2) * updated) if slices.host_optimizer else (MOMENTS * updated, 0)
     parameters, working = sum(_parameters(one, slices) for one in held), _working(part, slices) + buffers
     settled = sum(slices.sums(one) for one in held) + copies
-    return StageMemory(parameters, gradients + copies, moments, saved, working, settled)
+    return StageMemory(parameters, gradients + copies, moments, saved, working, settled, host)
 
 
 def _most(

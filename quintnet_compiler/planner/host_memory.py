@@ -1,4 +1,4 @@
-"""Whether a step is faster with saved values in host memory than with what else makes it fit."""
+"""Whether a step is faster with saved values, or the optimizer, on the host than with what else makes it fit."""
 
 from __future__ import annotations
 
@@ -10,23 +10,33 @@ from types import MappingProxyType
 from typing import Any
 
 from ..core.errors import CompileError
+from ..ir.cost_protocol import way_seconds
+from ..ir.plan import Offloaded
+from .build import Builder
 from .estimate import Estimate
 from .layouts import Again, Layout
 from .planning import Planner, Pricing
 from .search import Objective, SearchResult
 
-OFFLOAD: Mapping[str, Any] = MappingProxyType({"offload": ("activations",)})
+# what is tried, and what is said of it
+OFFLOADS: Mapping[tuple[Offloaded, ...], str] = MappingProxyType(
+    {
+        ("activations",): "saved values wait in host memory (offload)",
+        ("optimizer",): "the optimizer computes on the host (offload)",
+        ("activations", "optimizer"): "saved values wait in host memory, and the optimizer computes there (offload)",
+    }
+)
 SHARE = 0.015  # of a search's work: with more, no further functions are compiled
 MOST = 40  # of them are priced, at most
-HOST = 2.5  # times the memory of a device: what a node's host has for each (3.1 in a DGX H100 or A100, 5 in GH200)
 LENIENT = 0.9  # of what a step would take if all but the last block's values moved: some stay
 
 
 @dataclass(frozen=True)
 class Outside:
-    """A search with saved values on the host: a ``planner`` that has decided so, its ``pricing``, what it ``found``,
-    and what that gains, for people."""
+    """A search with something on the host: what was decided, a ``planner`` that has decided so, its ``pricing``, what
+    it ``found``, and what that gains, for people."""
 
+    decisions: Mapping[str, Any]
     planner: Planner
     pricing: Pricing
     found: SearchResult[Layout, Estimate]
@@ -36,7 +46,8 @@ class Outside:
 @dataclass(frozen=True)
 class HostMemory:
     """Layouts of a search that would be faster than the best that fits, and take too much memory: with saved values on
-    the host they may fit. Recomputing is a layout's own decision, so that both are tried, and both together.
+    the host, or the optimizer, or both, they may fit. Recomputing is a layout's own decision, so that all are tried
+    together, too.
 
     ``found``: what the search with ``planner`` and ``pricing`` found; ``work``: how much it could do. What was proven
     of it holds for layouts without offload.
@@ -49,24 +60,38 @@ class HostMemory:
     work: float
 
     def better(self, top_k: int) -> Outside | None:
-        """The best ``top_k`` with offload that are better than the best without. None where none is, where the plan has
-        decided it, and for the least memory."""
+        """The best ``top_k`` with the offload that is best, if they are better than the best without. None where none
+        is, where the plan has decided it, and for the least memory."""
         given, machine = "offload" in self.planner.pinned.model_fields_set, self.planner.machine
         if given or self.objective == "memory" or machine.unlike or machine.cluster.gpu is None:
             return None
-        without, large = self._value(self.found.ranked[0]), self._large()
-        least = {kind: self._least(kind) for kind in dict.fromkeys(layout.recompute for layout in large)}
+        best, most = None, self._value(self.found.ranked[0])
+        large, build = self._large(), self.pricing.build
+        moved = build.deciding(build.plan.changed({"offload": ("activations",)}, keep_open=True))
+        for offload in OFFLOADS if large else ():
+            functions = moved if "activations" in offload else build
+            if (found := self._with(offload, functions, large, most, top_k)) is not None:
+                best, most = found, self._value(found.found.ranked[0])
+        return best
+
+    def _with(
+        self, offload: tuple[Offloaded, ...], functions: Builder, large: Sequence[Layout], most: float, top_k: int
+    ) -> Outside | None:
+        """The best that cost less than ``most``. ``functions``: of all plans with the same values on the host."""
+        least = {kind: self._least(kind, offload) for kind in dict.fromkeys(layout.recompute for layout in large)}
         bounds = {one: self._weighed(one, least[one.recompute] / one.mesh.size) for one in large}
-        near = [one for one in large if bounds[one] < without]
-        here = replace(self.planner, pinned=self.planner.pinned.changed(OFFLOAD, keep_open=True))
-        pricing = replace(self.pricing, build=self.pricing.build.deciding(here.pinned), known={}, run=set())
-        ranked = self._priced(pricing, near, without, top_k) if near else []
+        near = [one for one in large if bounds[one] < most]
+        decisions = {"offload": offload}
+        here = replace(self.planner, pinned=self.planner.pinned.changed(decisions, keep_open=True))
+        pricing = replace(self.pricing, build=replace(functions, plan=here.pinned), known={}, run=set())
+        ranked = self._priced(here, pricing, near, most, top_k) if near else []
         if not ranked:
             return None
         now = self._value(ranked[0])
-        note = f"saved values wait in host memory (offload): the best without takes {without / now - 1:.1%} more"
+        without = self._value(self.found.ranked[0])
+        note = f"{OFFLOADS[offload]}: the best without takes {without / now - 1:.1%} more"
         gap = max(self.found.gap, 1 - min(bounds[one] for one in near) / now)
-        return Outside(here, pricing, replace(self.found, ranked=tuple(ranked), ended="work", gap=gap), note)
+        return Outside(decisions, here, pricing, replace(self.found, ranked=tuple(ranked), ended="work", gap=gap), note)
 
     def _large(self) -> list[Layout]:
         """What takes too much memory, of the splits that the search has compiled."""
@@ -74,10 +99,12 @@ class HostMemory:
         found |= {one.layout: None for one in self.found.rejected if 0 < one.lacks < math.inf}
         return [layout for layout in found if layout.sharded in self.pricing.build.found]
 
-    def _priced(self, pricing: Pricing, near: Sequence[Layout], most: float, top_k: int) -> list[Estimate]:
+    def _priced(
+        self, here: Planner, pricing: Pricing, near: Sequence[Layout], most: float, top_k: int
+    ) -> list[Estimate]:
         """The best that fit on devices and hosts and cost less than ``most``, of those that are the most promising
         without offload."""
-        bounds = self.planner.bounds(self.pricing.build, self.planner.limits(self.objective), self._memory)
+        bounds = here.bounds(pricing.build, here.limits(self.objective), self._memory)
         some = [one for one in near if sum(bounds.state(one)) <= self._memory]
         some = [one for one in some if self._weighed(one, bounds.seconds(one)) < most]
         found: list[Estimate] = []
@@ -88,26 +115,35 @@ class HostMemory:
             with suppress(CompileError):
                 one = pricing(layout)
                 fits = one.claimed_bytes <= self._memory and self._value(one) < most
-                if fits and self._on_host(layout, one) <= HOST * self.planner.machine.memory_bytes:
+                if fits and self._on_host(layout, one) <= self.planner.machine.host_bytes:
                     found = sorted([*found, one], key=lambda e: (self._value(e), e.layout))[:top_k]
         return found
 
     def _on_host(self, layout: Layout, found: Estimate) -> int:
-        """Bytes of the rank with the most: what it saves on the device without offload, and does not with it."""
+        """Bytes of the rank with the most: what an optimizer has there, and what it saves on the device without
+        offload, and does not with it, nor in files."""
+        if self.planner.pinned.offload_folder:
+            return found.host_bytes
         plain = self.pricing(layout).memory
-        return max(one.saved - other.saved for one, other in zip(plain, found.memory, strict=False))
+        return max(one.saved - other.saved + other.host for one, other in zip(plain, found.memory, strict=False))
 
-    def _least(self, recompute: Again) -> float:
-        """What a step takes at least, times the devices: each copies its share out beside its share of the forward, and
-        in beside that of the backward."""
+    def _least(self, recompute: Again, offload: tuple[Offloaded, ...]) -> float:
+        """What a step takes at least, times the devices: each copies its share of values out beside its share of the
+        forward, and in beside that of the backward, and updates its share of the parameters on the host."""
         rows = self.planner.folded.program.batch_size
         whole = Layout(1, 1, 1, 1, 1, 1, rows, "all_gather", (), "1f1b", 1, recompute, 0, ())
         try:
             units = self.pricing.build(whole)
         except CompileError:
             return math.inf
-        copy = LENIENT * self.planner.machine.costs.copy_seconds(sum(unit.saved for unit in units[:-2]))
-        return max(copy, sum(unit.forward for unit in units)) + max(copy, sum(unit.backward for unit in units))
+        costs, out, back, update = self.planner.machine.costs, 0.0, 0.0, 0.0
+        if "activations" in offload:
+            ways = ("to disk", "from disk") if self.planner.pinned.offload_folder else ("to host", "from host")
+            saved = sum(unit.saved for unit in units[:-2])
+            out, back = (LENIENT * way_seconds(costs, way, saved) for way in ways)
+        if "optimizer" in offload:
+            update = costs.host_update_seconds(self.planner.parameter_bytes())
+        return update + max(out, sum(unit.forward for unit in units)) + max(back, sum(unit.backward for unit in units))
 
     @property
     def _memory(self) -> float:

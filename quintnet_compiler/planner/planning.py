@@ -34,6 +34,7 @@ from ..passes.sharding.split_step_end import SplitStepEnd
 from ..passes.strategies.expert_axes import dispatched_bytes, expert_parameters
 from ..passes.strategies.hot_experts import check_hot_experts
 from ..passes.strategies.rule_book import RuleBook
+from ..simulation.host_update import MOMENTS
 from .bounds import LessSplit
 from .build import Builder, device_of
 from .estimate import Estimate
@@ -51,6 +52,7 @@ AGAIN: tuple[Again, ...] = ("none", "selective", "full")  # the less is computed
 STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)
 ACTION = 0.002  # what it takes to run an action of a schedule, beside what it takes to compile an operator
 RESERVE = 0.08
+HOST = 2.5  # times the memory of a device: what a node's host has for each (3.1 in a DGX H100 or A100, 5 in GH200)
 SHORTEST = 4096  # positions of a sequence that cp leaves on a rank at least: fewer keep no kernel busy
 
 
@@ -81,6 +83,11 @@ class PricedCluster:
     def memory_bytes(self) -> float:
         """Of the largest device."""
         return max(device.memory_bytes for device, _ in self.cluster.kinds)
+
+    @property
+    def host_bytes(self) -> float:
+        """Of a node's memory, for each of its devices."""
+        return HOST * self.memory_bytes
 
     @cached_property
     def costs(self) -> ClusterCosts:
@@ -133,7 +140,10 @@ class Pricing:
             places = self.machine.places(self.build, layout)
             actions = actions_run(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
             self.build.work += ACTION * actions if self._runs(layout) else 0.0
-            found = evaluate(places, layout, begins, self.build.plan.bucket_mib * 2**20)
+            plan = self.build.plan
+            found = evaluate(
+                places, layout, begins, plan.bucket_mib * 2**20, host_optimizer="optimizer" in plan.offload
+            )
             guessed = tuple(sorted(self.build.guessed))
             self.known[layout, begins] = replace(found, guessed=guessed, workload=self.workload)
         return self.known[layout, begins]
@@ -171,8 +181,9 @@ class Planner:
         """
         if "parameters" in pinned.offload:
             raise CompileError(
-                "QN216", 'offload=("parameters",): what an optimizer takes on a host has no price',
-                fix="plan without, and compile the plan with it; program.simulate() has the times and bytes of a step",
+                "QN216", 'offload=("parameters",): slices of parameters that come from hosts have no price',
+                fix='plan with offload=("optimizer",), or without any, and compile the plan with this; '
+                "program.simulate() has the times and bytes of a step",
             )  # fmt: skip
         gpu = machine.cluster.gpu
         normal = Normalize(batch_size, device_of(gpu), gpu, documents=pinned.documents)(captured)
@@ -343,7 +354,7 @@ class Planner:
             dispatched_bytes(program.graph, self.folded.repeats), program.batch_size, slower,
             self.parameter_bytes(experts),
             lambda layout: [one for one in slicings(layout, limits) if bounds.bytes(one) <= memory] or [layout],
-            build.learned,
+            build.learned, moments=0 if "optimizer" in self.pinned.offload else MOMENTS,
         )  # fmt: skip
         return bounds
 
@@ -358,6 +369,8 @@ class Planner:
     def complete(self, found: Estimate) -> Plan:
         """The document of an estimate: its layout, where it cuts the model, and how gradients travel."""
         plan = found.layout.decided(self.pinned).changed({"stages": found.begins})
+        if "activations" not in plan.offload:
+            plan = plan.model_copy(update={"offload_folder": None})
         given = "bucket_mib" in self.pinned.model_fields_set
         return plan if given else plan.changed({"bucket_mib": self._bucket_mib(found)})
 

@@ -16,6 +16,7 @@ from ..cost_models.collectives import in_turn
 from ..cost_models.kernels import with_host
 from ..ir.cost_protocol import RankCosts
 from ..passes.stages.partition import balanced_starts
+from ..simulation.host_update import GATHERED
 from .layouts import UNSPLIT, Layout
 from .pipeline import StageWork
 from .places import Place, alike, placement
@@ -87,11 +88,13 @@ def _starts(units: Sequence[StageUnit], count: int, costs: RankCosts, mesh: Mesh
 @dataclass(frozen=True)
 class Slices:
     """ZeRO as prices: what of a rank's parameters is held in slices over ranks of ``layout.zero_axes``, and what that
-    moves (Rajbhandari et al. 2019)."""
+    moves (Rajbhandari et al. 2019). ``host_optimizer``: each parameter is updated whole, on the host of one of the
+    ranks of a stage."""
 
     layout: Layout
     costs: RankCosts
     mesh: Mesh
+    host_optimizer: bool = False
     known: dict[tuple[str, ParameterGroup], float] = field(default_factory=dict)  # equal blocks ask for the same
 
     def _over(self, held: ParameterGroup) -> tuple[str, ...]:
@@ -102,6 +105,24 @@ class Slices:
     def ways(self, held: ParameterGroup) -> int:
         """In how many slices the optimizer's state is."""
         return int(np.prod([self.mesh[axis] for axis in self._over(held)], dtype=int))
+
+    def updated(self, held: ParameterGroup) -> int:
+        """Bytes of parameters that a rank updates."""
+        if not self.host_optimizer:
+            return held.bytes // self.ways(held)
+        return held.bytes // int(np.prod([self.mesh[axis] for axis in held.axes if axis != "pp"], dtype=int))
+
+    def update(self, parts: Sequence[ParameterGroup]) -> float:
+        """Seconds of the optimizer's step. On hosts: ranks exchange parts of parameters and of gradients, these go out,
+        parameters are updated, come in and are handed out, one after the other."""
+        mine = sum(map(self.updated, parts))
+        if not self.host_optimizer:
+            return self.costs.optimizer_seconds(mine)
+        ranks = self.mesh.peers(0, [axis for axis in self.mesh.names if axis != "pp"])
+        part = sum(held.bytes // self.ways(held) for held in parts)
+        exchanged = self.costs.group_seconds("all_gather", len(ranks) * part, ranks) if len(ranks) > 1 else 0.0
+        copied = self.costs.copy_seconds(2 * mine) + self.costs.copy_seconds(mine)
+        return GATHERED * exchanged + copied + self.costs.host_update_seconds(mine)
 
     def sums(self, held: ParameterGroup) -> int:
         """Bytes in which microbatches add up gradients."""

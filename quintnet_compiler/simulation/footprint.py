@@ -38,13 +38,13 @@ OPAQUE = frozenset(
     {"keep_mask", "local_noise", *WORKING, *WAYS, *(name for name, one in COLLECTIVES.items() if one.opaque)}
 )
 ADDS = frozenset({"accumulate", "accumulate_matmul"})
-TO_HOST = frozenset(name for name, way in WAYS.items() if way == "to host")
+LEAVING = frozenset(name for name, way in WAYS.items() if way.startswith("to "))
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """Where a value lies: in the memory of an argument (its position), or in the ``fresh``-th piece of new memory.
-    ``host``: that is of the host."""
+    ``host``: that is of the host, or in a file."""
 
     argument: int
     fresh: int
@@ -87,7 +87,7 @@ class Footprints:
         self.device = None if program.source.local.staged.sharded.program.absent is None else CPU
         self.crossing: dict[str, Tensor] = {}
         self.lasting: dict[int, Tensor] = {}  # what stays for the whole step, by its memory: views free nothing
-        self.outside: dict[int, Tensor] = {}  # what lies in memory of the host
+        self.outside: dict[int, Tensor] = {}  # what lies in memory of the host, or in files
         known: dict[int, dict[str, Tensor]] = {}
         with torch.no_grad(), self.mode:
             for stage in program.stages:
@@ -254,8 +254,8 @@ def interpret(
                 memory.part()
             env[node], passed = _evaluate(node, args, kwargs, device, memory, imbalance)
             made = _tensors(env[node])
-            if node.target in TO_HOST:
-                memory.own.add(storage(made[0]))  # of the host: nothing of the device's
+            if node.target in LEAVING:
+                memory.own.add(storage(made[0]))  # nothing of the device's
             memory.own |= {storage(x) for x in made if elsewhere and x.device.type == "cpu"}  # such as counts of rows
             del made
             del args, kwargs
@@ -281,9 +281,9 @@ def _inside(node: fx.Node, env: Mapping[fx.Node, Any]) -> int:
 
 
 def _leaves(node: fx.Node) -> bool:
-    """Whether this is a value in memory of the host, at last."""
+    """Whether this is a value in memory of the host, or in a file, at last."""
     made = node.all_input_nodes[-1] if node.target == "wait" else node
-    return made.op == "call_method" and made.target in TO_HOST
+    return made.op == "call_method" and made.target in LEAVING
 
 
 def _tensors(made: Any) -> list[Tensor]:

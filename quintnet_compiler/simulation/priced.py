@@ -16,7 +16,7 @@ from torch import fx
 from ..core.annotations import num_bytes, tensor_inputs, values
 from ..core.precision import widened
 from ..cost_models.operators import leaving_runs, ring_steps
-from ..ir.cost_protocol import RankCosts
+from ..ir.cost_protocol import RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram, StageProgram
 from ..ir.expert_load import ExpertLoad
 from ..ops.collectives import (
@@ -190,7 +190,8 @@ class ProgramPrices:
         known = collective_of(str(node.target))
         source = self.source[node.name]
         if str(node.target) in WAYS:
-            return NodeTime(node, 0.0, costs.copy_seconds(num_bytes(values(source)[0])), WAYS[str(node.target)])
+            way = WAYS[str(node.target)]
+            return NodeTime(node, 0.0, way_seconds(costs, way, num_bytes(values(source)[0])), way)
         if known is None:
             return NodeTime(node, costs.node_seconds(source))
         axis = str(node.args[2])

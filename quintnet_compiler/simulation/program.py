@@ -13,6 +13,7 @@ from ..cost_models.operators import documents_note, with_documents
 from ..ir.cost_protocol import RankCosts, guess_note, guesses
 from ..ir.distributed_program import DistributedProgram
 from .faults import Faults, read_faults
+from .host_update import host_updates
 from .priced import ProgramPrices
 from .rehearsal import rehearse
 from .run import Setting, simulate
@@ -45,6 +46,7 @@ def simulate_program(
             slow,
             repr(program.mesh),
             rehearse(program, processes=processes),
+            host_updates(program, durations.places, processes=processes),
             _notes(program, durations),
         )
         return simulate(program.schedule, program.edges, durations, setting)

@@ -19,6 +19,7 @@ from ..ops.collectives import gather_early, gather_state, gather_states
 from ..runtime.execute.executor import Executor, Run
 from ..runtime.state.buckets import Bucket
 from ..runtime.state.gradients import GradientStore
+from ..runtime.transport.disk_copies import SLOTS
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..runtime.transport.transport import Wait
 from ..schedules.schedule import Action
@@ -242,8 +243,13 @@ def rehearse(program: DistributedProgram, *, processes: bool = True) -> tuple[Fo
             points.append(before)
         gradients = {bool(store and store.host): store.nbytes if store else 0}
         state = {host: _state_bytes(program, part, processes=processes, host=host) for host in (False, True)}
-        outside = rehearsal.outside.most[0] + state[True] + gradients.get(True, 0)
-        found[part.rank] = Footprint(state[False], gradients.get(False, 0), tuple(points), rehearsal.peak_live, outside)
+        kept, away, disk = state[True] + gradients.get(True, 0), rehearsal.outside.most[0], 0
+        if program.disk is not None and away:  # through memory of the host that stays
+            staging = (SLOTS + 1) * program.disk.largest
+            kept, away, disk = kept + staging, 0, away
+        found[part.rank] = Footprint(
+            state[False], gradients.get(False, 0), tuple(points), rehearsal.peak_live, away + kept, kept, disk
+        )
 
     with torch.no_grad():
         world.run(dict.fromkeys(ranks, work))

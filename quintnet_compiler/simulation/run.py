@@ -11,7 +11,7 @@ from ..core.mesh import Mesh
 from ..schedules.schedule import Flow, Schedule, StageEdge
 from .engine import Engine, SimulatedRank
 from .faults import Faults, Rows
-from .timeline import Event, MemorySample, RankTimeline, Timeline
+from .timeline import Event, HostUpdate, MemorySample, RankTimeline, Timeline
 from .work import Durations, GradientSum, WorkPart, last_releases
 
 
@@ -26,24 +26,29 @@ class MemoryPoint(NamedTuple):
 @dataclass(frozen=True)
 class Footprint:
     """Memory of the rank at a pipeline place, in bytes: ``points[i]`` of its i-th action, parameters, and all
-    gradients. ``host``: the most that it keeps in memory of the host."""
+    gradients. ``host``: the most that it keeps in memory of the host, ``host_kept``: what of it between steps, too;
+    ``disk``: in files."""
 
     parameters: int
     gradients: int
     points: tuple[MemoryPoint, ...]
     peak_live: int
     host: int = 0
+    host_kept: int = 0
+    disk: int = 0
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Who runs a schedule, and what disturbs them. ``lockstep``: axes along which ranks meet within every function."""
+    """Who runs a schedule, and what disturbs them. ``lockstep``: axes along which ranks meet within every function.
+    ``memory``, ``updates``: of the rank at each pipeline place, in a step, and of an optimizer on its host."""
 
     mesh: Mesh
     lockstep: tuple[str, ...] = ()
     faults: Faults = field(default_factory=Faults)
     title: str = ""
     memory: tuple[Footprint, ...] = ()
+    updates: tuple[HostUpdate, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -170,7 +175,17 @@ def _row(setting: Setting, line: SimulatedRank, extra: Sequence[Event], end: flo
         bubble,
         {axis: seconds for axis, seconds in exposed.items() if seconds},
     )
-    return _with_memory(row, line, setting.memory[line.row.place]) if setting.memory else row
+    if not setting.memory:
+        return row
+    place = line.row.place
+    row = _with_memory(row, line, setting.memory[place])
+    return _with_update(row, setting.updates[place], setting.memory[place].host_kept) if setting.updates else row
+
+
+def _with_update(row: RankTimeline, update: HostUpdate, staying: int) -> RankTimeline:
+    """``staying``: bytes of the host's memory that are in use between steps."""
+    most = max(row.host_bytes + update.kept_bytes, staying + update.host_bytes)
+    return replace(row, update=update, host_bytes=most)
 
 
 def _collectives(start: float, stage: int, parts: Iterable[WorkPart]) -> list[Event]:
@@ -195,5 +210,6 @@ def _with_memory(row: RankTimeline, line: SimulatedRank, memory: Footprint) -> R
         parameter_bytes=memory.parameters,
         gradient_bytes=memory.gradients,
         host_bytes=memory.host,
+        disk_bytes=memory.disk,
         memory=tuple(points),
     )

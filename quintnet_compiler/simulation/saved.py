@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..core.errors import CompileError
 from ..core.names import one_line
-from .timeline import Event, MemorySample, RankTimeline, Timeline
+from .timeline import Event, HostUpdate, MemorySample, RankTimeline, Timeline
 
 
 class _Row(BaseModel):
@@ -30,6 +30,8 @@ class _Row(BaseModel):
     parameter_bytes: int
     gradient_bytes: int
     host_bytes: int = 0
+    disk_bytes: int = 0
+    update: HostUpdate | None = None
     memory: list[MemorySample]
     peak: Any
 

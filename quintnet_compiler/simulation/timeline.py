@@ -66,11 +66,38 @@ class Peak:
         return f"{size(self.bytes)} on rank {self.rank} at {duration(self.seconds)}, during {self.action}: {what}"
 
 
+@dataclass(frozen=True, slots=True)
+class HostUpdate:
+    """An optimizer on the host (``offload=("optimizer",)``, AdamW) after a step: seconds in which ranks exchange parts
+    of parameters and gradients (``gathering``), those go ``out``, the processor computes the ``update``, and parameters
+    come ``back``, one after the other. ``device_bytes``: what it takes of the device at most, beside parameters and
+    gradients; ``host_bytes``: of the host, ``kept_bytes``: of these, what it keeps between steps: parameters, and two
+    numbers for each element."""
+
+    gathering: float
+    out: float
+    update: float
+    back: float
+    device_bytes: int
+    host_bytes: int
+    kept_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Of all of it."""
+        return self.gathering + self.out + self.update + self.back
+
+    def __str__(self) -> str:
+        parts = {"gathering": self.gathering, "to host": self.out, "computing": self.update, "from host": self.back}
+        told = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
+        return f"{duration(self.seconds)} after a step: {told}; {size(self.host_bytes)} of the host"
+
+
 @dataclass(frozen=True)
 class RankTimeline:
     """A rank, which stands for ``count`` ranks that do the very same. ``parameter_bytes`` stay the same all step;
     ``gradient_bytes`` are those of all gradients, which it has when a step ends; ``host_bytes``: the most that it keeps
-    in memory of the host."""
+    in memory of the host, with what an optimizer there has (``update``); ``disk_bytes``: in files."""
 
     rank: int
     coordinate: Mapping[str, int]
@@ -83,6 +110,8 @@ class RankTimeline:
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     host_bytes: int = 0
+    disk_bytes: int = 0
+    update: HostUpdate | None = None
     memory: tuple[MemorySample, ...] = ()
 
     @property
@@ -189,6 +218,10 @@ class Timeline:
             lines.append(f"peak memory {self.peak}")
         if most := max(row.host_bytes for row in self.rows):
             lines.append(f"memory of the host {size(most)} a rank")
+        if most := max(row.disk_bytes for row in self.rows):
+            lines.append(f"files {size(most)} a rank")
+        if updates := [row.update for row in self.rows if row.update is not None]:
+            lines.append(f"the optimizer on the host takes {max(updates, key=lambda one: one.seconds)}")
         names = [row.name for row in self.rows[:MOST_ROWS]]
         width = max(map(len, names))
         memory = any(row.memory for row in self.rows)

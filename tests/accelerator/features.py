@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import quintnet
 from quintnet_compiler.compat.torch import pytree
+from quintnet_compiler.simulation.program import simulate_program
 
 from ..models import EVERY, build, reference
 from .device import install
@@ -85,22 +87,68 @@ def losses(job: Job, device: str | None) -> list[float]:
     return found
 
 
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def _outside(job: Job, batch: Any, more: tuple[str, ...]) -> quintnet.CompiledProgram:
+    """A job's program, with more of it on the host."""
+    options = {**job.options, "offload": (*job.options.get("offload", ()), *more)}
+    model, mesh = build(job.model, job.dtype), quintnet.Mesh(**job.axes)
+    return quintnet.compile(model, mesh, batch, loss_fn=CASES[job.model].loss_fn, **options)
+
+
+@dataclass(frozen=True)
+class UpdateBytes:
+    """Bytes that an optimizer on the host takes: of the device at most, beside parameters and gradients; of the host at
+    most, and between steps."""
+
+    device: int
+    host: int
+    kept: int
+
+
+def update_bytes(job: Job, device: str | None = None) -> tuple[UpdateBytes, UpdateBytes]:
+    """Of this rank, as measured, and as simulated of the fullest of its place. ``device``: all ranks are in this
+    process, on it."""
+    here, batch = install(), CASES[job.model].batch(8)
+    where = torch.device("emulated", dist.get_rank()) if device is None else torch.device(device)
+    job = replace(job, options={**job.options, "device": where})
+    program = _outside(job, batch, ("optimizer",))
+    program.step(batch)
+    before = here.extension.requested(where.index)[2]
+    optimizer = program.optimizer(adam)
+    for _ in range(3):
+        program.step(batch)
+        staying = here.extension.requested(where.index)[2] - before
+        with here.measuring(where.index) as found:
+            optimizer.step()
+        optimizer.zero_grad()
+    state = (x for known in optimizer.inner.state.values() for x in known.values() if isinstance(x, Tensor))
+    moments = sum(x.nbytes for x in state if x.dim())
+    rows = simulate_program(program._primary().program, program._prices(None), processes=device is None).rows
+    place = 0 if device is not None else dist.get_rank() % program.mesh["pp"]
+    update = rows[place].update
+    assert update is not None and rows[place].host_bytes >= update.host_bytes and str(update.host_bytes)
+    measured = UpdateBytes(found.device, staying + found.host + moments, staying + moments)
+    return measured, UpdateBytes(update.device_bytes, update.host_bytes, update.kept_bytes)
+
+
+def all_update_bytes(jobs: list[Job]) -> list[tuple[UpdateBytes, UpdateBytes]]:
+    """Of each job what :func:`update_bytes` says."""
+    return [update_bytes(job) for job in jobs]
+
+
 def updated(job: Job, folder: str, *, offload: bool) -> tuple[dict[str, Tensor], int]:
     """This rank's parameters after clipped steps of AdamW and a checkpoint that is loaded in between, and the bytes of
     the device that the optimizer takes. ``offload``: it computes on the host."""
     case, here = EVERY[job.model], install()
     batch = case.batch(8)
-    program = quintnet.compile(
-        build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, loss_fn=case.loss_fn, **job.options
-    )
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-2)
-
+    program = _outside(job, batch, ("optimizer",) if offload else ())
     program.step(batch)
     program.zero_grad()
     before = here.extension.requested(here.current_device())[0]
-    optimizer = program.optimizer(make, offload=offload)
+    optimizer = program.optimizer(adam)
     for step in range(4):
         program.step(batch)
         program.clip_grad_norm(0.1)

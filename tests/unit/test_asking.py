@@ -20,7 +20,7 @@ from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.planner.asking import MEMORY_SLACK, Question, Questions
 from quintnet_compiler.planner.curves import ParetoFront, ScalingCurve, ScalingPoint, Sweep
 from quintnet_compiler.planner.estimate import aligned, cells_of
-from quintnet_compiler.planner.host_memory import OFFLOAD, HostMemory
+from quintnet_compiler.planner.host_memory import HostMemory
 from quintnet_compiler.planner.points_picture import LogAxis, Mark, points_svg
 from quintnet_compiler.planner.report import PlanReport
 from quintnet_compiler.planner.search import SearchEffort
@@ -61,7 +61,7 @@ def test_nothing_goes_to_the_host_where_all_fits_or_where_it_is_decided(report: 
     full = replace(ask.planner, machine=replace(ask.planner.machine, reserve=0.999999))  # what fits now does not then
     gained = HostMemory(full, ask.pricing, report.found, "time", 1e4)
     assert gained.better(1) is None and HostMemory(full, ask.pricing, report.found, "memory", 1e4).better(1) is None
-    decided = replace(full, pinned=full.pinned.changed(OFFLOAD, keep_open=True))
+    decided = replace(full, pinned=full.pinned.changed({"offload": ("optimizer",)}, keep_open=True))
     assert HostMemory(decided, ask.pricing, report.found, "time", 1e4).better(1) is None
 
 

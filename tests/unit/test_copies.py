@@ -94,8 +94,12 @@ def test_without_an_accelerator_a_copy_is_a_plain_one() -> None:
 
 
 def test_what_generated_code_calls_has_a_way() -> None:
-    assert {name.removeprefix("start_") for name in WAYS} == {"copy_out", "copy_in"}
-    assert set(WAYS.values()) == {"to host", "from host"} and SMALLEST == 1024 and callable(check_offload)
+    assert {name.removeprefix("start_") for name in WAYS} == {"copy_out", "copy_in", "write_out", "read_in"}
+    assert (
+        set(WAYS.values()) == {"to host", "from host", "to disk", "from disk"}
+        and SMALLEST == 1024
+        and callable(check_offload)
+    )
 
 
 @pytest.mark.parametrize("name", ["a100", "h100", "gh200-96", "gb200"])

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import fx
 
-from ....compat.torch import schema_or_none
+from ....compat.torch import OpOverload, schema_or_none
 from ....core.annotations import facts, origin
 from ....core.errors import REPORT, CompileError
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import ValueNumbers
-from ....ops.copies import COPIES, copy_in, copy_out
+from ....ops.copies import BACK, COPIES
 from .results import check_results
 
 
@@ -34,11 +34,11 @@ def check_offload(before: DifferentiatedProgram, after: DifferentiatedProgram) -
         raise _fail(f"{old.calls[min(missing, key=str)].name} is called no more", None)
     known = {node.name for node in before.graph.nodes}
     for node in after.graph.nodes:
-        if node.target is copy_out:
-            _check_pair(after, node)
+        if (back := BACK.get(node.target)) is not None:
+            _check_pair(after, node, back)
         if node.op == "call_function" and not node.users and node.name not in known:
             raise _fail(f"nothing reads {node.name}", node)
-    left = {(after.stage[n], n.all_input_nodes[0]) for n in after.graph.nodes if n.target is copy_out}
+    left = {(after.stage[n], n.all_input_nodes[0]) for n in after.graph.nodes if n.target in BACK}
     for node in after.graph.nodes:
         if node.op == "call_function" and facts(node).phase == "backward":
             for source in node.all_input_nodes:
@@ -46,9 +46,9 @@ def check_offload(before: DifferentiatedProgram, after: DifferentiatedProgram) -
                     raise _fail(f"{node.name} reads {source.name} of the forward, though {kept.name} has left", node)
 
 
-def _check_pair(program: DifferentiatedProgram, node: fx.Node) -> None:
+def _check_pair(program: DifferentiatedProgram, node: fx.Node, back: OpOverload) -> None:
     readers = list(node.users)
-    if len(readers) != 1 or readers[0].target is not copy_in:
+    if len(readers) != 1 or readers[0].target is not back:
         raise _fail(f"{node.name} does not come back once", node)
     places = [(program.stage.get(n), facts(n).phase, n in program.once) for n in (node, *readers)]
     stage = program.stage.get(node)

@@ -84,9 +84,9 @@ class Backend(Protocol):
         """Each of these tensors in turn, whole on the first rank; None on the others, which must ask for as many."""
         ...
 
-    def whole_tensors(self, program: DistributedProgram, *, host: bool = False) -> WholeTensors:
-        """Where each parameter is whole, for an optimizer that needs it so, or that is to compute on the ``host``;
-        every rank calls this."""
+    def whole_tensors(self, program: DistributedProgram) -> WholeTensors:
+        """Where each parameter is whole, for an optimizer that needs it so, or that computes on the host; every rank
+        calls this."""
         ...
 
     def cuts(self) -> Mapping[str, StoredPart]:

@@ -311,9 +311,9 @@ class ProcessBackend:
         dist.recv(found, sender)
         return found
 
-    def whole_tensors(self, program: DistributedProgram, *, host: bool = False) -> OneOwnerEach:
+    def whole_tensors(self, program: DistributedProgram) -> OneOwnerEach:
         specs = {id(p): program.state[name] for name, p in self.parameters.items()}
-        host = host or any(spec.host for spec in specs.values())
+        host = program.host_optimizer or any(spec.host for spec in specs.values())
         found = OneOwnerEach(self.mesh, self.transport, program.axes, specs, self.device, self.label, host)
         self._tune()
         return found

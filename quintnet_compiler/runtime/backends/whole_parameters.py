@@ -23,6 +23,15 @@ from ..transport.host_copies import PLAIN, host_room
 from ..transport.transport import Pending
 
 
+def owners_of(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """Which of ``ranks`` has each of these parameters whole: the largest first, each on the rank that has least."""
+    held, found = dict.fromkeys(ranks, 0), dict[int, int]()
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        found[index] = owner = min(held, key=held.__getitem__)
+        held[owner] += sizes[index]
+    return [found[index] for index in range(len(sizes))]
+
+
 class AllHere:
     """Where all ranks are in this process, parameters are whole."""
 
@@ -125,11 +134,8 @@ class OneOwnerEach:
                 f"the optimizer has a parameter {tuple(other.shape)} that is not this program's",
                 fix="give it parameters of program.parameters()",
             )
-        held = dict.fromkeys(self.ranks, 0)
-        for p in sorted(mine, key=lambda p: -p.numel()):
-            owner = min(held, key=held.__getitem__)
-            held[owner] += p.numel()
-            self.owners[id(p)] = owner
+        found = owners_of([p.numel() for p in mine], self.ranks)
+        self.owners |= {id(p): owner for p, owner in zip(mine, found, strict=True)}
         made: dict[int, nn.Parameter] = {}
         for p in parameters:
             made[id(p)] = nn.Parameter(self._room(p), requires_grad=p.requires_grad)
@@ -144,10 +150,7 @@ class OneOwnerEach:
             whole.grad = None
         for some in self._together(there):
             self._take(some)
-            waits = [self._gather(p, _gradient(p)) for p, _ in some]
-            for (_, whole), wait in zip(some, waits, strict=True):
-                found = wait()
-                whole.grad = host_copy(found, self.device) if found is not None and self.host else found
+            self._take_gradients(some)
         if self.host:
             await_copies(self.device)
 
@@ -192,6 +195,12 @@ class OneOwnerEach:
             found = wait()
             if found is not None:
                 whole.copy_(found, non_blocking=self.host)
+
+    def _take_gradients(self, pairs: Pairs) -> None:
+        waits = [self._gather(p, _gradient(p)) for p, _ in pairs]
+        for (_, whole), wait in zip(pairs, waits, strict=True):
+            found = wait()
+            whole.grad = host_copy(found, self.device) if found is not None and self.host else found
 
     def _gather(self, p: nn.Parameter, part: Tensor) -> Pending:
         """What the ranks have of a tensor like ``p``, whole on the one that owns it."""

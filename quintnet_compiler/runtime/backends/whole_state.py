@@ -31,9 +31,9 @@ class WholeState:
         for name in names:
             yield name, self.tensors[name]
 
-    def whole_tensors(self, program: DistributedProgram, *, host: bool = False) -> WholeTensors:
+    def whole_tensors(self, program: DistributedProgram) -> WholeTensors:
         there = any(spec.host for spec in program.state.values())
-        return AllOnHost() if host and not there else AllHere()
+        return AllOnHost() if program.host_optimizer and not there else AllHere()
 
     def weights_stay(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -19,6 +19,8 @@ from ...schedules.schedule import Action, Op
 from ...schedules.sends import arrived_sends
 from ..launch.preemption import Preemption
 from ..state.gradients import GradientStore
+from ..transport.disk_copies import DiskCopies
+from ..transport.host_copies import HostCopies
 from ..transport.transport import GRADIENTS, VALUES, Transport, Wait
 from .comm import Comm
 from .engines import Engine, eager
@@ -67,7 +69,10 @@ class Executor:
     ) -> None:
         self.program, self.part, self.transport, self.device = program, part, transport, device
         self.gradients = gradients
-        self.comm = Comm(transport, program.mesh, part.coordinate, gradients)
+        copies = HostCopies() if gradients is None else gradients.outward
+        written = None if device.type == "meta" else program.disk
+        self.disk = None if written is None else DiskCopies(written, part.rank, copies)
+        self.comm = Comm(transport, program.mesh, part.coordinate, gradients, self.disk)
         self.stored = program.stored
         self.stages = {stage.index: stage for stage in self.part.stages}
         self.functions = {
@@ -159,8 +164,13 @@ class Executor:
             self.gradients.begin(how.scale or 1.0)
         for stage in self.part.stages:
             self._once(stage, state, inputs)
-        for handle, action in self.work:
-            handle(action)
+        try:
+            for handle, action in self.work:
+                handle(action)
+        except BaseException:
+            if self.disk is not None:
+                self.disk.clear()
+            raise
         for send in list(self.sent):
             self._forget(send)
         self.comm.settle()

@@ -60,7 +60,7 @@ class HostCopies:
     def _copied(self, to: Tensor, x: Tensor, device: torch.device, way: str) -> Pending:
         """``to``, once it has what ``x`` has now; both live until then."""
         computing = torch.accelerator.current_stream(device)
-        stream = self._stream(device, way)
+        stream = self.stream(device, way)
         stream.wait_stream(computing)
         with stream:
             to.copy_(x, non_blocking=True)
@@ -74,7 +74,8 @@ class HostCopies:
 
         return wait
 
-    def _stream(self, device: torch.device, way: str) -> torch.Stream:
+    def stream(self, device: torch.device, way: str) -> torch.Stream:
+        """Of copies one way."""
         if (device, way) not in self.streams:
             self.streams[device, way] = torch.Stream(device=device)
         return self.streams[device, way]
