@@ -1,11 +1,13 @@
-"""A GPT of 0.94 billion parameters on one GPU, with activations and parameters in host memory: peak, time, results.
+"""A GPT of 0.94 billion parameters on one GPU, with activations, parameters and the optimizer in host memory, and
+activations in files: peak, time, results.
 
-python benchmarks/offload.py [--layers 16] [--dim 2048] [--rows 4] [--length 1024] [--steps 7] [--json]
+python benchmarks/offload.py [--layers 16] [--dim 2048] [--rows 4] [--length 1024] [--steps 7] [--folder DIR] [--json]
 
 One rank, bf16 with float32 parameters. For each mode: the most memory of a step by PyTorch's allocator beside the
 simulated peak, the median step beside the simulated one (an H100's prices), the loss, and how many gradients differ
 from those without offload in any bit, with deterministic algorithms where PyTorch has them. (Backward kernels of
-attention that add up atomically give other bits in each run.) Without a GPU, programs are only simulated, for CUDA.
+attention that add up atomically give other bits in each run.) With the optimizer on the host, the median of AdamW's
+step (fused), too. ``--folder``: of a disk. Without a GPU, programs are only simulated, for CUDA.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +31,8 @@ MODES: dict[str, tuple[str, ...]] = {
     "activations": ("activations",),
     "parameters": ("parameters",),
     "both": ("activations", "parameters"),
+    "optimizer": ("optimizer",),
+    "disk": ("activations",),
 }
 
 
@@ -77,7 +83,7 @@ def measure(mode: str, given: argparse.Namespace, known: dict[str, Tensor]) -> d
         batch = tuple(torch.randint(0, 32000, (given.rows, given.length)) for _ in range(2))
     program = quintnet.compile(
         model, quintnet.Mesh(dp=1), batch, loss_fn=loss_fn, device="cuda", precision="bf16", check="off",
-        offload=MODES[mode],  # type: ignore[arg-type]
+        offload=MODES[mode], offload_folder=given.folder if mode == "disk" else None,  # type: ignore[arg-type]
     )  # fmt: skip
     predicted = program.simulate(quintnet.Cluster("h100"))
     (row,) = predicted.rows
@@ -85,7 +91,9 @@ def measure(mode: str, given: argparse.Namespace, known: dict[str, Tensor]) -> d
         "mode": mode,
         "simulated MiB": row.peak.bytes / 2**20,
         "simulated MiB of the host": row.host_bytes / 2**20,
+        "simulated MiB of files": row.disk_bytes / 2**20,
         "simulated ms": 1e3 * predicted.seconds,
+        **({"simulated ms of the optimizer": 1e3 * row.update.seconds} if row.update else {}),
     }
     if here == "meta":
         return found
@@ -97,21 +105,31 @@ def measure(mode: str, given: argparse.Namespace, known: dict[str, Tensor]) -> d
     mine = {name: p.grad.detach().cpu() for name, p in program.named_parameters() if p.grad is not None}
     known.update({} if known else mine)
     found["gradients that differ"] = sum(not torch.equal(x, known[name]) for name, x in mine.items())
+    found["measured ms"] = median(lambda: program.step(batch), program.zero_grad, given.steps)
+    if row.update:
+        optimizer = program.optimizer(lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True))
+        found["measured ms of the optimizer"] = median(optimizer.step, lambda: None, given.steps)
+    return found
+
+
+def median(run: Callable[[], object], before: Callable[[], object], steps: int) -> float:
+    """Milliseconds of ``run``."""
     times = []
-    for _ in range(given.steps):
-        program.zero_grad()
+    for _ in range(steps):
+        before()
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        program.step(batch)
+        run()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
-    return {**found, "measured ms": 1e3 * statistics.median(times)}
+    return 1e3 * statistics.median(times)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("layers", 16), ("dim", 2048), ("rows", 4), ("length", 1024), ("steps", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--folder", default=tempfile.gettempdir())
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -115,6 +115,21 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path: Path, monkeypatch:
     assert not files(tmp_path)
 
 
+def test_a_bad_value_is_found_where_it_is_without_files(tmp_path: Path) -> None:
+    told = []
+    for more in ({}, on_disk(tmp_path)):
+        program, _ = stepped("gpt", {"pp": 2}, {"microbatches": 2, **more})
+        with torch.no_grad():
+            dict(program.named_parameters())["blocks.1.up.weight"][0, 0] = torch.nan
+        program.zero_grad()
+        with pytest.raises(quintnet.RunError, match="QN501") as error:
+            program.step(CASES["gpt"].batch(8))
+        told.append(str(error.value))
+    assert told[0] == told[1] and not files(tmp_path)
+    program, _ = stepped("mlp", {"dp": 2}, on_disk(tmp_path))
+    assert program.verify(CASES["mlp"].batch(8)).ok
+
+
 def test_a_folder_must_be_there_before_anything_is_computed(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="offload_folder") as error:
         stepped("mlp", {"dp": 1}, on_disk(tmp_path / "missing"))

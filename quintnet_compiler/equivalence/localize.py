@@ -65,7 +65,7 @@ class _Collector:
 
     def observer(self, stage: StageProgram, phase: str, microbatch: int) -> Observer:
         def observe(node: fx.Node, value: Any) -> None:
-            if isinstance(value, Tensor) and node.op != "placeholder":
+            if isinstance(value, Tensor) and not value.is_meta and node.op != "placeholder":  # and not in a file
                 self.seen[node.name, microbatch] = value.detach().clone()
 
         return observe

@@ -38,10 +38,10 @@ class Origin:
 
 
 def badness(value: Any) -> int:
-    """How bad the worst element is: an index of ``WORDS``."""
+    """How bad the worst element is: an index of ``WORDS``. What waits in a file is seen before and after."""
     worst = 0
     for x in pytree.tree_leaves(value):
-        if isinstance(x, Tensor) and is_float(x) and not bool(torch.isfinite(x).all()):
+        if isinstance(x, Tensor) and is_float(x) and not x.is_meta and not bool(torch.isfinite(x).all()):
             negative = not bool(torch.isnan(x).any()) and not bool((x == float("inf")).any())
             worst = max(worst, 1 if negative else 3 if bool(torch.isnan(x).any()) else 2)
     return worst
