@@ -104,9 +104,10 @@ class HostMemory:
     ) -> list[Estimate]:
         """The best that fit on devices and hosts and cost less than ``most``, of those that are the most promising
         without offload."""
-        bounds = here.bounds(pricing.build, here.limits(self.objective), self._memory)
+        bounds = here.bounds(self.pricing.build, here.limits(self.objective), self._memory)
+        update = self._update(here.pinned.offload)
         some = [one for one in near if sum(bounds.state(one)) <= self._memory]
-        some = [one for one in some if self._weighed(one, bounds.seconds(one)) < most]
+        some = [one for one in some if self._weighed(one, bounds.seconds(one) + update / one.mesh.size) < most]
         found: list[Estimate] = []
         before = pricing.build.work
         for layout in sorted(some, key=lambda one: (self._weighed(one, bounds.guess(one)), one))[:MOST]:
@@ -136,14 +137,18 @@ class HostMemory:
             units = self.pricing.build(whole)
         except CompileError:
             return math.inf
-        costs, out, back, update = self.planner.machine.costs, 0.0, 0.0, 0.0
+        costs, out, back = self.planner.machine.costs, 0.0, 0.0
         if "activations" in offload:
             ways = ("to disk", "from disk") if self.planner.pinned.offload_folder else ("to host", "from host")
             saved = sum(unit.saved for unit in units[:-2])
             out, back = (LENIENT * way_seconds(costs, way, saved) for way in ways)
-        if "optimizer" in offload:
-            update = costs.host_update_seconds(self.planner.parameter_bytes())
+        update = self._update(offload)
         return update + max(out, sum(unit.forward for unit in units)) + max(back, sum(unit.backward for unit in units))
+
+    def _update(self, offload: tuple[Offloaded, ...]) -> float:
+        """Seconds that updating all parameters on hosts takes, times the devices, if that is where it is done."""
+        costs, size = self.planner.machine.costs, self.planner.parameter_bytes()
+        return costs.host_update_seconds(size) if "optimizer" in offload else 0.0
 
     @property
     def _memory(self) -> float:
