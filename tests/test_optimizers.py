@@ -214,7 +214,7 @@ def _unsplit(name: str) -> dict[str, Tensor]:
     return dict(net.named_parameters())
 
 
-def _program(layout: Layout, offload: bool) -> quintnet.CompiledProgram:
+def _program(layout: Layout, offload: bool = False) -> quintnet.CompiledProgram:
     axes, plan = layout
     where = {"offload": ("optimizer",)} if offload else {}
     return quintnet.compile(_net(), Mesh(**axes), BATCH, loss_fn=F.mse_loss, check="off", **plan, **where)
