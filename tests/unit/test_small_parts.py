@@ -263,7 +263,7 @@ def _argument(hint: Any) -> Any:
 def test_decisions_are_read_from_texts() -> None:
     plan = Plan(
         microbatches=4, stages=("a", "b"), experts=("dp", "ep"), zero=3, overlap=False, async_tp=True,
-        recompute="auto", activation_memory_budget=2.5, offload=("activations",), offload_folder="/nvme",
+        recompute="auto", activation_memory_budget=2.5, offload=("activations",), offload_folder="/nvme", hot_rows=0.25,
         parameters={"*.w": {"tp": "S(0)"}}, loss_scale=8.0,
     )  # fmt: skip
     texts = []
