@@ -95,7 +95,7 @@ def _outside(job: Job, batch: Any, more: tuple[str, ...]) -> quintnet.CompiledPr
     """A job's program, with more of it on the host."""
     options = {**job.options, "offload": (*job.options.get("offload", ()), *more)}
     model, mesh = build(job.model, job.dtype), quintnet.Mesh(**job.axes)
-    return quintnet.compile(model, mesh, batch, loss_fn=CASES[job.model].loss_fn, **options)
+    return quintnet.compile(model, mesh, batch, loss_fn=EVERY[job.model].loss_fn, **options)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class UpdateBytes:
 def update_bytes(job: Job, device: str | None = None) -> tuple[UpdateBytes, UpdateBytes]:
     """Of this rank, as measured, and as simulated of the fullest of its place. ``device``: all ranks are in this
     process, on it."""
-    here, batch = install(), CASES[job.model].batch(8)
+    here, batch = install(), EVERY[job.model].batch(8)
     where = torch.device("emulated", dist.get_rank()) if device is None else torch.device(device)
     job = replace(job, options={**job.options, "device": where})
     program = _outside(job, batch, ("optimizer",))
