@@ -35,7 +35,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import quintnet
 from quintnet import Mesh
-from quintnet_compiler.ops.ring_plan import assign_runs, runs_of_rank
+from quintnet_compiler.ops.attention.ring_plan import assign_runs, runs_of_rank
 
 
 class Packed(nn.Module):

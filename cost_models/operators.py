@@ -14,7 +14,10 @@ from torch import fx
 from ..core.annotations import copies, facts, is_getitem, num_bytes, shape, tensor_inputs, values
 from ..core.errors import CompileError
 from ..core.slices import runs
-from ..ops.attention_blocks import Sight
+from ..ops.attention.blocks import Sight
+from ..ops.attention.ring_plan import ring_plan
+from ..ops.attention.seen_keys import SeenKeys, seen_by
+from ..ops.attention.tiled import tiled_attention, tiled_attention_backward
 from ..ops.catalog import work_of
 from ..ops.collectives import (
     all_gather_matmul,
@@ -25,12 +28,9 @@ from ..ops.collectives import (
 from ..ops.experts.grouped_rows import grouped_linear, grouped_weight_grad
 from ..ops.experts.scaled_groups import scaled_expert_linear, scaled_grouped_linear, scaled_grouped_weight_grad
 from ..ops.rank_local import embedding_rows
-from ..ops.ring_plan import ring_plan
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
 from ..ops.scaled_products import scaled_matmul
-from ..ops.seen_keys import SeenKeys, seen_by
-from ..ops.tiled_attention import tiled_attention, tiled_attention_backward
 from .kernels import Kernel, merged_bytes
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintnet_compiler.ops.attention_kernels import Gradients, Lengths
+from quintnet_compiler.ops.attention.kernels import Gradients, Lengths
 
 
 class LoopedSpans:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quintnet import expert_linear
-from quintnet_compiler.ops.attention import attention
+from quintnet_compiler.ops.attention.operator import attention
 
 WIDTH, EXPERTS = 16, 4  # of a mixture
 

@@ -20,6 +20,8 @@ from quintnet_compiler.ir.distributed_program import DistributedProgram, Piece, 
 from quintnet_compiler.ir.invariants import verify
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.program import DifferentiatedProgram, LocalProgram
+from quintnet_compiler.ops.attention.ring_plan import ring_plan
+from quintnet_compiler.ops.attention.tiled import tiled_attention, tiled_attention_backward
 from quintnet_compiler.ops.collectives import (
     COMMUNICATION,
     SIZED,
@@ -32,9 +34,7 @@ from quintnet_compiler.ops.collectives import (
     share,
 )
 from quintnet_compiler.ops.experts.grouped_rows import group_plan, group_rows, grouped_linear
-from quintnet_compiler.ops.ring_plan import ring_plan
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.ops.tiled_attention import tiled_attention, tiled_attention_backward
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.checks.backward import check_backward
 from quintnet_compiler.passes.checks.code import check_code

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import quintnet
 from quintnet_compiler.capture.capture import capture
-from quintnet_compiler.ops.attention import attention
+from quintnet_compiler.ops.attention.operator import attention
 
 transformers: Any = pytest.importorskip("transformers")
 torch.set_num_threads(1)

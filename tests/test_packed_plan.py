@@ -11,8 +11,8 @@ import quintnet
 from benchmarks.packed_plan import answer, documents_of, llama, packed_batch, uneven_in_order
 from quintnet_compiler.core.slices import runs
 from quintnet_compiler.cost_models.hardware import H100
-from quintnet_compiler.ops.attention_blocks import Sight
-from quintnet_compiler.ops.seen_keys import SeenKeys
+from quintnet_compiler.ops.attention.blocks import Sight
+from quintnet_compiler.ops.attention.seen_keys import SeenKeys
 
 pytest.importorskip("transformers")
 SMALL = {

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import quintnet
-from quintnet_compiler.ops.attention import attention
-from quintnet_compiler.ops.attention_blocks import Block, Sight
-from quintnet_compiler.ops.attention_ids import FEW
-from quintnet_compiler.ops.attention_tiles import AttentionTiles, Ids, Total
-from quintnet_compiler.ops.ring_plan import ring_plan
+from quintnet_compiler.ops.attention.blocks import Block, Sight
+from quintnet_compiler.ops.attention.ids import FEW
+from quintnet_compiler.ops.attention.operator import attention
+from quintnet_compiler.ops.attention.ring_plan import ring_plan
+from quintnet_compiler.ops.attention.tiles import AttentionTiles, Ids, Total
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.runtime.transport.local import LocalTransport
 from quintnet_compiler.runtime.transport.ring import Ring, runs_of

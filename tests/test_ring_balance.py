@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import quintnet
-from quintnet_compiler.ops.ring_plan import positions_of, ring_plan, runs_of_rank
+from quintnet_compiler.ops.attention.ring_plan import positions_of, ring_plan, runs_of_rank
 from quintnet_compiler.runtime.transport.local import LocalTransport
 
 from .models import WIDTH, Packed, document_ids

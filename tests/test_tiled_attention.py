@@ -19,16 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quintnet
 from quintnet_compiler.cost_models.hardware import H100
-from quintnet_compiler.ops.attention import attention
-from quintnet_compiler.ops.attention_blocks import Sight
-from quintnet_compiler.ops.attention_tiles import AttentionInputs, AttentionTiles, Ids
-from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.ops.tiled_attention import (
+from quintnet_compiler.ops.attention.blocks import Sight
+from quintnet_compiler.ops.attention.operator import attention
+from quintnet_compiler.ops.attention.tiled import (
     attend_runs,
     attend_runs_backward,
     backward_working_bytes,
     working_bytes,
 )
+from quintnet_compiler.ops.attention.tiles import AttentionInputs, AttentionTiles, Ids
+from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.lowering.lower_attention import LONG
 from quintnet_compiler.runtime.execute.comm import Comm
 

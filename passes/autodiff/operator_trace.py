@@ -25,7 +25,7 @@ from ...compat.torch import FakeTensorMode, schema_or_none
 from ...compat.torch_texts import forgotten_texts
 from ...core.absent_gpu import CPU, CUDA, AbsentGpu, on_device
 from ...core.annotations import facts, value
-from ...ops.cuda_attention import on_gpu
+from ...ops.attention.cuda import on_gpu
 from .recording import record
 
 aten = torch.ops.aten

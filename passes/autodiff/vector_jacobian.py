@@ -16,11 +16,11 @@ from torch import Tensor, fx
 from ...core.absent_gpu import CUDA, AbsentGpu
 from ...core.annotations import facts, shape, value
 from ...ir.builder import GraphBuilder
+from ...ops.attention.tiled import tiled_attention, tiled_attention_backward
 from ...ops.collectives import COLLECTIVES, ring_attention, ring_attention_backward
 from ...ops.cross_entropy import nll_terms, nll_terms_backward
 from ...ops.experts.grouped_rows import group_rows, grouped_bias_grad, grouped_linear, grouped_weight_grad, ungroup_rows
 from ...ops.rank_local import embedding_rows, embedding_rows_backward, pick_experts, place_experts
-from ...ops.tiled_attention import tiled_attention, tiled_attention_backward
 from .operator_trace import VIEWS, Template, trace
 from .row_strides import rows_are_neighbours
 

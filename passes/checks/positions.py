@@ -14,11 +14,11 @@ from ...core.annotations import facts, origin, shape, tensor_inputs, value
 from ...core.errors import REPORT, CompileError
 from ...core.sharding import Shard
 from ...ir.program import Axis, LocalProgram
-from ...ops.attention import IDS, attention
+from ...ops.attention.operator import IDS, attention
+from ...ops.attention.ring_plan import ring_plan
+from ...ops.attention.tiled import tiled_attention
 from ...ops.collectives import return_runs, ring_attention, send_runs
 from ...ops.rank_local import dropout, keep_mask, local_noise, noise
-from ...ops.ring_plan import ring_plan
-from ...ops.tiled_attention import tiled_attention
 
 aten = torch.ops.aten
 

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from ...core.annotations import shape, value
 from ...ir.builder import GraphBuilder
-from ...ops.attention import IDS, attention
-from ...ops.attention_blocks import Sight
+from ...ops.attention.blocks import Sight
+from ...ops.attention.operator import IDS, attention
 from ...ops.rank_local import dropout
 from .document_ids import known_value, run_lengths
 from .random_rewrites import random_calls

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from ...core.annotations import annotate, facts, shape
 from ...ir.plan import MOST_DOCUMENTS
 from ...ir.program import Program
-from ...ops.attention import attention
+from ...ops.attention.operator import attention
 from ...ops.rules.node_factors import argument
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from ...core.absent_gpu import CPU, AbsentGpu, on_device
 from ...core.annotations import facts, is_getitem, origin, value
 from ...core.errors import CompileError, QuintNetError
 from ...ir.builder import GraphBuilder
-from ...ops.cuda_attention import on_gpu
+from ...ops.attention.cuda import on_gpu
 from ...ops.derivatives.inner_gradients import start
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ...ops.rank_local import dropout

@@ -13,7 +13,7 @@ from ...core.absent_gpu import call_fake
 from ...core.annotations import is_float, shape, value
 from ...core.errors import CompileError
 from ...ir.builder import GraphBuilder
-from ...ops.attention import attention
+from ...ops.attention.operator import attention
 from ...ops.rank_local import dropout
 from .attention_rewrites import masked_attention, scaled_dot_product
 from .bag_rewrites import embedding_bag

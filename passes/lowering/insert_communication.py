@@ -16,7 +16,7 @@ from ...core.errors import REPORT, CompileError
 from ...core.sharding import AxisType, I, P, R, Shard, Sharding, conversion_path, local_shape, plain
 from ...ir.builder import GraphBuilder
 from ...ir.program import TILE_BYTES, Gathered, LocalProgram, ShardedProgram, StagedProgram, outputs
-from ...ops.attention import attention
+from ...ops.attention.operator import attention
 from ...ops.collectives import convert, share
 from ...ops.cross_entropy import nll_terms, row_nll
 from ...ops.experts.scaled_groups import EXPERT_LAYERS

@@ -16,13 +16,13 @@ from ...core.errors import CompileError
 from ...core.sharding import Shard
 from ...ir.builder import GraphBuilder
 from ...ir.program import TILE_BYTES, Axis, Strategy
-from ...ops.attention import IDS
-from ...ops.attention_blocks import Sight
+from ...ops.attention.blocks import Sight
+from ...ops.attention.operator import IDS
+from ...ops.attention.ring_plan import ring_plan, runs_of_rank
+from ...ops.attention.tiled import tiled_attention
 from ...ops.collectives import return_runs, ring_attention, send_runs
 from ...ops.rank_local import rows_of
-from ...ops.ring_plan import ring_plan, runs_of_rank
 from ...ops.rules.node_factors import argument
-from ...ops.tiled_attention import tiled_attention
 
 aten = torch.ops.aten
 QUERIES = 2  # the dim of positions in q, k and v
@@ -124,7 +124,7 @@ class LowerAttention:
         sight: Sight,
         whole: int,
     ) -> fx.Node:
-        """As :func:`quintnet_compiler.ops.attention.visible`, for the queries that this rank has."""
+        """As :func:`quintnet_compiler.ops.attention.operator.visible`, for the queries that this rank has."""
         call, reshape, device = self.builder.call, self.builder.reshape, value(q).device
         count, keys = shape(q)[QUERIES], shape(k)[QUERIES]
         cols = call(aten.arange.default, keys, dtype=torch.int64, device=device)

@@ -14,7 +14,7 @@ from ...core.errors import CompileError
 from ...core.precision import narrows
 from ...core.sharding import AxisType, I, R, S, Shard, local_shape, plain
 from ...ir.program import Strategy
-from ...ops.attention import attention
+from ...ops.attention.operator import attention
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rules.notation import Factors

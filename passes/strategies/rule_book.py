@@ -21,10 +21,10 @@ from ...core.annotations import facts, is_float, is_getitem, leaf, needs_grad, o
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R, S, Shard, gradient, plain
 from ...ir.program import Strategy
+from ...ops.attention.paged import paged_attention
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ...ops.experts.scaled_groups import scaled_expert_linear
 from ...ops.filled_rows import fill_rows
-from ...ops.paged_attention import paged_attention
 from ...ops.rules.node_factors import argument, opaque
 from ...ops.rules.notation import Dims, Factors, Rule
 from ...ops.scaled_products import scaled_matmul

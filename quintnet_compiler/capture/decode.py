@@ -27,7 +27,7 @@ from ..core.replaced import for_this_thread, one_thread
 from ..huggingface.registries import traced_as_few_nodes
 from ..ir.batch_form import BatchForm
 from ..ir.program import Captured
-from ..ops.paged_attention import paged_attention
+from ..ops.attention.paged import paged_attention
 from .capture import capture
 from .modes import evaluating
 from .places import LEAF
@@ -51,7 +51,7 @@ class Shape:
 def capture_call(model: nn.Module, shapes: Sequence[Shape], pools: int, page: int, tokens: int) -> Captured:
     """The logits [rows, vocabulary] after ``tokens`` further tokens of each text; the last is a token in every row.
 
-    Inputs: ids [rows, tokens], and ``table`` and ``places`` of :data:`..ops.paged_attention.paged_attention`. Leaves of
+    Inputs: ids [rows, tokens], and ``table`` and ``places`` of :data:`..ops.attention.paged.paged_attention`. Leaves of
     the kind ``cache``: two for each of ``shapes``, with ``pools`` pools of pages of ``page`` tokens. Nothing that is
     captured depends on how many pages there are, so caches and tables of any number may be given.
 

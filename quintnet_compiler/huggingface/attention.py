@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..compat.transformers import attention_registries, mask_parts
 from ..core.replaced import for_this_thread
-from ..ops.attention import attention
-from ..ops.attention_blocks import Sight
+from ..ops.attention.blocks import Sight
+from ..ops.attention.operator import attention
 from .masks import KnownMask, known_mask
 
 _NAME = "sdpa"

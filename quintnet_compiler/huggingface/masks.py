@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..compat.transformers import MaskPart
-from ..ops.attention_blocks import Sight
+from ..ops.attention.blocks import Sight
 
 
 @dataclass(frozen=True)
 class KnownMask:
-    """What a 4-D mask is made of; see :data:`quintnet_compiler.ops.attention.attention`. ``segments`` are numbers from
-    0 to below the length; ``alone``: nothing is seen but what groups say."""
+    """What a 4-D mask is made of; see :data:`quintnet_compiler.ops.attention.operator.attention`. ``segments`` are
+    numbers from 0 to below the length; ``alone``: nothing is seen but what groups say."""
 
     sight: Sight = Sight()
     padding: Tensor | None = None

@@ -12,9 +12,9 @@ from ..core.annotations import facts, is_getitem, origin, shape, tensor_inputs, 
 from ..core.errors import REPORT, CompileError
 from ..core.precision import narrows
 from ..core.sharding import P, Shard, local_shape
+from ..ops.attention.paged import paged_attention
 from ..ops.collectives import convert
 from ..ops.derivatives.user_derivatives import declare_gradient
-from ..ops.paged_attention import paged_attention
 from ..ops.rank_local import microbatch
 from .codegen_allowlist import check_source
 from .distributed_program import DistributedProgram

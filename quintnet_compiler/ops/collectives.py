@@ -110,8 +110,8 @@ dispatch = define_operator("dispatch(Tensor x, str axis, int size, Tensor order,
 combine = define_operator("combine(Tensor x, str axis, int size, Tensor order, Tensor counts) -> Tensor", _same)
 
 
-# A rank's runs of a dim on their way to the ranks that a plan (:data:`.ring_plan.ring_plan`) assigns them to, and back.
-# A rank has equally many of them before and after, in the order of positions.
+# A rank's runs of a dim on their way to the ranks that a plan (:data:`.attention.ring_plan.ring_plan`) assigns them
+# to, and back. A rank has equally many of them before and after, in the order of positions.
 send_runs = define_operator("send_runs(Tensor x, str axis, int size, int dim, Tensor plan) -> Tensor", _same)
 return_runs = define_operator("return_runs(Tensor x, str axis, int size, int dim, Tensor plan) -> Tensor", _same)
 

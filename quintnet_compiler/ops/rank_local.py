@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
+from .attention.paged import paged_attention
+from .attention.tiled import tiled_attention, tiled_attention_backward
 from .collectives import COMMUNICATION, shard_pad, shard_slice, wait
 from .copies import COPIES
 from .cross_entropy import nll_terms, nll_terms_backward
 from .define import define_operator, resized
-from .paged_attention import paged_attention
-from .tiled_attention import tiled_attention, tiled_attention_backward
 
 MICROBATCHES = "mb"  # the axis in time
 

@@ -23,9 +23,9 @@ from ..cost_models.roofline import Roofline
 from ..ir.cost_protocol import CostModel, RankCosts
 from ..ir.plan import Plan, precision_of
 from ..ir.program import Captured
-from ..ops.attention import attention
+from ..ops.attention.operator import attention
+from ..ops.attention.seen_keys import rows_of
 from ..ops.rules.notation import Rule
-from ..ops.seen_keys import rows_of
 from ..passes.frontend.document_ids import documents_in, expect_documents
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize

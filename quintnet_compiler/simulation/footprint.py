@@ -19,9 +19,9 @@ from ..core.annotations import facts, values
 from ..core.mesh import Mesh
 from ..ir.distributed_program import DistributedProgram, RankProgram, StageProgram
 from ..ir.generated import GeneratedModule
+from ..ops.attention.tiled import backward_working_bytes, working_bytes
 from ..ops.collectives import COLLECTIVES
 from ..ops.copies import WAYS
-from ..ops.tiled_attention import backward_working_bytes, working_bytes
 from ..runtime.execute.comm import Comm
 from ..runtime.state.products import adds_up
 from ..runtime.transport.local import LocalTransport, LocalWorld

@@ -1,4 +1,4 @@
-"""core.absent_gpu, ops.cuda_attention, passes.checks.derivatives.device_kernels, runtime.backends.absent and
+"""core.absent_gpu, ops.attention.cuda, passes.checks.derivatives.device_kernels, runtime.backends.absent and
 whole_state: programs for a GPU that is not here."""
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from quintnet_compiler.core.absent_gpu import CPU, CUDA, AbsentGpu, call_fake, o
 from quintnet_compiler.core.annotations import value
 from quintnet_compiler.core.errors import CompileError, RunError
 from quintnet_compiler.ir.builder import GraphBuilder, aten
-from quintnet_compiler.ops import cuda_attention
-from quintnet_compiler.ops.attention import attention
-from quintnet_compiler.ops.cuda_attention import CudaAttention, on_gpu
+from quintnet_compiler.ops.attention import cuda
+from quintnet_compiler.ops.attention.cuda import CudaAttention, on_gpu
+from quintnet_compiler.ops.attention.operator import attention
 from quintnet_compiler.passes.autodiff.vector_jacobian import VectorJacobian
 from quintnet_compiler.passes.checks.derivatives.calls import OperatorCall
 from quintnet_compiler.passes.checks.derivatives.device_kernels import on_cpu
@@ -156,7 +156,7 @@ def test_a_kernel_that_is_called_wrongly_is_noticed(what: str, monkeypatch: pyte
         monkeypatch.setattr(CudaAttention, "_added", lambda self, hidden: self.mask * 1.0)
     else:
         tensors = _qkv(FP16, 6)
-        monkeypatch.setattr(cuda_attention, "_padded", lambda x: torch.cat([x, x[..., :2]], -1))
+        monkeypatch.setattr(cuda, "_padded", lambda x: torch.cat([x, x[..., :2]], -1))
     with pytest.raises(CompileError, match="QN209"):
         _templates(aten.scaled_dot_product_attention.default, tensors, (), HOPPER)
 

@@ -1,4 +1,4 @@
-"""ops.attention_ids and huggingface.masks: which positions see each other, as the host reads it from their ids."""
+"""ops.attention.ids and huggingface.masks: which positions see each other, as the host reads it from their ids."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from quintnet_compiler.huggingface.masks import known_mask
-from quintnet_compiler.ops.attention import visible
-from quintnet_compiler.ops.attention_blocks import Block, Seen, Sight
-from quintnet_compiler.ops.attention_ids import Row
+from quintnet_compiler.ops.attention.blocks import Block, Seen, Sight
+from quintnet_compiler.ops.attention.ids import Row
+from quintnet_compiler.ops.attention.operator import visible
 
 
 def _ids(dice: random.Random, length: int, kind: str) -> Tensor | None:

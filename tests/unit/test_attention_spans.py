@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 import quintnet
-from quintnet_compiler.ops import attention_tiles
-from quintnet_compiler.ops.attention import visible
-from quintnet_compiler.ops.attention_blocks import Block, Sight
-from quintnet_compiler.ops.attention_ids import Row
-from quintnet_compiler.ops.attention_kernels import Matmuls
-from quintnet_compiler.ops.attention_spans import Calls
-from quintnet_compiler.ops.attention_tiles import AttentionInputs, AttentionTiles, Ids
-from quintnet_compiler.ops.tiled_attention import attend_runs, attend_runs_backward
+from quintnet_compiler.ops.attention import tiles
+from quintnet_compiler.ops.attention.blocks import Block, Sight
+from quintnet_compiler.ops.attention.ids import Row
+from quintnet_compiler.ops.attention.kernels import Matmuls
+from quintnet_compiler.ops.attention.operator import visible
+from quintnet_compiler.ops.attention.spans import Calls
+from quintnet_compiler.ops.attention.tiled import attend_runs, attend_runs_backward
+from quintnet_compiler.ops.attention.tiles import AttentionInputs, AttentionTiles, Ids
 
 from ..looped_spans import LoopedSpans
 from ..test_tiled_attention import MASKS, _program
@@ -35,7 +35,7 @@ class _Kernel(Matmuls):
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> LoopedSpans:
     made = LoopedSpans()
-    monkeypatch.setattr(attention_tiles, "kernel_for", lambda *_: _Kernel(made))
+    monkeypatch.setattr(tiles, "kernel_for", lambda *_: _Kernel(made))
     return made
 
 

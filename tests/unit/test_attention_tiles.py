@@ -1,4 +1,4 @@
-"""ops.attention_blocks, ops.attention_kernels, ops.attention_tiles, ops.tiled_attention and core.slices.runs: attention
+"""ops.attention.blocks, .kernels, .tiles, .tiled and core.slices.runs: attention
 whose masks are made from positions, beside attention to all keys at once in float64."""
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from quintnet_compiler.core import slices
 from quintnet_compiler.core.absent_gpu import CUDA
 from quintnet_compiler.core.sharding import Shard
-from quintnet_compiler.ops import attention_blocks, attention_kernels, attention_tiles, tiled_attention
-from quintnet_compiler.ops.attention_blocks import Block, Sight
-from quintnet_compiler.ops.attention_ids import FEW
-from quintnet_compiler.ops.attention_kernels import (
+from quintnet_compiler.ops.attention import blocks, kernels, tiled, tiles
+from quintnet_compiler.ops.attention.blocks import Block, Sight
+from quintnet_compiler.ops.attention.ids import FEW
+from quintnet_compiler.ops.attention.kernels import (
     AttentionKernel,
     CpuKernel,
     CudaKernel,
@@ -30,8 +30,8 @@ from quintnet_compiler.ops.attention_kernels import (
     Operands,
     kernel_for,
 )
-from quintnet_compiler.ops.attention_tiles import AttentionInputs, AttentionTiles, Ids, Total
-from quintnet_compiler.ops.tiled_attention import attend_runs, attend_runs_backward
+from quintnet_compiler.ops.attention.tiled import attend_runs, attend_runs_backward
+from quintnet_compiler.ops.attention.tiles import AttentionInputs, AttentionTiles, Ids, Total
 
 from ..looped_spans import LoopedSpans
 
@@ -50,7 +50,7 @@ def _sees(sight: Sight, row: int, col: int) -> bool:
 
 def test_parts_of_a_block_are_what_is_seen_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pair of a query and a key that is seen is in one part; a part that says so is seen wholly."""
-    monkeypatch.setattr(attention_blocks, "FEWEST", 2)
+    monkeypatch.setattr(blocks, "FEWEST", 2)
     dice = random.Random(0)
     for _ in range(4000):
         sight = Sight(dice.random() < 0.6, dice.choice([0, 0, 1, 2, 3, 5, 9, 30]), dice.choice([0, 0, 1, 3, 4, 7, 40]))
@@ -173,7 +173,7 @@ MASKS += [(Sight(False, 0, 5), {"padded": True, "grouped": True})]
 @pytest.mark.parametrize("tile_bytes", [1, 300, 10**6])
 def test_tiles_add_up_to_attention(monkeypatch: pytest.MonkeyPatch, kernel: AttentionKernel, tile_bytes: int) -> None:
     """Every kind of mask, for one run of positions, a part of them, and two; with and without groups of heads."""
-    monkeypatch.setattr(attention_tiles, "kernel_for", lambda *_: kernel)
+    monkeypatch.setattr(tiles, "kernel_for", lambda *_: kernel)
     for sight, mask in MASKS:
         for runs, heads in itertools.product(RUNS, ((2, 2), (4, 2))):
             _compare(sight, runs, tile_bytes, heads=heads, few=1 if heads[0] == 2 else FEW, **mask)
@@ -188,7 +188,7 @@ def test_tiles_add_up_to_attention(monkeypatch: pytest.MonkeyPatch, kernel: Atte
 def test_other_dtypes(
     monkeypatch: pytest.MonkeyPatch, kernel: AttentionKernel, dtype: torch.dtype, bound: float
 ) -> None:
-    monkeypatch.setattr(attention_tiles, "kernel_for", lambda *_: kernel)
+    monkeypatch.setattr(tiles, "kernel_for", lambda *_: kernel)
     for sight, mask in MASKS:
         _compare(sight, RUNS[2], 100, **mask, dtype=dtype, bound=bound)
 
@@ -210,7 +210,7 @@ def test_keys_that_are_not_seen_do_not_count_beside_very_small_scores(
     monkeypatch: pytest.MonkeyPatch, kernel: AttentionKernel, dtype: torch.dtype
 ) -> None:
     """Scores of about -80000, less than float16 can hold, are as good as any others."""
-    monkeypatch.setattr(attention_tiles, "kernel_for", lambda *_: kernel)
+    monkeypatch.setattr(tiles, "kernel_for", lambda *_: kernel)
     dice = torch.Generator().manual_seed(0)
     q, k = torch.full((1, 1, LENGTH, 8), 100.0).to(dtype), torch.full((1, 1, LENGTH, 8), -100.0).to(dtype)
     v = torch.randn(1, 1, LENGTH, 8, generator=dice).to(dtype)
@@ -347,8 +347,8 @@ def test_kernels_of_cuda_get_what_they_take(monkeypatch: pytest.MonkeyPatch, fla
         "_scaled_dot_product_efficient_attention": _efficient,
         "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     }
-    monkeypatch.setattr(attention_kernels, "aten", SimpleNamespace(**stand_ins))
-    monkeypatch.setattr(attention_tiles, "kernel_for", lambda *_: CudaKernel(FlashLengths() if flash else None))
+    monkeypatch.setattr(kernels, "aten", SimpleNamespace(**stand_ins))
+    monkeypatch.setattr(tiles, "kernel_for", lambda *_: CudaKernel(FlashLengths() if flash else None))
     for sight, mask in MASKS:
         _compare(sight, RUNS[2], 100, **mask)
 
@@ -391,8 +391,8 @@ def test_operators_know_the_shapes_of_their_results() -> None:
     how = (None, None, None, 1.0, "causal", 64, 12, ["cp"], [2], [1])
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in (q, k, v)]
-        out, lse = tiled_attention.tiled_attention(*fakes, *how)
-        found = tiled_attention.tiled_attention_backward(out, *fakes, out, lse, *how)
+        out, lse = tiled.tiled_attention(*fakes, *how)
+        found = tiled.tiled_attention_backward(out, *fakes, out, lse, *how)
     made = attend_runs(AttentionTiles(1.0, Sight(True, 0), 64), [(6, 6)], AttentionInputs(q, k, v, Ids()))
     assert [x.shape for x in (out, lse)] == [x.shape for x in made]
     assert [x.shape for x in found] == [x.shape for x in (q, k, v)]

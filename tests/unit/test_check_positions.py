@@ -12,12 +12,12 @@ from torch import fx
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.sharding import I, S
 from quintnet_compiler.ir.program import Axis, LocalProgram, ShardedProgram, StagedProgram, Strategy
-from quintnet_compiler.ops.attention import attention
+from quintnet_compiler.ops.attention.operator import attention
+from quintnet_compiler.ops.attention.ring_plan import ring_plan
+from quintnet_compiler.ops.attention.tiled import tiled_attention
 from quintnet_compiler.ops.collectives import ring_attention
 from quintnet_compiler.ops.rank_local import dropout, keep_mask, local_noise, noise
-from quintnet_compiler.ops.ring_plan import ring_plan
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.ops.tiled_attention import tiled_attention
 from quintnet_compiler.passes.checks.positions import check_positions
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 

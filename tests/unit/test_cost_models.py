@@ -45,8 +45,8 @@ from quintnet_compiler.cost_models.pipeline_time import Stage, interleaved_secon
 from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.cost_models.step_time import StepModel
 from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout, stage_layers
+from quintnet_compiler.ops.attention.ring_plan import ring_plan
 from quintnet_compiler.ops.collectives import ring_attention
-from quintnet_compiler.ops.ring_plan import ring_plan
 from quintnet_compiler.passes.frontend.normalize import Normalize
 from quintnet_compiler.schedules.kinds import one_f_one_b
 from quintnet_compiler.schedules.schedule import Op, chain, simulate

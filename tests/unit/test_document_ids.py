@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.core.annotations import facts
 from quintnet_compiler.ir.plan import MOST_DOCUMENTS
-from quintnet_compiler.ops.attention import attention
+from quintnet_compiler.ops.attention.operator import attention
 from quintnet_compiler.passes.frontend.document_ids import documents_in, expect_documents, known_value, run_lengths
 from quintnet_compiler.passes.frontend.normalize import Normalize
 

@@ -14,7 +14,7 @@ from quintnet_compiler.capture.flex.followed import flex_attention_followed
 from quintnet_compiler.capture.flex.masks import mask_of
 from quintnet_compiler.capture.flex.terms import IndexTerm, NotFollowed
 from quintnet_compiler.compat import torch_flex
-from quintnet_compiler.ops.attention import visible
+from quintnet_compiler.ops.attention.operator import visible
 
 ROWS, LENGTH = 2, 12
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from quintnet_compiler.core.precision import Precision
 from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.ir.builder import GraphBuilder, aten
 from quintnet_compiler.ir.program import Axis, Strategy
-from quintnet_compiler.ops.attention import attention
+from quintnet_compiler.ops.attention.operator import attention
 from quintnet_compiler.ops.collectives import all_reduce
 from quintnet_compiler.ops.experts.expert_linear import expert_linear
 from quintnet_compiler.ops.rank_local import dropout

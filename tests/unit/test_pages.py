@@ -10,7 +10,7 @@ from quintnet_compiler.api.program_generation import ProgramGeneration
 from quintnet_compiler.core.errors import CompileError, InputError
 from quintnet_compiler.driver.generation import batches, decoding, generation, pages, sampling
 from quintnet_compiler.driver.generation.sampling import Sampling, draws_of
-from quintnet_compiler.ops.paged_attention import NOTHING
+from quintnet_compiler.ops.attention.paged import NOTHING
 
 
 def test_texts_that_begin_alike_share_whole_pages() -> None:

@@ -1,4 +1,4 @@
-"""ops.ring_plan and runtime.transport.run_exchange: which runs a rank computes, and how they come to it and return."""
+"""ops.attention.ring_plan and runtime.transport.run_exchange: which runs a rank computes, and how they travel."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from quintnet_compiler.core.mesh import Mesh
-from quintnet_compiler.ops.attention import visible
-from quintnet_compiler.ops.attention_blocks import Block, Sight
-from quintnet_compiler.ops.attention_tiles import Ids
-from quintnet_compiler.ops.ring_plan import assign_runs, positions_of, ring_plan
+from quintnet_compiler.ops.attention.blocks import Block, Sight
+from quintnet_compiler.ops.attention.operator import visible
+from quintnet_compiler.ops.attention.ring_plan import assign_runs, positions_of, ring_plan
+from quintnet_compiler.ops.attention.tiles import Ids
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
 from quintnet_compiler.runtime.transport.run_exchange import RunExchange
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from benchmarks.packed import lengths, pairs, shuffled, uneven
 from quintnet_compiler.core.slices import runs
-from quintnet_compiler.ops.attention import visible
-from quintnet_compiler.ops.attention_blocks import Sight
-from quintnet_compiler.ops.attention_tiles import AttentionTiles, Ids
-from quintnet_compiler.ops.ring_plan import positions_of, ring_plan
-from quintnet_compiler.ops.seen_keys import SeenKeys, SeenRow, rows_of
+from quintnet_compiler.ops.attention.blocks import Sight
+from quintnet_compiler.ops.attention.operator import visible
+from quintnet_compiler.ops.attention.ring_plan import positions_of, ring_plan
+from quintnet_compiler.ops.attention.seen_keys import SeenKeys, SeenRow, rows_of
+from quintnet_compiler.ops.attention.tiles import AttentionTiles, Ids
 from quintnet_compiler.runtime.transport.ring import Ring, runs_of
 
 LENGTH = 48

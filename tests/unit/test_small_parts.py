@@ -37,9 +37,9 @@ from quintnet_compiler.ir.plan import Plan, PlanOptions
 from quintnet_compiler.ir.plan_options import decided, lists_options, read_options
 from quintnet_compiler.ir.program import ShardedProgram, StagedProgram, Strategy
 from quintnet_compiler.ir.repeated_blocks import as_block, block_members, block_of
-from quintnet_compiler.ops.attention import attention, visible
-from quintnet_compiler.ops.attention_blocks import Sight
-from quintnet_compiler.ops.paged_attention import PageAccess, attend_pages
+from quintnet_compiler.ops.attention.blocks import Sight
+from quintnet_compiler.ops.attention.operator import attention, visible
+from quintnet_compiler.ops.attention.paged import PageAccess, attend_pages
 from quintnet_compiler.weights.files import open_weights
 from quintnet_compiler.weights.names import assign, misread_names
 from quintnet_compiler.weights.sources import Join, Stack, runs_of

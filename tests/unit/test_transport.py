@@ -11,9 +11,9 @@ from torch import Tensor
 
 from quintnet_compiler.core.errors import RunError
 from quintnet_compiler.core.mesh import Mesh
-from quintnet_compiler.ops.attention_blocks import Sight
-from quintnet_compiler.ops.attention_tiles import AttentionTiles, Ids
-from quintnet_compiler.ops.ring_plan import ring_plan
+from quintnet_compiler.ops.attention.blocks import Sight
+from quintnet_compiler.ops.attention.ring_plan import ring_plan
+from quintnet_compiler.ops.attention.tiles import AttentionTiles, Ids
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
 from quintnet_compiler.runtime.transport.ring import Ring, runs_of
 from quintnet_compiler.runtime.transport.token_dispatch import Router

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from ....core.annotations import value
+from ....ops.attention.tiled import tiled_attention, tiled_attention_backward
 from ....ops.collectives import combine, dispatch, return_runs, ring_attention, ring_attention_backward, send_runs
 from ....ops.cross_entropy import nll_terms, nll_terms_backward
 from ....ops.rank_local import embedding_rows, embedding_rows_backward, pick_experts, place_experts
-from ....ops.tiled_attention import tiled_attention, tiled_attention_backward
 from .calls import OperatorCall, Pattern, wrong
 
 

@@ -13,7 +13,7 @@ from ...compat.torch import recording
 from ...compat.torch_flex import flex_attention_by
 from ...core.errors import CompileError, Where
 from ...core.replaced import for_this_thread
-from ...ops.attention import attention
+from ...ops.attention.operator import attention
 from ..places import OWN
 from ..watched_trace import user_line
 from .masks import FlexMask, mask_of
@@ -28,7 +28,7 @@ _FIX = (
 
 @contextlib.contextmanager
 def flex_attention_followed() -> Iterator[None]:
-    """While inside, ``flex_attention`` that a traced forward calls is :mod:`quintnet_compiler.ops.attention`.
+    """While inside, ``flex_attention`` that a traced forward calls is :mod:`quintnet_compiler.ops.attention.operator`.
 
     Raises:
         CompileError: QN105 for a ``score_mod``, logs that are asked for, and masks that are more than that.

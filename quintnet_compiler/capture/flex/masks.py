@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.attention_blocks import Sight
+from ...ops.attention.blocks import Sight
 from .terms import SYNONYMS, IndexTerm, NotFollowed
 
 _MIRRORED = {operator.lt: operator.gt, operator.le: operator.ge, operator.gt: operator.lt, operator.ge: operator.le}
@@ -19,7 +19,7 @@ _ORDERS = frozenset(_MIRRORED)
 
 @dataclass(frozen=True)
 class FlexMask:
-    """See :data:`quintnet_compiler.ops.attention.attention`."""
+    """See :data:`quintnet_compiler.ops.attention.operator.attention`."""
 
     sight: Sight = Sight()
     padding: Tensor | None = None

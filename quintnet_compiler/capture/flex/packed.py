@@ -14,16 +14,16 @@ from ...compat.torch import recording
 from ...compat.torch_varlen import VarlenCall, varlen_attention_by
 from ...core.errors import CompileError, Where
 from ...core.replaced import for_this_thread
-from ...ops.attention import attention
-from ...ops.attention_blocks import Sight
+from ...ops.attention.blocks import Sight
+from ...ops.attention.operator import attention
 from ..places import OWN
 from ..watched_trace import user_line
 
 
 @contextlib.contextmanager
 def varlen_attention_followed() -> Iterator[None]:
-    """While inside, ``varlen_attn`` that a traced forward calls is :mod:`quintnet_compiler.ops.attention`. Positions
-    behind the last end, of which PyTorch says nothing, are a document of their own.
+    """While inside, ``varlen_attn`` that a traced forward calls is :mod:`quintnet_compiler.ops.attention.operator`.
+    Positions behind the last end, of which PyTorch says nothing, are a document of their own.
 
     Raises:
         CompileError: QN105 for keys of other documents than those of queries, keys ahead of a window, and what

@@ -15,7 +15,7 @@ from ...core.sharding import AxisType
 from ...equivalence.reference import differs
 from ...ir.distributed_program import DistributedProgram
 from ...ir.program import Captured
-from ...ops.paged_attention import NOTHING
+from ...ops.attention.paged import NOTHING
 from ...runtime.backends.backend import Backend, Caches
 from ...runtime.execute.executor import Run
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from ...core.annotations import shape, tensor_inputs
-from ..attention import IDS
+from ..attention.operator import IDS
 from .node_factors import Named, aligned, argument, named, opaque
 from .notation import Dims, Factors, Notation, SpecFn
 

@@ -12,14 +12,14 @@ from torch import fx
 
 from ...compat.torch import OLD_CHOLESKY
 from ...core.annotations import is_float, tensor_inputs, value
-from ..attention import attention
+from ..attention.operator import attention
+from ..attention.paged import paged_attention
 from ..cross_entropy import row_nll
 from ..ctc import ctc_rows
 from ..derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ..experts.expert_linear import expert_linear
 from ..experts.scaled_groups import scaled_expert_linear
 from ..filled_rows import alike, fill_rows
-from ..paged_attention import paged_attention
 from ..rank_local import dropout, noise
 from ..scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from . import contractions as c

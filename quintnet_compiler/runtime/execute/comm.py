@@ -14,12 +14,12 @@ from ...core.mesh import Mesh
 from ...core.precision import widened
 from ...core.rng import DISTRIBUTIONS, Key, keep_mask
 from ...core.sharding import Shard
-from ...ops.attention import IDS
-from ...ops.attention_blocks import Sight
-from ...ops.attention_tiles import AttentionInputs, AttentionTiles, Ids
+from ...ops.attention.blocks import Sight
+from ...ops.attention.operator import IDS
+from ...ops.attention.paged import PageAccess, attend_pages
+from ...ops.attention.tiled import attend_runs, attend_runs_backward
+from ...ops.attention.tiles import AttentionInputs, AttentionTiles, Ids
 from ...ops.collectives import COLLECTIVES
-from ...ops.paged_attention import PageAccess, attend_pages
-from ...ops.tiled_attention import attend_runs, attend_runs_backward
 from ..state.gradients import GradientStore
 from ..transport.async_matmul import all_gather_matmul, factors, matmul_reduce_scatter
 from ..transport.disk_copies import DiskCopies
@@ -277,7 +277,7 @@ class Comm:
         return Ring(self.transport, axis, size, self.coordinate[axis], at, tiles, runs)
 
     def tiled_attention(self, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-        """Attention of this rank's positions to all, see :mod:`quintnet_compiler.ops.tiled_attention`."""
+        """Attention of this rank's positions to all, see :mod:`quintnet_compiler.ops.attention.tiled`."""
         return attend_runs(*self._runs(*how[len(IDS) :]), AttentionInputs(q, k, v, self._read(*how[: len(IDS)])))
 
     def tiled_attention_backward(
@@ -361,7 +361,7 @@ class Comm:
         window: int,
         at: int,
     ) -> Tensor:
-        """Attention to what was kept, see :mod:`quintnet_compiler.ops.paged_attention`."""
+        """Attention to what was kept, see :mod:`quintnet_compiler.ops.attention.paged`."""
         key = id(table), id(places), window, q.dtype
         if key not in self.pages:  # the layers of a call read the same pages
             self.pages[key] = PageAccess.of(keys, table, places, window, q.dtype), table, places

@@ -1,8 +1,9 @@
 """Attention to sequences that a ring of ranks holds: keys and values travel, queries stay (Liu et al. 2023).
 
 A rank holds one run of positions, or those that a plan assigns to it: equally much work for all ranks (for one
-document as Brandon et al. 2023 have it, see :mod:`...ops.ring_plan`). Every pair of a run of queries and one of keys is
-a block, of which only those that are seen at all are computed; ids of all positions, which say so, are on every rank.
+document as Brandon et al. 2023 have it, see :mod:`...ops.attention.ring_plan`). Every pair of a run of queries and one
+of keys is a block, of which only those that are seen at all are computed; ids of all positions, which say so, are on
+every rank.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ...core.precision import widened
-from ...ops.attention_blocks import Block
-from ...ops.attention_tiles import AttentionInputs, AttentionTiles, Ids, Total
-from ...ops.ring_plan import Held, Runs, positions_of
+from ...ops.attention.blocks import Block
+from ...ops.attention.ring_plan import Held, Runs, positions_of
+from ...ops.attention.tiles import AttentionInputs, AttentionTiles, Ids, Total
 from .transport import Transport
 
 POSITIONS = 2  # the dim of positions in q, k and v
@@ -61,7 +62,7 @@ class Ring(Circle):
         """For how many steps any rank sees anything: all of them, but few where a window or documents are short. All
         ranks find the same.
 
-        >>> from quintnet_compiler.ops.attention_blocks import Sight
+        >>> from quintnet_compiler.ops.attention.blocks import Sight
         >>> Ring(None, "cp", 8, 0, 0, AttentionTiles(1.0, Sight(True, 5), 1), runs_of(None, 8, 4)).steps(Ids())
         2
         """

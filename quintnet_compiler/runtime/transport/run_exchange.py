@@ -12,8 +12,8 @@ from .transport import Pending, Transport
 
 
 class RunExchange:
-    """One rank's side. A plan (:mod:`...ops.ring_plan`) says on every rank which runs all of them compute: nobody asks
-    how many come. Where all runs stay, ranks do not meet."""
+    """One rank's side. A plan (:mod:`...ops.attention.ring_plan`) says on every rank which runs all of them compute:
+    nobody asks how many come. Where all runs stay, ranks do not meet."""
 
     def __init__(self, transport: Transport, mesh: Mesh, coordinate: Mapping[str, int]) -> None:
         self.transport, self.mesh, self.coordinate = transport, mesh, coordinate

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.absent_gpu import AbsentGpu
-from .attention import attend, attention
+from ...core.absent_gpu import AbsentGpu
+from .operator import attend, attention
 
 AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
 aten = torch.ops.aten

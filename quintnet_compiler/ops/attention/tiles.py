@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.precision import widened
-from .attention import visible
-from .attention_blocks import Block, Sight
-from .attention_ids import FEW, Pair, Row
-from .attention_kernels import AttentionKernel, Gradients, Operands, kernel_for
-from .attention_spans import AttentionTerm, Backward, Calls, SpansCall, Where
+from ...core.precision import widened
+from .blocks import Block, Sight
+from .ids import FEW, Pair, Row
+from .kernels import AttentionKernel, Gradients, Operands, kernel_for
+from .operator import visible
+from .spans import AttentionTerm, Backward, Calls, SpansCall, Where
 
 Shown: TypeAlias = tuple[Sequence[SpansCall], Sequence[tuple[int | None, Pair]]]  # pairs of a row of the batch, or all
 FEATURES = 8  # of a head: kernels of GPUs take multiples of so many
@@ -107,7 +107,7 @@ class Ids:
 @dataclass(frozen=True)
 class AttentionInputs:
     """What attention reads: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E]; and what says of all positions [B, length],
-    on the host, which are seen (see :data:`.attention.attention`)."""
+    on the host, which are seen (see :data:`.operator.attention`)."""
 
     q: Tensor
     k: Tensor

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .define import define_operator
+from ..define import define_operator
 
 NOTHING = 0  # the page of each pool that no text has: what is no token is written there
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_blocks import Sight
-from .define import define_composite
+from ..define import define_composite
+from .blocks import Sight
 
 
 def visible(

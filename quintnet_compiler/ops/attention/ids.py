@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .attention_blocks import Block, Seen, Sight
+from .blocks import Block, Seen, Sight
 
 FEW = 64  # positions of a run at least, where shorter documents are neighbours: each run is a call of a kernel
 

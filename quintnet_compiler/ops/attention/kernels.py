@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.absent_gpu import AbsentGpu
-from ..core.precision import widened
-from .cuda_attention import CudaAttention
+from ...core.absent_gpu import AbsentGpu
+from ...core.precision import widened
+from .cuda import CudaAttention
 
 aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -65,7 +65,7 @@ class Operands:
 class Lengths:
     """Runs of queries and of keys, one after the other: q [S, H, D], k [T, G, D] and v [T, G, D] of all; where runs end
     among all of them, after a 0 (int32, on the device); the longest; and what a query sees of its keys, see
-    :class:`.attention_blocks.AttentionSpan`."""
+    :class:`.blocks.AttentionSpan`."""
 
     q: Tensor
     k: Tensor

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .attention_blocks import FEWEST, Block, Sight
-from .attention_tiles import Ids
-from .define import define_operator
+from ..define import define_operator
+from .blocks import FEWEST, Block, Sight
+from .tiles import Ids
 
 RUNS = (8, 4, 2, 1)  # of a rank: as many as divide its positions, and are not short
 EVEN = 1.02  # the most work of a rank over the mean that is even enough

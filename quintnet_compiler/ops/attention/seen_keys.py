@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from .attention_blocks import Sight
-from .attention_ids import FEW
+from .blocks import Sight
+from .ids import FEW
 from .ring_plan import assign_runs, positions_of
 
 MOST_ROWS = 256  # of documents that go on and on

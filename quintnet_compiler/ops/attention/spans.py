@@ -12,8 +12,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .attention_blocks import AttentionSpan, Block
-from .attention_kernels import AttentionKernel, Lengths
+from .blocks import AttentionSpan, Block
+from .kernels import AttentionKernel, Lengths
 
 Run: TypeAlias = tuple[int, int, int]  # a row of the batch, and a first place and an end in it
 Where: TypeAlias = tuple[int | slice | Tensor, ...]  # an index of [rows, places, ...]

@@ -1,4 +1,4 @@
-"""Attention of the queries that a rank has, to all keys, without a mask in memory: for what :mod:`.attention` computes
+"""Attention of the queries that a rank has, to all keys, without a mask in memory: for what :mod:`.operator` computes
 where the mask would be large."""
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.precision import widened
-from .attention import IDS
-from .attention_blocks import Block, Sight
-from .attention_kernels import Gradients
-from .attention_tiles import AttentionInputs, AttentionTiles, Ids, Total
-from .define import define_operator
+from ...core.precision import widened
+from ..define import define_operator
+from .blocks import Block, Sight
+from .kernels import Gradients
+from .operator import IDS
+from .tiles import AttentionInputs, AttentionTiles, Ids, Total
 
 POSITIONS = 2  # the dim of positions in q, k and v
 

@@ -1,0 +1,1 @@
+"""Attention as an operator, which parts of it there are, and the kernels that compute them."""
