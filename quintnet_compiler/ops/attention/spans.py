@@ -44,10 +44,11 @@ class Backward:
 
 @dataclass(frozen=True)
 class RunPlaces:
-    """Runs of places in [rows, heads, places, features], one after the other."""
+    """Runs of places in [rows, heads, places, features], one after the other. What layers share is made once."""
 
     runs: tuple[Run, ...]
-    _on: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, init=False, compare=False)
+    _found: dict[tuple[object, ...], Where] = field(default_factory=dict, init=False, compare=False)
+    _ends: dict[torch.device, Tensor] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -55,14 +56,24 @@ class RunPlaces:
 
     def where(self, like: Tensor) -> Where:
         """Of a tensor [rows, places, ...] on the same device: as slices where no run leaves a gap to the next."""
-        rows, length = like.shape[:2]
+        key = (*like.shape[:2], like.device)
+        if key not in self._found:
+            self._found[key] = self._slices(*like.shape[:2]) or self._indices(like.device)
+        return self._found[key]
+
+    def _slices(self, rows: int, length: int) -> Where | None:
         at = [(row * length + first, row * length + end) for row, first, end in self.runs]
         if all(end == first for (_, end), (first, _) in pairwise(at)):
             if self.runs[0][0] == self.runs[-1][0]:
                 return self.runs[0][0], slice(self.runs[0][1], self.runs[-1][2])
             if (at[0][0], at[-1][1]) == (0, rows * length):
                 return (slice(None),)
-        return self._on_device(like.device)[1:]
+        return None
+
+    def _indices(self, device: torch.device) -> Where:
+        rows = [torch.full([end - first], row) for row, first, end in self.runs]
+        places = [torch.arange(first, end) for _, first, end in self.runs]
+        return tuple(torch.cat(x).to(device, non_blocking=True) for x in (rows, places))
 
     def taken(self, x: Tensor) -> Tensor:
         """Of [rows, heads, places, ...]: [places of the runs, heads, ...]."""
@@ -71,17 +82,11 @@ class RunPlaces:
         return found.flatten(0, 1) if found.dim() == x.dim() else found  # all rows
 
     def ends(self, device: torch.device) -> Tensor:
-        """Where each run ends among all, after a 0."""
-        return self._on_device(device)[0]
-
-    def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Ends, and the row of the batch and the place of each position: what layers share is copied once."""
-        if device not in self._on:
+        """Where each run ends among all, after a 0; the host does not wait for the copy."""
+        if device not in self._ends:
             ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
-            rows = torch.tensor([row for row, _, _ in self.runs]).repeat_interleave(torch.tensor(self.lengths))
-            places = torch.cat([torch.arange(first, end) for _, first, end in self.runs])
-            self._on[device] = ends.to(device), rows.to(device), places.to(device)
-        return self._on[device]
+            self._ends[device] = ends.to(device, non_blocking=True)
+        return self._ends[device]
 
 
 @dataclass(frozen=True)
