@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _mark_samples(items)
     # autograd makes a queue for each device when it first runs: the emulated device must be there before
-    items.sort(key=lambda item: item.path.name != "test_accelerator.py")
+    items.sort(key=lambda item: item.path.name not in ("test_accelerator.py", "test_gradient_memory.py"))
 
 
 def _mark_samples(items: list[pytest.Item]) -> None:
