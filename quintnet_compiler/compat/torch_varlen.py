@@ -54,8 +54,8 @@ def varlen_attention_by(run: Callable[[VarlenCall, Callable[[], Any]], Any], rep
     def ours(q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, *rest: Any) -> tuple[Any, ...]:
         _, _, causal, scale, window, *added = rest
         left, right = window or (-1, -1)
-        asked = [name for name, given in zip(("enable_gqa", "seqused_k", "block_table"), added, strict=False)
-                 if name != "enable_gqa" and given is not None]  # fmt: skip
+        caches = zip(("seqused_k", "block_table"), added[1:], strict=False)  # behind enable_gqa; not in PyTorch 2.11
+        asked = [name for name, given in caches if given is not None]
         asked += ["return_aux"] if _logs_asked(inspect.currentframe(), module.varlen_attn.__code__) else []
         call = VarlenCall(q, k, v, q_ends, k_ends, scale, left, 0 if causal else right, next(iter(asked), None))
         made = run(call, lambda: theirs(q, k, v, q_ends, k_ends, *rest))
