@@ -217,6 +217,20 @@ def test_a_checkpoint_makes_the_host_wait_once(device: Emulated, tmp_path: Path)
 OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("activations",), ("parameters",), ("parameters", "activations"))
 
 
+def _third_step(
+    device: Emulated, program: quintnet.CompiledProgram, batch: tuple[torch.Tensor, ...]
+) -> tuple[int, Any]:
+    """Bytes that the device has given before it, and what it takes; copies are late."""
+    device.delay(1, share=0.1)
+    for _ in range(3):
+        program.zero_grad()
+        before = device.extension.requested(0)[0]
+        with device.measuring(0) as found:
+            program.step(batch)
+    device.delay(0, share=0.0)
+    return before, found
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("offload", OFFLOADS, ids=lambda one: "-".join(one) or "plain")
 @pytest.mark.parametrize(("name", "microbatches"), [("cnn", 2), ("gpt", 1), ("vit", 1)])
@@ -232,13 +246,8 @@ def test_bytes_of_the_device_and_of_its_host_are_those_simulated(
         build(name), quintnet.Mesh(dp=1), batch, loss_fn=case.loss_fn, device=where, microbatches=microbatches,
         offload=offload,  # type: ignore[arg-type]
     )  # fmt: skip
-    device.delay(1, share=0.1)
-    for _ in range(3):
-        program.zero_grad()
-        between = device.extension.requested(0)[0] - there
-        with device.measuring(0) as found:
-            program.step(batch)
-    device.delay(0, share=0.0)
+    between, found = _third_step(device, program, batch)
+    between -= there
     (row,) = program.simulate().rows
     staying = device.extension.requested(0)[2] - before  # parameters and gradients, between steps
     print(name, microbatches, offload, found, staying)
@@ -271,13 +280,8 @@ def test_bytes_of_a_device_whose_values_wait_in_files_are_those_simulated(
     gc.collect()
     there, _, before, _ = device.extension.requested(0)
     program = made(offload=offload, offload_folder=str(tmp_path))
-    device.delay(1, share=0.1)
-    for _ in range(3):
-        program.zero_grad()
-        between = device.extension.requested(0)[0] - there
-        with device.measuring(0) as found:
-            program.step(batch)
-    device.delay(0, share=0.0)
+    between, found = _third_step(device, program, batch)
+    between -= there
     (row,) = program.simulate().rows
     staying = device.extension.requested(0)[2] - before
     print(name, offload, found, staying, max(sizes))
