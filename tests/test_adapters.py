@@ -20,7 +20,7 @@ LAYOUTS: list[tuple[quintnet.Mesh, dict[str, Any]]] = [
     (quintnet.Mesh(dp=2, tp=2), {"zero": 3}),
     (quintnet.Mesh(pp=2, dp=2), {"zero": 2, "microbatches": 2}),
     (quintnet.Mesh(cp=2, tp=2), {"recompute": "full"}),
-    (quintnet.Mesh(pp=2, tp=2), {"microbatches": 2, "schedule": "zb_h1"}),
+    (quintnet.Mesh(pp=2, tp=2), {"microbatches": 2, "schedule": "zb-h1"}),
     (quintnet.Mesh(dp=2, cp=2), {"zero": 1}),
 ]
 
