@@ -23,7 +23,7 @@ def on_slices(
 ) -> dict[fx.Node, tuple[Strategy, ...]]:
     """The strategies of the operators that cast parameter ``node``, on slices of types ``kinds``: a scale over what
     ranks store is the largest of theirs. Empty where another operator reads it, or ``kinds`` have padding, or an axis
-    further in slices the same dim."""
+    further in slices, or splits for an operator, the same dim."""
     casts = _casts(node)
     changed = [p for p, kind in enumerate(kinds) if kind != program.produced(node)[p]]
     if not casts or not _even(program, node, kinds, changed):
@@ -69,7 +69,8 @@ def _even(program: ShardedProgram, node: fx.Node, kinds: Sequence[AxisType], cha
 def _strategies(
     program: ShardedProgram, node: fx.Node, given: Sequence[Sequence[AxisType]], changed: Sequence[int], book: RuleBook
 ) -> tuple[Strategy, ...] | None:
-    """As before but over the axes ``changed``, where it takes what is ``given``; None if its rule has no such way."""
+    """As before but over the axes ``changed``, where it takes what is ``given``; None if its rule has no such way, or an
+    axis behind splits what is in slices then."""
     factors, found = book.factors_of(node), list[Strategy]()
     for position, (axis, before) in enumerate(zip(program.axes, program.strategies[node], strict=True)):
         chosen = before
@@ -79,6 +80,8 @@ def _strategies(
             if not options:
                 return None
             chosen = options[0]
+        elif chosen.splits and not all(name in factors.sizes for name, _ in chosen.units):
+            return None
         found.append(chosen)
         factors = refine(factors, chosen, axis.size)
     return tuple(found)
