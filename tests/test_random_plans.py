@@ -66,3 +66,8 @@ def test_random_plan_equals_the_unsplit_model(name: str, axes: tuple[int, ...], 
 def test_many_random_plans(name: str, axes: tuple[int, ...], stages: int) -> None:
     for seed in range(100, 120):
         _check(name, axes, stages, seed)
+
+
+def test_an_operator_may_read_the_slices_of_zero_1() -> None:
+    """Its gradient is a part of what is added up whole, and scattered at the end of a step."""
+    _check("mlp", (2,), 1, 115)

@@ -336,7 +336,8 @@ class _CommunicationLowering:
         home = stage if found is not None and found.kind == "parameter" else self.staged.stage.get(source)
         if found is not None and found.held is not None:
             node = self._copied(node, values(source)[0].dtype, stage)
-        if held is not None and [plain(kind) for kind in target] != [plain(kind) for kind in start]:
+        later = held is not None and held.deferred and grad  # a gradient is of what is gathered, for whoever reads it
+        if held is not None and (later or [plain(kind) for kind in target] != [plain(kind) for kind in start]):
             whole = values(source)[index].shape
             node, start = self._gathered(node, start, held, stage, whole), held.sharding
         if not grad:  # without gradients I and R are the same bits
