@@ -118,3 +118,24 @@ def test_a_sequence_that_does_not_divide_is_still_exact() -> None:
 def test_one_sequence_of_a_batch_of_one() -> None:
     ids, labels = CASES["gpt"].batch(1)
     assert quintnet.compile(GPT().double(), quintnet.Mesh(cp=4), (ids, labels)).verify().ok
+
+
+class ApartFeatures(nn.Module):
+    """Queries, keys and values one after the other in memory, feature by feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 4, 8, 3).transpose(1, 2).unbind(-1)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("context", ["all_gather", "ulysses", "ring"])
+def test_features_need_not_be_beside_each_other(context: str) -> None:
+    """Kernels of attention that a ring calls read them as if they were."""
+    batch = torch.randn(4, 16, 32).double(), torch.randn(4, 16, 32).double()
+    model, options = ApartFeatures().double(), {"loss_fn": F.mse_loss, "context": context}
+    report = quintnet.compile(model, quintnet.Mesh(cp=2), batch, **options).verify()  # type: ignore[arg-type]
+    assert report.ok and report.worst.error < 1e-12, str(report)

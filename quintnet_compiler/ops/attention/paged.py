@@ -69,9 +69,10 @@ def attend_pages(
 
 def _kept(cache: Tensor, new: Tensor, access: PageAccess) -> Tensor:
     """What rows have in their pages [B, G, M * page, D], with ``new`` [B, G, S, D], which is written."""
-    cache.flatten(0, 2).index_copy_(0, access.slots, new.transpose(1, 2).flatten(0, 1).to(cache.dtype))
-    pages = cache.flatten(0, 1).index_select(0, access.pages)
-    return pages.view(len(new), -1, *cache.shape[3:]).transpose(1, 2)
+    rest = cache.shape[3:]
+    cache.view(-1, *rest).index_copy_(0, access.slots, new.transpose(1, 2).flatten(0, 1).to(cache.dtype))
+    pages = cache.view(-1, cache.shape[2], *rest).index_select(0, access.pages)
+    return pages.view(len(new), -1, *rest).transpose(1, 2)
 
 
 def _paged_attention(
@@ -80,7 +81,8 @@ def _paged_attention(
     """With caches of its own: only a rank's program writes to those that it is given."""
     scale, window = how
     access = PageAccess.of(keys, table, places, window, q.dtype)
-    return attend_pages((q, k, v), (keys.clone(), values.clone()), access, scale)
+    kept = (keys.clone(memory_format=torch.contiguous_format), values.clone(memory_format=torch.contiguous_format))
+    return attend_pages((q, k, v), kept, access, scale)
 
 
 # Causal attention [B, H, S, E] of S further tokens of each of B texts to all up to themselves, whose keys and values a

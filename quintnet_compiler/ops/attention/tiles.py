@@ -211,7 +211,7 @@ class AttentionTiles:
         if q.is_meta:
             return
         width = v.shape[-1]
-        q, k, v = _same_width(q, k, v)
+        q, k, v = _for_kernels(q, k, v)
         kernel = kernel_for(q, k, v)
         for part in self._parts(block, q, ids, kernel):
             term = part.forward(kernel, self.scale, q, k, v)
@@ -236,7 +236,7 @@ class AttentionTiles:
             return
         widths = (q.shape[-1], k.shape[-1], v.shape[-1])
         lse = lse.masked_fill(lse == NONE, -NONE)  # every weight of a query that sees nothing is 0
-        q, k, v, grad, out = _same_width(q, k, v, grad, out)
+        q, k, v, grad, out = _for_kernels(q, k, v, grad, out)
         kernel, given = kernel_for(q, k, v), Backward(grad, q, out, lse, k, v)
         for part in self._parts(block, q, ids, kernel):
             found = part.backward(kernel, self.scale, given)
@@ -264,8 +264,10 @@ class AttentionTiles:
                 yield _Part(batch, *places, seen == "diagonal")
 
 
-def _same_width(*given: Tensor) -> list[Tensor]:
-    """With as many features as most have, or a few more, as kernels want: zeros add nothing to a score."""
+def _for_kernels(*given: Tensor) -> list[Tensor]:
+    """With as many features as most have, or a few more, as kernels want: zeros add nothing to a score. Kernels read
+    features of a position beside each other, whatever their stride is."""
     most = max(x.shape[-1] for x in given)
     most += -most % FEATURES if given[0].is_cuda else 0
-    return [x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in given]
+    wide = [x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in given]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in wide]
