@@ -749,9 +749,12 @@ def _backwards() -> Iterable[Sample]:
         aten.tanh_backward, aten.sigmoid_backward, aten.silu_backward, aten.mish_backward, aten.gelu_backward,
         aten.hardswish_backward, aten.hardsigmoid_backward, aten.logit_backward,
     )  # fmt: skip
+    # PyTorch has no derivative of these: in a second derivative, it computes the first by other operators
+    last = (aten.silu_backward, aten.mish_backward, aten.hardsigmoid_backward, aten.logit_backward)
     for packet in plain:
-        second = pos(4, 6) if packet is aten.logit_backward else const(4, 6)
-        yield call(packet.default, f(4, 6), second)
+        first = const if packet in last else f
+        second = replace(pos(4, 6), grad=False) if packet is aten.logit_backward else const(4, 6)
+        yield call(packet.default, first(4, 6), second)
     yield call(aten.tanh_backward.default, f(4, 6), f(4, 6))
     yield call(aten.threshold_backward.default, f(4, 6), const(4, 6), 0)
     yield call(aten.leaky_relu_backward.default, f(4, 6), const(4, 6), 0.2, False)

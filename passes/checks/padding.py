@@ -84,10 +84,25 @@ class Fill:
     cuts: tuple[object, ...]
 
 
+def _filled(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
+    """What a node puts a number in, where, and which; numbers of 8 bits have an operator of their own for it."""
+    if node.target is aten.masked_fill.Scalar:
+        x, where, number = node.args[:3]
+    elif node.target is aten.where.ScalarSelf:
+        where, number, x = node.args[:3]
+    else:
+        return None
+    if not isinstance(x, fx.Node) or not isinstance(where, fx.Node):
+        return None
+    return x, where, float(number)  # type: ignore[arg-type]
+
+
 def peel(node: fx.Node) -> tuple[fx.Node, Resize | Fill] | None:
     """What a node of padding is put around, and which one it is. None for any other node."""
-    if node.target is aten.masked_fill.Scalar and isinstance(node.args[1], fx.Node):
-        where, behind = node.args[1], 0
+    filled = _filled(node)
+    if filled is not None:
+        x, where, number = filled
+        behind = 0
         if where.target is aten.reshape.default:
             behind = len(shape(where)) - 1
             if any(size != 1 for size in shape(where)[1:]):
@@ -96,8 +111,7 @@ def peel(node: fx.Node) -> tuple[fx.Node, Resize | Fill] | None:
         if where.target is not padding_of:
             return None
         count, *cuts = where.args[:-1]
-        (x, *_) = node.all_input_nodes
-        return x, Fill(len(shape(x)) - 1 - behind, float(node.args[2]), count, tuple(cuts))  # type: ignore[arg-type]
+        return x, Fill(len(shape(x)) - 1 - behind, number, count, tuple(cuts))  # type: ignore[arg-type]
     inner, parts = node, 1
     if node.target is aten.reshape.default:
         inner = node.all_input_nodes[0]

@@ -145,7 +145,10 @@ class Padding:
         known, made = self.zeros.get(x, frozenset()), x
         for dim in sorted(dims):
             where = self._where(x, sizes, sharding, dim)
-            made = self.builder.call(aten.masked_fill.Scalar, made, where, fill)
+            if value(x).is_floating_point() and value(x).itemsize == 1:  # which masked_fill does not know
+                made = self.builder.call(aten.where.ScalarSelf, where, fill, made)
+            else:
+                made = self.builder.call(aten.masked_fill.Scalar, made, where, fill)
         self.made[key] = made
         if not fill:
             self.zeros[made] = known | dims
