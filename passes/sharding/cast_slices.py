@@ -69,8 +69,8 @@ def _even(program: ShardedProgram, node: fx.Node, kinds: Sequence[AxisType], cha
 def _strategies(
     program: ShardedProgram, node: fx.Node, given: Sequence[Sequence[AxisType]], changed: Sequence[int], book: RuleBook
 ) -> tuple[Strategy, ...] | None:
-    """As before but over the axes ``changed``, where it takes what is ``given``; None if its rule has no such way, or an
-    axis behind splits what is in slices then."""
+    """As before but over the axes ``changed``, where it takes what is ``given``; None if its rule has no such way, or
+    an axis behind splits what is in slices then."""
     factors, found = book.factors_of(node), list[Strategy]()
     for position, (axis, before) in enumerate(zip(program.axes, program.strategies[node], strict=True)):
         chosen = before
