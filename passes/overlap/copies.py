@@ -11,6 +11,7 @@ from torch import fx
 from ...ir.repeated_blocks import block_of
 from ...ops.collectives import STARTS
 from ...ops.copies import BACK, COPIES
+from ..autodiff.recompute_cut import takes_long
 from .items import MARGIN, Item, Seconds, Start, node_of, source_of
 
 
@@ -20,7 +21,8 @@ def with_copies(order: Sequence[Item], seconds: Seconds) -> list[Item]:
     - What leaves starts as soon as it is made, and is waited for when it is expected to be gone, no earlier than its
       last reader and no later than a block behind it: so much memory is not free yet at most.
     - What returns is waited for before its first reader, and starts so that it is there by then, the latest possible;
-      never before the reader is the next block's but one: so much memory is taken ahead at most.
+      never before the reader is the next block's but one: so much memory is taken ahead at most. A block whose products
+      all follow the reader, which gathers parameters of the next one, is none between.
 
     A copy with nothing to compute beside it stays whole.
     """
@@ -92,7 +94,8 @@ class _Placing:
         return next(iter(self._beyond(range(place, len(self.rest)), own)), len(self.rest))
 
     def _a_block_ahead(self, place: int, own: Hashable) -> int:
-        return next((i + 1 for i in self._beyond(range(place - 1, -1, -1), own)), 0)
+        over = next((i for i in range(place - 1, -1, -1) if takes_long(node_of(self.rest[i]))), -1)
+        return next((i + 1 for i in self._beyond(range(over, -1, -1), own)), 0)
 
     def _beyond(self, places: range, own: Hashable) -> list[int]:
         """The first of ``places`` behind which there is more than one other block."""
