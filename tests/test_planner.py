@@ -406,15 +406,6 @@ def test_an_optimizer_on_the_host_is_priced_as_it_is_simulated(plan: dict[str, A
     assert {row.host_bytes for row in rows} == {row.update.host_bytes for row in rows if row.update}
 
 
-def test_parameters_on_the_host_are_not_planned() -> None:
-    case, cluster = CASES["mlp"], quintnet.Cluster("h100", 1, 2)
-    plan: Any = {"mesh": {"dp": 2}, "offload": ("parameters",)}
-    for ask in (quintnet.plan, quintnet.estimate):
-        with pytest.raises(quintnet.CompileError, match="have no price") as caught:
-            ask(build("mlp"), cluster, case.batch(8), plan=plan, loss_fn=case.loss_fn)
-        assert caught.value.code == "QN216"
-
-
 def test_what_does_not_fit_comes_with_what_does() -> None:
     class Large(nn.Module):
         def __init__(self) -> None:

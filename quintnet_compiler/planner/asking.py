@@ -16,7 +16,7 @@ from ..ir.plan import Plan, read_plan
 from .compare import Alternative, Versus
 from .curves import SWEPT, ParetoFront, ScalingCurve, ScalingPoint, Sweep, SweepPoint, undominated
 from .estimate import Estimate
-from .host_memory import OFFLOADS, HostMemory
+from .host_memory import OFFLOADS, HostMemory, possible
 from .layouts import Layout
 from .planning import Planner, Pricing
 from .report import PlanReport
@@ -335,7 +335,7 @@ def _with_a_resort(
     rows = planner.folded.program.batch_size
     whole = Layout(1, 1, 1, 1, 1, 1, rows, "all_gather", (), "1f1b", 1, "none", 0, ("dp",))
     for said, decisions in RESORTS.items():
-        if useless & decisions.keys():
+        if useless & decisions.keys() or not possible(decisions.get("offload", ()), planner.pinned):
             continue
         here = planner.deciding(decisions)
         pricing = here.pricing()

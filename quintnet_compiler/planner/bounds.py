@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from ..core.errors import CompileError
 from ..ir.cost_protocol import RankCosts
+from ..ir.plan import Offloaded
 from ..simulation.host_update import MOMENTS
 from .layouts import UNSPLIT, Again, Layout
 from .pipeline import StageWork, least_seconds, min_saved
@@ -67,22 +68,37 @@ class StagesLeast:
     shares: list[float]
 
 
+@dataclass(frozen=True)
+class Kept:
+    """How many numbers a device stores for each element of a parameter, at least."""
+
+    parameters: int = 1
+    gradients: int = 1
+    moments: int = MOMENTS
+
+    @classmethod
+    def on_devices(cls, offload: tuple[Offloaded, ...]) -> Kept:
+        """What is not on hosts."""
+        if "parameters" in offload:
+            return cls(0, 0, 0)
+        return cls(moments=0) if "optimizer" in offload else cls()
+
+
 class LessSplit:
     """Bounds for :func:`.search.search`. ``parameters``: bytes of all of them, ``experts``: of those of experts;
     ``routed``: bytes of what a batch sends to experts and gets back; ``ways``: how else a layout may slice its
-    parameters; ``learned``: functions that were compiled, as it grows; ``moments``: numbers that the device has of the
-    optimizer for each element; ``slower``: see :class:`.places.Slowdown`; then
-    stages may have any number of units."""
+    parameters; ``learned``: functions that were compiled, as it grows; ``kept``: what devices store;
+    ``slower``: see :class:`.places.Slowdown`; then stages may have any number of units."""
 
     def __init__(
         self, build: Callable[[Layout], Sequence[StageUnit]], costs: RankCosts, parameters: int, routed: int,
         batch: int, slower: Callable[[Layout, int], float] | None = None, experts: int = 0,
         ways: Callable[[Layout], Iterable[Layout]] = lambda layout: (layout,),
-        learned: Mapping[Layout, None] = NOTHING, *, moments: int = MOMENTS,
+        learned: Mapping[Layout, None] = NOTHING, *, kept: Kept = Kept(),
     ) -> None:  # fmt: skip
         self.slower = slower
         self.build, self.costs, self.parameters, self.routed, self.batch = build, costs, parameters, routed, batch
-        self.experts, self.ways, self.learned, self.moments = experts, ways, learned, moments
+        self.experts, self.ways, self.learned, self.kept = experts, ways, learned, kept
         self.told = 0  # of what was learned
         self.nearest: dict[tuple[Layout, int], Least] = {}
         self.least: dict[Hashable, Least] = {}
@@ -225,7 +241,7 @@ class LessSplit:
             / (layout.tp * layout.pp)
             for zero in (1, 2, 3)
         )
-        return three + self.moments * one, two
+        return self.kept.parameters * three + self.kept.moments * one, self.kept.gradients * two
 
     def _sliced(self, layout: Layout) -> float:
         """Seconds of a stage's gradients that are scattered, and parameters gathered, for each microbatch, where slices

@@ -21,6 +21,7 @@ from ..ir.plan import Plan
 from ..ir.program import DifferentiatedProgram
 from ..ops.rules.notation import Rule
 from ..passes.autodiff.differentiate import Differentiate
+from ..passes.autodiff.offload_parameters import OffloadParameters
 from ..passes.autodiff.recompute import Recompute
 from ..passes.codegen.generate_ranks import GenerateRanks
 from ..passes.frontend.lower_precision import LowerPrecision
@@ -125,7 +126,9 @@ class Builder:
         mesh = self._mesh(layout)
         each = _each_twice(layout, mesh["pp"]) if "activations" in self.plan.offload else _each_once(layout, mesh["pp"])
         setting = replace(self._setting(layout.decided(self.plan), mesh, layout.microbatches), schedule=each)
-        differentiated = passed(_Plain(), setting, differentiated, SumInPlace, after=Recompute)
+        differentiated = passed(
+            _Plain(), setting, differentiated, SumInPlace, after=Recompute, skip=(OffloadParameters,)
+        )
         self.guessed.update(guesses(differentiated.graph.nodes, self.costs))
         self.work += AGAIN * self._each
         busier, hot = self.plan.expert_imbalance, self.plan.hot_rows
@@ -152,8 +155,8 @@ class Builder:
         )
 
     def _passed(self, setting: PassSetting) -> DifferentiatedProgram:
-        """The folded model behind the compiler's passes. What slices of ZeRO cost is priced without a graph, from the
-        parameters of a stage (:mod:`.stages`)."""
+        """The folded model behind the compiler's passes. What slices of ZeRO and parameters on hosts cost is priced
+        without a graph, from the parameters of a stage (:mod:`.stages`)."""
         found: DifferentiatedProgram = passed(
             _Plain(), setting, self.folded.program, Differentiate, after=LowerPrecision, skip=(ShardParameters,)
         )

@@ -16,7 +16,8 @@ from .workload import Figures, Workload, rounded
 @dataclass(frozen=True)
 class StageMemory:
     """Bytes on a rank of each place in the pipeline, at the moment of a step in which they are the most together.
-    ``settled``: all gradients, as they are when a step ends; ``host``: what an optimizer on the host takes there."""
+    ``settled``: all gradients, as they are when a step ends; ``host``: what is on its host of parameters, gradients and
+    the optimizer."""
 
     parameters: int
     gradients: int
@@ -99,7 +100,7 @@ class Estimate:
 
     @property
     def host_bytes(self) -> int:
-        """Of the host's memory, for an optimizer there, of the rank that needs most."""
+        """Of the host's memory, but for saved values, of the rank that needs most."""
         return max(stage.host for stage in self.memory)
 
     @property
@@ -158,7 +159,7 @@ class Estimate:
                 f"gradients {time_of(self.gradients)}, optimizer {time_of(self.optimizer)}",
                 f"communication on the fullest stage: {waits or 'none'}",
                 f"memory of the fullest rank {bytes_of(fullest.total)}{self._device}: {parts}",
-                *([f"memory of its host {bytes_of(self.host_bytes)}, for the optimizer"] if self.host_bytes else []),
+                *([f"memory of its host {bytes_of(self.host_bytes)}"] if self.host_bytes else []),
                 *self.places_text(),
                 *(self.workload.text(self.figures) if self.workload else []),
                 *([guess_note(self.guessed)] if self.guessed else []),

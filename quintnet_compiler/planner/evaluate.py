@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from ..cost_models.collectives import SHARE, beside
+from ..ir.plan import Offloaded
 from ..ir.program import BUCKET_MIB
+from ..ops.copies import WAYS
 from ..runtime.state.gradients import PIECE_BYTES, PIECES
 from ..simulation.host_update import MOMENTS
 from .estimate import Estimate, PlaceLoad, StageMemory
@@ -20,17 +22,16 @@ from .stages import Slices, Stages, cut_places, held_by, send_seconds, stage_wor
 
 def evaluate(
     places: Sequence[Place], layout: Layout, begins: Sequence[str] = (), bucket: float = BUCKET_MIB * 2**20,
-    *, host_optimizer: bool = False,
+    *, offload: tuple[Offloaded, ...] = (),
 ) -> Estimate:  # fmt: skip
     """Cut the model into stages that are balanced as their ``places`` run them (or where ``begins`` says), run the
     schedule, and add up. Where places are unlike and a stage does not fit its devices, stages are cut again, by memory
-    too. ``bucket``: bytes of gradients that ranks add up in one message. ``host_optimizer``: the optimizer computes on
-    hosts.
+    too. ``bucket``: bytes of gradients that ranks add up in one message. ``offload``: what is on hosts.
 
     Raises:
         CompileError: QN206 if no unit begins where a stage should, QN208 for stages that the schedule does not have.
     """
-    of = {id(place): Slices(layout, place.costs, layout.mesh, host_optimizer) for place in places}
+    of = {id(place): Slices(layout, place.costs, layout.mesh, offload) for place in places}
     slices = [of[id(place)] for place in places]
     found = _of_stages(cut_places(places, layout, begins), places, layout, slices, bucket)
     if begins or all(one.total <= place.memory_bytes for one, place in zip(found.memory, places, strict=True)):
@@ -77,9 +78,9 @@ def _of_stages(
             moved["pp"] = 2 * sum(sends) * layout.microbatches  # type: ignore[assignment]
     uses = [slices[fullest].each_use(stages[stage]) for stage in mine[fullest]]
     if sliced := sum(ahead + back for ahead, back in uses):
-        name = " x ".join(layout.zero_axes)
+        name = WAYS["copy_in"] if slices[fullest].on_host else " x ".join(layout.zero_axes)
         moved[name] += sliced * layout.microbatches  # type: ignore[assignment]
-    once = max(sum(unit.once for unit in part) for part in parts)
+    once = 0.0 if slices[fullest].on_host else max(sum(unit.once for unit in part) for part in parts)
     ends = [_first_message(part, owners) for part in parts]
     each = list(zip(slices, held, ends, parts, strict=True))
     if layout.zero in (1, 2):  # parameters come while the first forward computes
@@ -87,10 +88,7 @@ def _of_stages(
             _waited(one.gather(found), share * one.gather(end), sum(unit.forward for unit in part), one)
             for one, found, (share, end), part in each
         )
-    settle = [  # gradients leave during the last backward
-        _waited(one.settle(found), share * one.settle(end), sum(unit.backward for unit in part), one)
-        for one, found, (share, end), part in each
-    ]
+    settle = [_settled(*one) for one in each]
     # of each way, what is used or sent, and the next microbatch's, for which there is a buffer already
     buffers = [min(2, layout.microbatches) * sum(came[stage] + sent[stage] for stage in found) for found in mine]
     # a search may choose larger messages
@@ -131,6 +129,21 @@ def _first_message(part: Sequence[StageUnit], owners: Mapping[str, int]) -> tupl
     return first.bucket, held_by([first], owners)
 
 
+def _settled(
+    slices: Slices, held: Sequence[ParameterGroup], end: tuple[float, list[ParameterGroup]], part: Sequence[StageUnit]
+) -> float:
+    """Seconds that gradients take after the last backward, during which they leave: for other ranks, and then for the
+    host. The two run beside each other, but for the last message."""
+    share, last = end
+    work, alone = sum(unit.backward for unit in part), share * slices.settle(last)
+    found = _waited(slices.settle(held), alone, work, slices)
+    if not slices.on_host:
+        return found
+    left = share * slices.leave(last)
+    hidden = work + slices.each_use(part)[1] if slices.costs.overlaps else 0.0
+    return max(found, alone + max(0.0, slices.leave(held) - left - hidden)) + left
+
+
 def _waited(moved: float, alone: float, work: float, slices: Slices) -> float:
     """Seconds that communication of parameters or gradients adds to ``work``, where a device does both at once, all but
     what is ``alone``: nothing is left to compute beside the first, or last, message."""
@@ -145,28 +158,35 @@ def _memory(
     saved, gradients = most
     copies = sum(slices.copies(one) for one in held)
     updated = sum(slices.updated(one) for one in held)
-    moments, host = (0, (MOMENTS + 2) * updated) if slices.host_optimizer else (MOMENTS * updated, 0)
-    parameters, working = sum(_parameters(one, slices) for one in held), _working(part, slices) + buffers
+    there, working = "optimizer" in slices.offload, _working(part, slices) + buffers
     settled = sum(slices.sums(one) for one in held) + copies
-    return StageMemory(parameters, gradients + copies, moments, saved, working, settled, host)
+    host = (MOMENTS + 2) * updated if there else 0
+    if slices.on_host:
+        host += sum(map(slices.stored, held)) + settled + (0 if there else MOMENTS * updated)
+        return StageMemory(0, gradients, 0, saved, working, 0, host)
+    parameters = sum(_parameters(one, slices) for one in held)
+    return StageMemory(parameters, gradients + copies, 0 if there else MOMENTS * updated, saved, working, settled, host)
 
 
 def _most(
     held: Sequence[ParameterGroup], part: Sequence[StageUnit], slices: Slices, each: int, saved: int, bucket: float
 ) -> tuple[int, int]:
     """Bytes of saved values and of sums of gradients at the moment in which they are the most together. Sums have no
-    memory until their first term is added. So where all microbatches are ``saved`` before the first backward (``each``:
-    of one of them), there are no sums yet, or they come while that backward frees what one microbatch saved. Where
-    ranks add up in another dtype, with what they do that in, during the last backward."""
+    memory until their first term is added, and none when they have left for the host. So where all microbatches are
+    ``saved`` before the first backward (``each``: of one of them), there are no sums yet, or they come while that
+    backward frees what one microbatch saved. Where ranks add up in another dtype, with what they do that in, during the
+    last backward."""
     layout = slices.layout
     whole = layout.virtual_stages == 1 and layout.schedule in UNSPLIT  # each backward is one function
     early = whole and saved == layout.microbatches * each
+    once = slices.on_host and layout.microbatches == 1  # a bucket leaves when it is there
     sums, moving = sum(map(slices.sums, held)), sum(map(slices.moving, held))
     moments = [(saved, 0 if early else sums)]
     if whole and (early or moving or any(unit.tied for unit in part)):
         room = sum(min(slices.sums(one), _bucket(one, slices, part, bucket)) for one in held)
         for mine, some, more in _while_gradients_come(part, slices, each):
-            moments.append((saved - each + mine, min(sums, some + room) if early else sums))
+            here = room if once else some
+            moments.append((saved - each + mine, min(sums, here + room) if early else sums))
             if moving:
                 moments.append((mine, sums + more))
     elif moving:
@@ -202,16 +222,22 @@ def _while_gradients_come(part: Sequence[StageUnit], slices: Slices, each: int) 
 def _working(part: Sequence[StageUnit], slices: Slices) -> int:
     """Of ZeRO 2 and 3, with what is whole while a unit's backward runs: its gradients, those of the unit behind it in a
     message, with its slice and that of the message before; of 3 also its parameters, and those of the unit in front of
-    it, which arrive."""
+    it, which arrive. Of parameters on hosts, with the copies of both; a backward begins with those of three."""
     zero, found = slices.layout.zero, 0
-    if zero < 2:
+    if zero < 2 and not slices.on_host:
         return max(unit.working for unit in part)
     held = [(), *([*unit.parameters, *unit.tied.values()] for unit in part), ()]
-    for unit, front, mine, behind in zip(part, held, held[1:], held[2:], strict=False):
-        whole = sum(one.gradients for one in mine)
-        whole += sum(one.reduced + 2 * (one.reduced // slices.ways(one)) for one in behind)
+    for number, (unit, front, mine, behind) in enumerate(zip(part, held, held[1:], held[2:], strict=False)):
+        whole = 0
+        if zero >= 2:
+            whole += sum(one.gradients for one in mine)
+            whole += sum(one.reduced + 2 * (one.reduced // slices.ways(one)) for one in behind)
         if zero == 3:
             whole += sum(one.read for one in (*front, *mine))
+        if slices.on_host:
+            more = held[number - 1] if 0 < number == len(part) - 1 else ()
+            whole += sum(slices.stored(one) for one in (*more, *front, *mine))
+            whole += sum(one.read for one in mine if one.widths.copied and zero == 0)
         found = max(found, unit.working + whole)
     return found
 

@@ -1,4 +1,5 @@
-"""Whether a step is faster with saved values, or the optimizer, on the host than with what else makes it fit."""
+"""Whether a step is faster with saved values, the optimizer, or parameters on the host than with what else makes it
+fit."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from typing import Any
 
 from ..core.errors import CompileError
 from ..ir.cost_protocol import way_seconds
-from ..ir.plan import Offloaded
+from ..ir.plan import Offloaded, Plan
 from .build import Builder
 from .estimate import Estimate
 from .layouts import Again, Layout
-from .planning import Planner, Pricing
+from .planning import HOSTED, Planner, Pricing
 from .search import Objective, SearchResult
 
 # what is tried, and what is said of it
@@ -24,6 +25,8 @@ OFFLOADS: Mapping[tuple[Offloaded, ...], str] = MappingProxyType(
         ("activations",): "saved values wait in host memory (offload)",
         ("optimizer",): "the optimizer computes on the host (offload)",
         ("activations", "optimizer"): "saved values wait in host memory, and the optimizer computes there (offload)",
+        ("parameters",): "parameters, gradients and the optimizer are on the host (offload)",
+        ("activations", "parameters"): "all that can wait in host memory does (offload)",
     }
 )
 SHARE = 0.015  # of a search's work: with more, no further functions are compiled
@@ -46,8 +49,8 @@ class Outside:
 @dataclass(frozen=True)
 class HostMemory:
     """Layouts of a search that would be faster than the best that fits, and take too much memory: with saved values on
-    the host, or the optimizer, or both, they may fit. Recomputing is a layout's own decision, so that all are tried
-    together, too.
+    the host, or the optimizer, or parameters, they may fit. Recomputing is a layout's own decision, so that all are
+    tried together, too.
 
     ``found``: what the search with ``planner`` and ``pricing`` found; ``work``: how much it could do. What was proven
     of it holds for layouts without offload.
@@ -69,8 +72,12 @@ class HostMemory:
         large, build = self._large(), self.pricing.build
         moved = build.deciding(build.plan.changed({"offload": ("activations",)}, keep_open=True))
         for offload in OFFLOADS if large else ():
-            functions = moved if "activations" in offload else build
-            if (found := self._with(offload, functions, large, most, top_k)) is not None:
+            if not possible(offload, self.planner.pinned):
+                continue
+            functions, some = moved if "activations" in offload else build, large
+            if "parameters" in offload:
+                some = list({one if one.zero in HOSTED else replace(one, zero=3): None for one in large})
+            if (found := self._with(offload, functions, some, most, top_k)) is not None:
                 best, most = found, self._value(found.found.ranked[0])
         return best
 
@@ -130,7 +137,8 @@ class HostMemory:
 
     def _least(self, recompute: Again, offload: tuple[Offloaded, ...]) -> float:
         """What a step takes at least, times the devices: each copies its share of values out beside its share of the
-        forward, and in beside that of the backward, and updates its share of the parameters on the host."""
+        forward, and in beside that of the backward, parameters in and gradients out likewise, and updates its share of
+        the parameters on the host."""
         rows = self.planner.folded.program.batch_size
         whole = Layout(1, 1, 1, 1, 1, 1, rows, "all_gather", (), "1f1b", 1, recompute, 0, ())
         try:
@@ -142,13 +150,14 @@ class HostMemory:
             ways = ("to disk", "from disk") if self.planner.pinned.offload_folder else ("to host", "from host")
             saved = sum(unit.saved for unit in units[:-2])
             out, back = (LENIENT * way_seconds(costs, way, saved) for way in ways)
-        update = self._update(offload)
-        return update + max(out, sum(unit.forward for unit in units)) + max(back, sum(unit.backward for unit in units))
+        moved = costs.copy_seconds(self.planner.parameter_bytes()) if "parameters" in offload else 0.0
+        ahead, behind = sum(unit.forward for unit in units), sum(unit.backward for unit in units)
+        return self._update(offload) + max(out, moved, ahead) + max(back, moved, behind)
 
     def _update(self, offload: tuple[Offloaded, ...]) -> float:
         """Seconds that updating all parameters on hosts takes, times the devices, if that is where it is done."""
         costs, size = self.planner.machine.costs, self.planner.parameter_bytes()
-        return costs.host_update_seconds(size) if "optimizer" in offload else 0.0
+        return 0.0 if {*offload} <= {"activations"} else costs.host_update_seconds(size)
 
     @property
     def _memory(self) -> float:
@@ -159,3 +168,9 @@ class HostMemory:
 
     def _weighed(self, layout: Layout, seconds: float) -> float:
         return seconds * (layout.mesh.size if self.objective == "cost" else 1)
+
+
+def possible(offload: tuple[Offloaded, ...], pinned: Plan) -> bool:
+    """Whether a plan that has decided as ``pinned`` can have this on hosts."""
+    decided = "zero" in pinned.model_fields_set and pinned.zero not in HOSTED
+    return not (decided and "parameters" in offload)

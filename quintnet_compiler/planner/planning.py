@@ -34,8 +34,7 @@ from ..passes.sharding.split_step_end import SplitStepEnd
 from ..passes.strategies.expert_axes import dispatched_bytes, expert_parameters
 from ..passes.strategies.hot_experts import check_hot_experts
 from ..passes.strategies.rule_book import RuleBook
-from ..simulation.host_update import MOMENTS
-from .bounds import LessSplit
+from .bounds import Kept, LessSplit
 from .build import Builder, device_of
 from .estimate import Estimate
 from .evaluate import evaluate
@@ -53,6 +52,7 @@ STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)
 ACTION = 0.002  # what it takes to run an action of a schedule, beside what it takes to compile an operator
 RESERVE = 0.08
 HOST = 2.5  # times the memory of a device: what a node's host has for each (3.1 in a DGX H100 or A100, 5 in GH200)
+HOSTED = (0, 3)  # what ZeRO may be with parameters on hosts: 1 and 2 have all of them on the device for a whole step
 SHORTEST = 4096  # positions of a sequence that cp leaves on a rank at least: fewer keep no kernel busy
 
 
@@ -141,9 +141,7 @@ class Pricing:
             actions = actions_run(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
             self.build.work += ACTION * actions if self._runs(layout) else 0.0
             plan = self.build.plan
-            found = evaluate(
-                places, layout, begins, plan.bucket_mib * 2**20, host_optimizer="optimizer" in plan.offload
-            )
+            found = evaluate(places, layout, begins, plan.bucket_mib * 2**20, offload=plan.offload)
             guessed = tuple(sorted(self.build.guessed))
             self.known[layout, begins] = replace(found, guessed=guessed, workload=self.workload)
         return self.known[layout, begins]
@@ -174,17 +172,7 @@ class Planner:
         tokens: int = 0, goal: Goal = NO_GOAL, batch: Sequence[Any] = (),
     ) -> Planner:  # fmt: skip
         """Fix the batch size, of so many tokens, and fold repeated blocks. ``batch``: the leaves of one, which has the
-        documents to expect where the plan does not say.
-
-        Raises:
-            CompileError: QN216 for parameters on the host.
-        """
-        if "parameters" in pinned.offload:
-            raise CompileError(
-                "QN216", 'offload=("parameters",): slices of parameters that come from hosts have no price',
-                fix='plan with offload=("optimizer",), or without any, and compile the plan with this; '
-                "program.simulate() has the times and bytes of a step",
-            )  # fmt: skip
+        documents to expect where the plan does not say."""
         gpu = machine.cluster.gpu
         normal = Normalize(batch_size, device_of(gpu), gpu, documents=pinned.documents)(captured)
         if "documents" not in pinned.model_fields_set and (documents := documents_in(normal, batch)):
@@ -237,6 +225,7 @@ class Planner:
         if pinned.mesh:
             ways = {axis: (pinned.mesh[axis],) if axis in pinned.mesh else found for axis, found in ways.items()}
         kept = self.machine.unlike or pinned.mesh.keys() & {"dp", "ep"} or ways["ep"] != (1,)
+        stored = HOSTED if "parameters" in pinned.offload else (0, 1, 2, 3)
         spread = (("dp",),) if len(ways["ep"]) > 1 and not pinned.mesh else ()
         return Limits(
             devices=tuple(cluster.size // cluster.nodes * n for n in nodes) if fewer else (cluster.size,),
@@ -246,7 +235,7 @@ class Planner:
             experts=(pinned.experts,) if "experts" in given else ((), *spread),
             schedules=(pinned.schedule,) if "schedule" in given else ORDERS,
             virtual_stages=(pinned.virtual_stages,) if "virtual_stages" in given else STAGES_PER_RANK,
-            zero=(pinned.zero,) if "zero" in given else (0, 1, 2, 3),
+            zero=(pinned.zero,) if "zero" in given else stored,
             zero_axes=pinned.zero_axes if "zero_axes" in given else None,
             recompute=(again,) if "recompute" in given and again != "auto" else AGAIN,
             microbatches=(pinned.microbatches,) if "microbatches" in given else divisors(batch),
@@ -354,7 +343,7 @@ class Planner:
             dispatched_bytes(program.graph, self.folded.repeats), program.batch_size, slower,
             self.parameter_bytes(experts),
             lambda layout: [one for one in slicings(layout, limits) if bounds.bytes(one) <= memory] or [layout],
-            build.learned, moments=0 if "optimizer" in self.pinned.offload else MOMENTS,
+            build.learned, kept=Kept.on_devices(self.pinned.offload),
         )  # fmt: skip
         return bounds
 

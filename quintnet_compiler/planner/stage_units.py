@@ -10,10 +10,12 @@ from itertools import groupby
 
 from torch import Size, fx
 
+from ..core.annotations import facts, leaf, viewed
 from ..core.sharding import R, local_shape
 from ..cost_models.kernels import with_host
 from ..ir.cost_protocol import RankCosts
 from ..ir.distributed_program import DistributedProgram, StageProgram, StateSpec
+from ..ir.program import DifferentiatedProgram
 from ..passes.sharding.fold_blocks import Folded
 from ..passes.stages.cut_stages import module_starts, staged_operators
 from ..schedules.schedule import Action, Op
@@ -81,7 +83,8 @@ class StageUnit:
     ``largest``: bytes of the largest gradient.
     ``host``: seconds in which the host starts all that, beside the device. Bytes again: ``crossing``, of what earlier
     units make for this one or for later ones; ``shared``, of what it gives to others and saves, too; ``later``, of what
-    the weight half of a backward reads.
+    the weight half of a backward reads. ``again``: the share of the parameters' bytes that the
+    backward reads, too.
     """
 
     begin: str
@@ -101,6 +104,7 @@ class StageUnit:
     shared: int = 0
     later: int = 0
     largest: int = 0
+    again: float = 1.0
 
     @property
     def seconds(self) -> float:
@@ -142,7 +146,8 @@ def unit_work(
     priced, memory = ProgramPrices(program, costs), memory or Footprints(program)
     runs = list(zip(_runs(folded), program.stages, strict=True))
     starts = module_starts([node for run, _ in runs for node in run])
-    named = [_named(_unit(starts.get(run[0], ""), stage, priced, memory), run[0], folded) for run, stage in runs]
+    again = _read_again(program.source)
+    named = [_named(_unit(starts.get(run[0], ""), stage, priced, memory, again), run[0], folded) for run, stage in runs]
     found: list[StageUnit] = []
     for (times, _), group in groupby(enumerate(named), key=lambda one: (len(one[1]), one[0] * (len(one[1]) < 2))):
         members = [names for _, names in group]
@@ -158,7 +163,7 @@ def _named(unit: StageUnit, first: fx.Node, folded: Folded) -> list[StageUnit]:
     return [replace(unit, begin=f"{block[0]}{number}") for number in folded.blocks[block]]
 
 
-def _unit(begin: str, stage: StageProgram, priced: ProgramPrices, memory: Footprints) -> StageUnit:
+def _unit(begin: str, stage: StageProgram, priced: ProgramPrices, memory: Footprints, again: Set[str]) -> StageUnit:
     program, at = priced.program, stage.index
     works = {op: priced.work(Action(op, at, 0)) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}
     ahead, back, weight = works.values()
@@ -196,7 +201,28 @@ def _unit(begin: str, stage: StageProgram, priced: ProgramPrices, memory: Footpr
         shared,
         later,
         max((_held(spec, program).gradients for spec in mine), default=0),
+        _share(mine, again, program),
     )
+
+
+def _read_again(program: DifferentiatedProgram) -> set[str]:
+    """The parameters that a backward reads, themselves or what is computed of them once a step."""
+    of: dict[fx.Node, set[str]] = {}
+    read: set[str] = set()
+    for node in program.graph.nodes:
+        known = leaf(node) if node.op == "placeholder" else None
+        found = {known.name} if known is not None else set[str]().union(*(of.get(x, ()) for x in node.all_input_nodes))
+        if known is not None or node in program.once or viewed(node) is not None:
+            of[node] = found
+        elif node.op == "call_function" and facts(node).phase == "backward":
+            read |= found
+    return read
+
+
+def _share(parameters: Sequence[StateSpec], some: Set[str], program: DistributedProgram) -> float:
+    """The bytes of ``some`` over those of all ``parameters``."""
+    sizes = {spec.name: _bytes(spec, program) for spec in parameters}
+    return sum(size for name, size in sizes.items() if name in some) / max(1, sum(sizes.values()))
 
 
 def _saved(stage: StageProgram, memory: Footprints, arrived: Mapping[str, int], sent: Set[str]) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ from ..core.mesh import Mesh
 from ..cost_models.collectives import in_turn
 from ..cost_models.kernels import with_host
 from ..ir.cost_protocol import RankCosts
+from ..ir.plan import Offloaded
 from ..passes.stages.partition import balanced_starts
 from ..simulation.host_update import GATHERED
 from .layouts import UNSPLIT, Layout
@@ -87,15 +88,20 @@ def _starts(units: Sequence[StageUnit], count: int, costs: RankCosts, mesh: Mesh
 
 @dataclass(frozen=True)
 class Slices:
-    """ZeRO as prices: what of a rank's parameters is held in slices over ranks of ``layout.zero_axes``, and what that
-    moves (Rajbhandari et al. 2019). ``host_optimizer``: each parameter is updated whole, on the host of one of the
-    ranks of a stage."""
+    """ZeRO, and parameters on hosts, as prices: what of a rank's parameters is held in slices over ranks of
+    ``layout.zero_axes``, and what that moves (Rajbhandari et al. 2019, 2021). ``offload``: what is on hosts; with
+    ``"optimizer"`` each parameter is updated whole, on the host of one of the ranks of a stage."""
 
     layout: Layout
     costs: RankCosts
     mesh: Mesh
-    host_optimizer: bool = False
+    offload: tuple[Offloaded, ...] = ()
     known: dict[tuple[str, ParameterGroup], float] = field(default_factory=dict)  # equal blocks ask for the same
+
+    @property
+    def on_host(self) -> bool:
+        """Whether what a rank stores of parameters is on its host, with its gradients when they are added up."""
+        return "parameters" in self.offload
 
     def _over(self, held: ParameterGroup) -> tuple[str, ...]:
         return (
@@ -108,7 +114,7 @@ class Slices:
 
     def updated(self, held: ParameterGroup) -> int:
         """Bytes of parameters that a rank updates."""
-        if not self.host_optimizer:
+        if "optimizer" not in self.offload:
             return held.bytes // self.ways(held)
         return held.bytes // int(np.prod([self.mesh[axis] for axis in held.axes if axis != "pp"], dtype=int))
 
@@ -116,8 +122,8 @@ class Slices:
         """Seconds of the optimizer's step. On hosts: ranks exchange parts of parameters and of gradients, these go out,
         parameters are updated, come in and are handed out, one after the other."""
         mine = sum(map(self.updated, parts))
-        if not self.host_optimizer:
-            return self.costs.optimizer_seconds(mine)
+        if "optimizer" not in self.offload:
+            return self.costs.host_update_seconds(mine) if self.on_host else self.costs.optimizer_seconds(mine)
         ranks = self.mesh.peers(0, [axis for axis in self.mesh.names if axis != "pp"])
         part = sum(held.bytes // self.ways(held) for held in parts)
         exchanged = self.costs.group_seconds("all_gather", len(ranks) * part, ranks) if len(ranks) > 1 else 0.0
@@ -168,23 +174,50 @@ class Slices:
         return self.mesh.peers(0, [axis.name for axis in SHARDED if axis.role in ("data", "context")])
 
     def each_use(self, stage: Sequence[StageUnit]) -> tuple[float, float]:
-        """Seconds that a microbatch's forward and backward wait for slices: parameters are gathered before each use,
-        one unit ahead of computing, and gradients scattered behind it."""
-        if self.layout.zero < 2:
+        """Seconds that a microbatch's forward and backward wait for slices: parameters are copied from the host and
+        gathered before each use, one unit ahead of computing, and gradients scattered behind it."""
+        if self.layout.zero < 2 and not self.on_host:
             return 0.0, 0.0
-        parts = [(*unit.parameters, *unit.tied.values()) for unit in stage]
-        gather = [self.gather(one) if self.layout.zero == 3 else 0.0 for one in parts]
-        scatter = [self.scatter(one) for one in parts]
-        if not any(gather) and not any(scatter):
+        parts, none = [(*unit.parameters, *unit.tied.values()) for unit in stage], [0.0] * len(stage)
+        gather = [self.gather(one) for one in parts] if self.layout.zero == 3 else none
+        scatter = [self.scatter(one) for one in parts] if self.layout.zero >= 2 else none
+        copy = [self.copy_in(one) for one in parts] if self.on_host else none
+        if not any(gather) and not any(scatter) and not any(copy):
             return 0.0, 0.0
+        back = [seconds * unit.again for seconds, unit in zip(copy, stage, strict=True)]
+        cast = [unit.once if self.on_host else 0.0 for unit in stage]  # computed of each copy
         if not self.costs.overlaps:
-            return sum(gather), sum(gather) + sum(scatter)
-        ahead, back = [unit.forward for unit in stage], [unit.backward for unit in stage]
-        last = [0.0, *gather[-2::-1]]  # the last unit's parameters are still there
-        return (
-            in_turn(ahead, gather, [0.0] * len(stage), self.lost) - sum(ahead),
-            in_turn(back[::-1], last, scatter[::-1], self.lost) - sum(back),
-        )
+            arrive = sum(gather) + sum(cast)
+            return arrive + sum(copy), arrive + sum(back) + sum(scatter)
+        ahead = self._seconds_of([unit.forward for unit in stage], gather, none, copy, cast)
+        last = gather[::-1] if self.on_host else [0.0, *gather[-2::-1]]  # the last unit's parameters are still there
+        behind = self._seconds_of([unit.backward for unit in stage][::-1], last, scatter[::-1], back[::-1], cast[::-1])
+        return ahead - sum(unit.forward for unit in stage), behind - sum(unit.backward for unit in stage)
+
+    def _seconds_of(
+        self, work: Sequence[float], gather: Sequence[float], scatter: Sequence[float], copy: Sequence[float],
+        cast: Sequence[float],
+    ) -> float:  # fmt: skip
+        """Of units that follow each other, with what is ``cast`` of copies. Copies and messages run beside each other,
+        but for those of the first unit, and copies take nothing from computing."""
+        work = [sum(both) for both in zip(work, cast, strict=True)]
+        messages = in_turn(work, gather, scatter, self.lost)
+        if not self.on_host:
+            return messages
+        copies = in_turn(work, copy, [0.0] * len(work), lambda hidden: 0.0)
+        return max(messages + copy[0], copies + gather[0])
+
+    def copy_in(self, parts: Sequence[ParameterGroup]) -> float:
+        """Seconds of copying what a rank stores of parameters from its host."""
+        return self.costs.copy_seconds(sum(map(self.stored, parts)))
+
+    def stored(self, held: ParameterGroup) -> int:
+        """Bytes that a rank stores of parameters, where ZeRO 3 slices them."""
+        return held.bytes // (self.ways(held) if self.layout.zero == 3 else 1)
+
+    def leave(self, parts: Sequence[ParameterGroup]) -> float:
+        """Seconds of copying gradients that are added up to the host."""
+        return self.costs.copy_seconds(sum(map(self.sums, parts)))
 
     def settle(self, parts: Sequence[ParameterGroup]) -> float:
         """Seconds of adding up gradients at the end of a step; ``pp`` is for what several ranks of stages have."""
