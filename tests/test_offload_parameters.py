@@ -206,12 +206,12 @@ def test_programs_without_training_copy_too() -> None:
 
 
 def test_copies_start_a_block_before_the_gather_does() -> None:
-    """By prices of eight blocks over four GPUs, a step takes little more than without offload: a block's slices have
+    """By prices of six blocks over four GPUs, a step takes little more than without offload: a block's slices have
     left the host when they are gathered, which is while the block before it is computed."""
-    size = Size(dim=1024, layers=8, heads=8, kv_heads=8, hidden=4096, vocab=512, sequence=1024)
+    size = Size(dim=2048, layers=6, heads=16, kv_heads=16, hidden=8192, vocab=512, sequence=1024)
     mesh, cluster = quintnet.Mesh(dp=4), quintnet.Cluster("h100", gpus_per_node=4)
     with torch.device("meta"):
-        model, ids = Llama(size), torch.empty(32, size.sequence, dtype=torch.int64)
+        model, ids = Llama(size), torch.empty(16, size.sequence, dtype=torch.int64)
 
     def seconds(*offload: Offloaded) -> float:
         program = quintnet.compile(
@@ -220,4 +220,4 @@ def test_copies_start_a_block_before_the_gather_does() -> None:
         )  # fmt: skip
         return program.simulate(cluster).seconds
 
-    assert seconds("parameters") < 1.15 * seconds()
+    assert seconds("parameters") < 1.25 * seconds()
