@@ -86,3 +86,5 @@ def test_they_are_chosen_where_nothing_else_fits(devices: int) -> None:
     assert report.found.ranked[0].seconds == min(one.seconds for one in known)
     with pytest.raises(quintnet.CompileError, match="QN212"):
         quintnet.plan(Large(), cluster, given, plan={"zero": 1, "mesh": {"dp": devices}})
+    with pytest.raises(quintnet.CompileError, match="QN207"):
+        quintnet.plan(Large(), cluster, given, plan={"zero": 1, "offload": PARAMETERS})

@@ -17,7 +17,7 @@ from ..core.progress import bar
 from ..core.replaced import new_garbage_only, one_thread
 from ..cost_models.cluster import Cluster
 from ..ir.batch_form import FlatBatch, plain_batch
-from ..ir.plan import Plan, check_plan, read_plan
+from ..ir.plan import Plan, check_host_parameters, check_plan, read_plan
 from ..ops.rules.notation import Rule, table
 from ..ops.rules.table import RULES
 from ..planner.asking import Question, listed, plan_model
@@ -170,6 +170,7 @@ def _planner(
     check_engine(backend)
     decided = "virtual_stages" in pinned.model_fields_set
     check_schedule(pinned.schedule, pinned.virtual_stages if decided else None)
+    check_host_parameters(pinned)
     batch = plain_batch(batch)
     captured = capture(model, batch, loss_fn, once=not pinned.parameters)  # a plan may single blocks out
     book = {**RULES, **table(rules)}

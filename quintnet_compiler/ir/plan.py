@@ -323,6 +323,16 @@ def _read(path: Path) -> bytes:
     raise CompileError("QN207", f"there is no plan file {str(path)[:300]!r}", fix="pass a Plan, or the path of one")
 
 
+def check_host_parameters(plan: Plan) -> None:
+    """Raises: CompileError QN207 for parameters on hosts with ZeRO 1 or 2."""
+    if "parameters" in plan.offload and plan.zero in (1, 2):
+        raise CompileError(
+            "QN207",
+            f'offload=("parameters",) with zero={plan.zero}, which has all parameters on the device for a whole step',
+            fix='use zero=3, which gathers them for each block, or zero=0; or offload=("optimizer",)',
+        )
+
+
 def check_plan(plan: Plan, mesh: Mesh) -> None:
     """Raises: CompileError QN201, QN207 or QN208 where a plan does not fit a mesh or itself."""
     if plan.mesh and plan.mesh != dict(mesh.axes):
@@ -341,12 +351,7 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
             f"the plan has zero={plan.zero} over {' x '.join(plan.zero_axes) or 'no axis'}, which {mesh} does not have",
             fix="use zero=0, or give dp a size",
         )
-    if "parameters" in plan.offload and plan.zero in (1, 2):
-        raise CompileError(
-            "QN207",
-            f'offload=("parameters",) with zero={plan.zero}, which has all parameters on the device for a whole step',
-            fix='use zero=3, which gathers them for each block, or zero=0; or offload=("optimizer",)',
-        )
+    check_host_parameters(plan)
     if plan.offload_folder is not None and "activations" not in plan.offload:
         raise CompileError(
             "QN207", f"offload_folder={plan.offload_folder!r}, and no activations leave the device",
