@@ -677,8 +677,8 @@ def test_sequences_are_joined_and_cut_without_a_copy(begin: bool) -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_on_two_devices(eager: bool, part: int) -> None:
     """Each job is compiled once for all delays; those of its first run, which connects ranks, are of another seed."""
-    jobs = MORE_JOBS[part::PARTS]
-    for found in run(train_all, World(2, eager=eager, seed=part + 1), jobs, range(1, SEEDS + 1), limit=1800):
+    jobs, world = MORE_JOBS[part::PARTS], World(2, eager=eager, seed=part + 1, timeout=600)
+    for found in run(train_all, world, jobs, range(1, SEEDS + 1), limit=1800):
         assert found == dict.fromkeys(map(str, jobs), "")
 
 
