@@ -94,3 +94,12 @@ def test_the_peak_is_what_the_allocator_says() -> None:
     (row,) = program.simulate().rows  # the most is in the backward of the loss, where no gradient is made yet
     most, after = allocated(program, module, batch())
     assert (most + row.gradient_bytes, after) == (row.peak.values, 0) and not row.peak.gradients
+
+
+@pytest.mark.parametrize("features", [1, 7])
+def test_a_layer_of_few_features_is_no_loss(features: int) -> None:
+    """It makes a few numbers of each row, of all hidden ones: the check found two products and refused the program."""
+    layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, features)).double()
+    batch = torch.randn(8, 16).double(), torch.randn(8, features).double()
+    program = quintnet.compile(layers, Mesh(dp=2), batch, loss_fn=torch.nn.functional.mse_loss, loss_chunks=2)
+    assert "chunk_" not in program.ranks[0].forward.code and program.verify().ok

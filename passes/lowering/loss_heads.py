@@ -127,6 +127,8 @@ class _Head:
         same = self.program.stage.get(node) == self.program.stage[self.product]
         if node.op != "call_function" or not same or node in self.returned or is_getitem(node):
             raise _NoHead
+        if node.target in _PRODUCTS:  # a layer with few features, and no loss
+            raise _NoHead
         wide = [source for source in tensor_inputs(node) if source in self.wide]
         before = {self.wide[source] for source in wide}
         if len(before) > 1:
