@@ -56,10 +56,10 @@ def test_an_estimate_is_what_is_simulated(axes: dict[str, int], decided: dict[st
 
 
 class Large(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         with torch.device("meta"):
-            self.blocks = nn.ModuleList(nn.Linear(2**14, 2**14, bias=False) for _ in range(16))
+            self.blocks = nn.ModuleList(nn.Linear(2**14, 2**14, bias=False) for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -69,7 +69,8 @@ class Large(nn.Module):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_they_are_chosen_where_nothing_else_fits(devices: int) -> None:
-    """Parameters and gradients take 32 GiB, and a device has 12."""
+    """Parameters and gradients take 12 GiB of each device, which has 12 GB; a host has 30 for each. Where hosts do not
+    have enough, either, nothing fits."""
     given = (torch.empty(8, 2**14, device="meta"),)
     device = {
         "name": "small", "tflops": {"fp32": 60, "bf16": 900}, "memory_gb_per_second": 3000, "memory_gb": 12,
@@ -77,14 +78,17 @@ def test_they_are_chosen_where_nothing_else_fits(devices: int) -> None:
         "host_memory_gb_per_second": 200,
     }  # fmt: skip
     cluster = quintnet.Cluster(device, 1, devices)
-    report = quintnet.plan(Large(), cluster, given)
+    model = Large(6 * devices)
+    report = quintnet.plan(model, cluster, given)
     best = report.best
     assert best.offload == PARAMETERS and best.zero in (0, 3) and "parameters, gradients and" in report.note
-    program = quintnet.compile(Large(), quintnet.Mesh(**best.mesh), given, plan=best, device="cuda", check="off")
+    program = quintnet.compile(model, quintnet.Mesh(**best.mesh), given, plan=best, device="cuda", check="off")
     assert max(row.peak.bytes for row in program.simulate(cluster).rows) < 12e9
     known = [one for one in report.ask.known() if one.memory_bytes <= 12e9 * 0.92]
     assert report.found.ranked[0].seconds == min(one.seconds for one in known)
     with pytest.raises(quintnet.CompileError, match="QN212"):
-        quintnet.plan(Large(), cluster, given, plan={"zero": 1, "mesh": {"dp": devices}})
+        quintnet.plan(model, cluster, given, plan={"zero": 1, "mesh": {"dp": devices}})
+    with pytest.raises(quintnet.CompileError, match="QN212"):
+        quintnet.plan(Large(9 * devices), cluster, given)
     with pytest.raises(quintnet.CompileError, match="QN207"):
-        quintnet.plan(Large(), cluster, given, plan={"zero": 1, "offload": PARAMETERS})
+        quintnet.plan(model, cluster, given, plan={"zero": 1, "offload": PARAMETERS})

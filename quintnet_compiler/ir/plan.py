@@ -323,9 +323,12 @@ def _read(path: Path) -> bytes:
     raise CompileError("QN207", f"there is no plan file {str(path)[:300]!r}", fix="pass a Plan, or the path of one")
 
 
+HOSTED = (0, 3)  # what ZeRO may be with parameters on hosts: 1 and 2 have all of them on the device for a whole step
+
+
 def check_host_parameters(plan: Plan) -> None:
     """Raises: CompileError QN207 for parameters on hosts with ZeRO 1 or 2."""
-    if "parameters" in plan.offload and plan.zero in (1, 2):
+    if "parameters" in plan.offload and plan.zero not in HOSTED:
         raise CompileError(
             "QN207",
             f'offload=("parameters",) with zero={plan.zero}, which has all parameters on the device for a whole step',

@@ -343,7 +343,9 @@ def _with_a_resort(
             useless.add("loss_chunks")  # there is no such loss
             continue
         found = question.search(here, top_k, progress, pricing)
-        if found.ranked:
+        on_hosts = tuple(one for one in found.ranked if one.host_bytes <= here.machine.host_bytes)
+        if on_hosts:
+            found = replace(found, ranked=on_hosts)
             return _Searched({**tried.decisions, **decisions}, here, pricing, found), said
     return None
 

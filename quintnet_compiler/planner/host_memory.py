@@ -12,11 +12,11 @@ from typing import Any
 
 from ..core.errors import CompileError
 from ..ir.cost_protocol import way_seconds
-from ..ir.plan import Offloaded, Plan
+from ..ir.plan import HOSTED, Offloaded, Plan
 from .build import Builder
 from .estimate import Estimate
 from .layouts import Again, Layout
-from .planning import HOSTED, Planner, Pricing
+from .planning import Planner, Pricing
 from .search import Objective, SearchResult
 
 # what is tried, and what is said of it

@@ -21,7 +21,7 @@ from ..cost_models.cluster_costs import ClusterCosts, FastestCosts
 from ..cost_models.collectives import bucket_bytes
 from ..cost_models.roofline import Roofline
 from ..ir.cost_protocol import CostModel, RankCosts
-from ..ir.plan import Plan, precision_of
+from ..ir.plan import HOSTED, Plan, precision_of
 from ..ir.program import Captured
 from ..ops.attention.operator import attention
 from ..ops.attention.seen_keys import rows_of
@@ -52,7 +52,6 @@ STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)
 ACTION = 0.002  # what it takes to run an action of a schedule, beside what it takes to compile an operator
 RESERVE = 0.08
 HOST = 2.5  # times the memory of a device: what a node's host has for each (3.1 in a DGX H100 or A100, 5 in GH200)
-HOSTED = (0, 3)  # what ZeRO may be with parameters on hosts: 1 and 2 have all of them on the device for a whole step
 SHORTEST = 4096  # positions of a sequence that cp leaves on a rank at least: fewer keep no kernel busy
 
 
