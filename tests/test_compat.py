@@ -94,6 +94,7 @@ BY_OTHER_TESTS: Mapping[str, str] = MappingProxyType(
         "_assert_scalar": "test_frontier_diagnoses.py",
         "_get_backend": "test_collectives.py",
         "_timeout": "test_collectives.py",
+        "_set_default_timeout": "test_processes.py",
         "_assert_tensor_metadata": "test_frontier_diagnoses.py",
         "_dump_fr_trace_json": "unit/test_device_faults.py",
         "_dump_nccl_trace_json": "unit/test_device_faults.py",

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 import quintnet
+from quintnet_compiler.checkpoint.background import Background
+from quintnet_compiler.compat.distributed import timeout_of
 from quintnet_compiler.core.sharding import R, S
 from quintnet_compiler.ir.distributed_program import StateSpec
 from quintnet_compiler.ir.program import Axis
 from quintnet_compiler.runtime.state.state import part_of, sharded_dtensor
-from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh
+from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh, shared_transport
 from quintnet_compiler.runtime.transport.local import LocalWorld
 from quintnet_compiler.runtime.transport.transport import Transport
 
@@ -98,6 +100,23 @@ def test_processes_equal_the_local_transport(
         names |= gradients.keys()
     assert names == expected[3].keys()
     assert len({outcome[0] for outcome in found}) == 1  # the same bits on every rank
+
+
+def _patience() -> set[float]:
+    """How long the groups of a program wait over which it has run a step: those of axes, of sums, of stages."""
+    case = CASES["gpt"]
+    mesh = quintnet.Mesh(pp=2, dp=2)
+    program = quintnet.compile(build("gpt"), mesh, case.batch(8), loss_fn=case.loss_fn, microbatches=2, check="off")
+    program.step(case.batch(8))
+    transport = shared_transport(mesh, "cpu")
+    groups = [native.group for native in transport.group.values()] + list(transport.connections.group.values())
+    line = Background.make().line.group
+    assert len(groups) >= 5 and line is not None
+    return {timeout_of(group) for group in (*groups, line)}
+
+
+def test_all_groups_wait_as_long_as_the_world() -> None:
+    assert quintnet.launch(_patience, 4, collective_timeout=97, timeout=240) == [{97.0}] * 4
 
 
 def _collectives(transport: Transport) -> list[Tensor]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..runtime.transport.groups import new_group
 from .staging import Staging
 from .training_state import Destination, Snapshot, write
 
@@ -55,7 +56,7 @@ class Background:
 @lru_cache(maxsize=1)
 def _thread_of(world: dist.ProcessGroup | None) -> SaveThread:
     """That of a world; of one before, nothing is kept."""
-    return SaveThread(None if world is None else dist.new_group(backend="gloo"))
+    return SaveThread(None if world is None else new_group(backend="gloo"))
 
 
 def _step_back() -> None:

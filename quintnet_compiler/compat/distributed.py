@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import cache
 from itertools import pairwise
 from operator import attrgetter
@@ -25,6 +26,7 @@ __all__ = [
     "all_gather", "checkpoint_parts_by", "dtensor_over", "flight_record", "interleaved_shard", "is_interleaved",
     "local_tensor", "numbers_by", "positions_of", "reduce_scatter", "replace_local_tensor",
     "store_of_world", "symmetric_matmuls", "timeout_of", "use_symmetric_memory",
+    "wait_as_long",
 ]  # fmt: skip
 
 # torch 2.13 renamed these two; the names before it are deprecated
@@ -182,6 +184,16 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     kinds = [part.partition(":")[0] for part in backends.split(",")]
     options: Any = group._get_backend(torch.device("cpu" if "cpu" in kinds else kinds[0])).options
     return float(options._timeout.total_seconds())
+
+
+def wait_as_long(group: dist.ProcessGroup, seconds: float) -> None:
+    """Let ranks of ``group`` wait for each other for so long; instead: the ``timeout`` of ``new_group``, for groups that
+    a DeviceMesh does not make. gloo and NCCL can be told; other backends keep what they have."""
+    backends: str = dist.get_backend_config(group)
+    for part in backends.split(","):
+        backend: Any = group._get_backend(torch.device(part.partition(":")[0]))
+        if hasattr(backend, "_set_default_timeout"):
+            backend._set_default_timeout(timedelta(seconds=seconds))
 
 
 def store_of_world() -> Any:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ...core.mesh import Mesh
 from ...schedules.schedule import SEND, Op, Schedule
+from .groups import new_group
 from .shared_memory import MemoryLink, link
 from .transport import GRADIENTS, VALUES
 
@@ -68,7 +69,7 @@ class Connections:
             if one in self.known:
                 continue
             self.known.add(one)
-            group = dist.new_group([one.source, one.target])
+            group = new_group([one.source, one.target])
             if self.rank in (one.source, one.target):
                 self.group[one] = group
                 self._connect(one, device)

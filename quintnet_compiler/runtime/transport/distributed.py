@@ -19,6 +19,7 @@ from ...core.mesh import Mesh
 from ...ops.collectives import COLLECTIVES, CollectiveSpec
 from .collectives import Native, collectives, pending
 from .connections import Connection, Connections
+from .groups import mesh_of_groups, new_group
 from .narrow import as_bytes, moved_as_bytes
 from .shared_memory import fits
 from .symmetric import Kernels, kernels_of
@@ -32,7 +33,7 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     names = [name for name in AXES if mesh[name] > 1 or name == "dp"]
     places = itertools.product(*(range(mesh[name]) for name in names))
     ranks = torch.tensor([mesh.rank(dict(zip(names, place, strict=True))) for place in places])
-    return DeviceMesh(device_type, ranks.reshape([mesh[name] for name in names]), mesh_dim_names=tuple(names))
+    return mesh_of_groups(device_type, ranks.reshape([mesh[name] for name in names]), tuple(names))
 
 
 def shared_transport(mesh: Mesh, device_type: str) -> DistributedTransport:
@@ -88,7 +89,7 @@ class DistributedTransport:
         for ranks in groups:
             if ranks not in self.known and len(ranks) > 1:
                 self.known.add(ranks)
-                made = dist.new_group(list(ranks))
+                made = new_group(ranks)
                 if self.rank in ranks:
                     self.group[ranks] = collectives(made)
 
