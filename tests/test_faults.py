@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import quintnet
+from quintnet_compiler.runtime.launch.calls import frequent
 
 from .models import CASES, MLP, build
 
@@ -86,6 +87,23 @@ def test_a_fault_is_named_once_and_soon(what: str, seconds: float, code: str, sa
     assert text.count("\n  rank 0: ") <= 1 and text.count("Traceback") == (what == "raise"), text
     assert ("told to fail" in text) == (what == "raise") and ("test_faults.py" in text) == (what in ("raise", "hang"))
     assert since < seconds and _gone(tmp_path)
+
+
+def _reads_what_never_comes() -> None:
+    """Rank 0 waits as a host does whose NCCL collective does not end: at a line that reads a tensor."""
+    for _ in range(2):
+        with frequent("work"):
+            pass
+    if dist.get_rank() == 0:
+        with frequent("work"):
+            threading.Event().wait()
+    time.sleep(3600)
+
+
+def test_a_rank_that_another_waits_for_on_its_device_is_named() -> None:
+    with pytest.raises(quintnet.RunError, match="rank 1 did not come to work in time") as caught:
+        quintnet.launch(_reads_what_never_comes, 2, collective_timeout=2, timeout=120)
+    assert caught.value.code == "QN402" and "_reads_what_never_comes" in str(caught.value)
 
 
 @pytest.mark.parametrize("what", ["shape", *(pytest.param(w, marks=pytest.mark.slow) for w in ("dtype", "none"))])

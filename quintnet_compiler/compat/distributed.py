@@ -187,8 +187,8 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 def wait_as_long(group: dist.ProcessGroup, seconds: float) -> None:
-    """Let ranks of ``group`` wait for each other for so long; instead: the ``timeout`` of ``new_group``, for groups that
-    a DeviceMesh does not make. gloo and NCCL can be told; other backends keep what they have."""
+    """Let ranks of ``group`` wait for each other for so long; instead: the ``timeout`` of ``new_group``, for groups
+    that a DeviceMesh does not make. gloo and NCCL can be told; other backends keep what they have."""
     backends: str = dist.get_backend_config(group)
     for part in backends.split(","):
         backend: Any = group._get_backend(torch.device(part.partition(":")[0]))

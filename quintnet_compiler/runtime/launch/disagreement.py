@@ -1,4 +1,4 @@
-"""Ranks that can never meet: they are in different calls, or one of them has finished."""
+"""Ranks that do not meet: they are in different calls, one of them has finished, or one is too late."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ FIXES = {
     "enter (save_pretrained writes on rank 0 alone, save on each rank its part)",
     "QN402": "give every rank the same number of batches",
 }
+LATE = "see what it does there, or wait longer for it"
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """What the ranks are in. ``ranks``: those that are elsewhere than most."""
+    """What the ranks are in. ``ranks``: those that are elsewhere than most; ``fix``: if it is not the code's."""
 
     code: str
     text: str
     ranks: tuple[int, ...]
+    fix: str = ""
 
     @property
     def error(self) -> RunError:
-        return RunError(self.code, self.text, fix=FIXES[self.code])
+        return RunError(self.code, self.text, fix=self.fix or FIXES[self.code])
 
 
 def disagreement(rows: Mapping[int, RankStatus]) -> Disagreement | None:
     """Whether it is certain that ranks wait for each other in vain. Each rank counts its calls, so calls of one number
-    must be of one kind; and who has finished makes no further one. That a rank is late is no disagreement."""
+    must be of one kind; and who has finished makes no further one. That a rank is late is no disagreement, until
+    another one has given up."""
     for number in sorted({row.calls for row in rows.values()} - {0}):
         here = {rank: row for rank, row in rows.items() if row.calls == number}
         if len({row.kind for row in here.values()}) > 1:
@@ -39,7 +42,18 @@ def disagreement(rows: Mapping[int, RankStatus]) -> Disagreement | None:
     gone = {rank: row for rank, row in rows.items() if row.finished}
     if waiting and gone and max(row.calls for row in waiting.values()) > min(row.calls for row in gone.values()):
         return Disagreement("QN402", f"{said_of(gone)}; {said_of(waiting)}", tuple(gone))
-    return None
+    return _given_up_on({rank: row for rank, row in waiting.items() if row.gave_up}, rows)
+
+
+def _given_up_on(waiting: Mapping[int, RankStatus], rows: Mapping[int, RankStatus]) -> Disagreement | None:
+    """Those that have not begun a call in which another rank has waited for too long."""
+    number = max((row.calls for row in waiting.values()), default=0)
+    late = {rank: row for rank, row in rows.items() if row.calls < number}
+    if not late:
+        return None
+    call = next(row.name for row in waiting.values() if row.calls == number)
+    text = f"{some_ranks(list(late))} did not come to {call} in time: {said_of(late)}; {said_of(waiting)}"
+    return Disagreement("QN402", text, tuple(late), LATE)
 
 
 def stalled(rows: Mapping[int, RankStatus]) -> str:

@@ -24,12 +24,13 @@ from ...core.errors import InputError, QuintNetError, RunError
 from .board import Board
 from .disagreement import disagreement
 from .faults import number_space
-from .rank_status import RankStatus, brief, differ, first_line, place, read_rows, shown, shown_line
+from .rank_status import RankStatus, brief, differ, first_line, innermost, place, read_rows, shown, shown_line
 from .run_folder import keep
 
 PERIOD = 0.1  # seconds between two beats
 LOOK = 3  # beats between two looks at where the main thread is
 LATEST = 0.5  # seconds in which a rank that is in another call, or was given another batch, waits to hear of all others
+MARGIN = 5.0  # seconds for which an error of the transport, which says more, is waited for
 GRACE = 2.0  # seconds that a rank may take to leave after it has heard of a fault
 THREAD = "quintnet-pulse"  # name of a heartbeat's thread
 VERDICT = "verdict"  # key of what all ranks must hear of
@@ -91,6 +92,7 @@ class Heartbeat:
         self.usual: dict[Any, Any] = {}  # what frequent calls were given last
         self.programs = 0  # that were set up, which all ranks do in one order
         self.place, self.looked = (False, ""), -1
+        self.spot, self.looks = "", 0  # the line where the main thread was seen, and how often since it came there
         self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as this lives
         self.board = Board(self.folder, self.rank, self.size)
         self.lock, self.over = threading.Lock(), threading.Event()
@@ -118,6 +120,17 @@ class Heartbeat:
     def may_end(self) -> bool:
         """Whether this process may be ended because of others."""
         return self.group is None or self.inside or self.place[0]
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the main thread has waited within its call for longer than it may.
+
+        NCCL's collectives do not make it wait: it is then at one line that reads what they make. Time is counted in
+        looks, so that in which this process was stopped does not count.
+        """
+        host_waits = self.place[0] or __file__ in self.spot
+        waited = self.looks * LOOK * PERIOD
+        return self.inside and waited > self.patience + (MARGIN if host_waits else 0)
 
     # -- what the main thread calls
 
@@ -255,12 +268,16 @@ class Heartbeat:
         number = self.now.number
         self.place, stays = (False, ""), self.looked == number
         self.looked = number
+        spot = ""
         if stays:
             self.stacks.seek(0)
             self.stacks.truncate()
             faulthandler.dump_traceback(self.stacks, all_threads=True)
             self.stacks.seek(0)
-            self.place = place(self.stacks.read().decode(errors="replace"), self.main)
+            text = self.stacks.read().decode(errors="replace")
+            self.place, spot = place(text, self.main), innermost(text, self.main)
+        self.looks = self.looks + 1 if spot and spot == self.spot else 0
+        self.spot = spot
 
     def _beat(self) -> None:
         if self.beat % LOOK == 0:
@@ -270,7 +287,14 @@ class Heartbeat:
             self.verdict = self.store.get(VERDICT).decode()
             self.last = time.monotonic()
             if not self.verdict and self.observer is not None and self.may_end:
-                self._announce(self.observer.look(self.store))
+                self._announce(self.observer.look(self.store) or self._missing())
+
+    def _missing(self) -> RunError | None:
+        """Which ranks this one has waited for too long: any, not only those that the observer looks at."""
+        if not self.gave_up:
+            return None
+        apart = disagreement(read_rows(self.store, range(self.size)))
+        return None if apart is None else apart.error
 
     def _announce(self, found: RunError | None) -> None:
         if found is None:
@@ -321,6 +345,7 @@ class Heartbeat:
             given=brief(shown(now.given)),
             waiting=waiting,
             at=at,
+            gave_up=self.gave_up,
             finished=self.finished,
             offers=self.offers,
             pid=os.getpid(),

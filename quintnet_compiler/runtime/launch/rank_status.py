@@ -30,7 +30,8 @@ class RankStatus:
     """What a rank last said of itself. ``calls``: begun so far (see :mod:`.calls`); of the last one, ``kind``, its
     ``name`` for people, the user's ``line``, what it was ``given``, and whether the rank is still ``inside``; ``step``:
     the training step that it began last, -1 before the first; ``waiting``: whether its main thread is in communication;
-    ``at``: the user's line that it is in; ``finished``: whether its function has returned; ``offers``: whether it could
+    ``at``: the user's line that it is in; ``gave_up``: whether it has waited for others within its call for longer than
+    it may; ``finished``: whether its function has returned; ``offers``: whether it could
     save all that a run needs; ``space``: where ``pid`` counts (see :func:`.faults.number_space`)."""
 
     beat: int = 0
@@ -43,6 +44,7 @@ class RankStatus:
     given: str = ""
     waiting: bool = False
     at: str = ""
+    gave_up: bool = False
     finished: bool = False
     offers: bool = False
     pid: int = 0
@@ -149,6 +151,12 @@ def place(stacks: str, thread: int) -> tuple[bool, str]:
         if not file.startswith(OTHERS):
             return waiting, f"{file}:{line} in {name}"
     return waiting, ""
+
+
+def innermost(stacks: str, thread: int) -> str:
+    """The line that a thread is at, whosever it is. ``stacks``: see :func:`place`."""
+    frame = FRAME.search(stacks.partition(f" 0x{thread:016x} ")[2].partition("\n\n")[0])
+    return frame.group(0) if frame else ""
 
 
 def first_line(error: BaseException) -> str:
