@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quintnet_compiler.ops.experts import grouped_rows
 from quintnet_compiler.ops.experts.grouped_rows import (
     group_plan,
     group_rows,
@@ -13,8 +14,10 @@ from quintnet_compiler.ops.experts.grouped_rows import (
     grouped_linear,
     grouped_weight_grad,
     has_grouped_matmul,
+    may_leave_empty_products,
     sort_into,
     ungroup_rows,
+    zeros_of_no_rows,
 )
 
 IDS = torch.tensor([2, -1, 0, 2, 4, 0, 2])  # nobody chose 1 and 3, and two rows are of no expert
@@ -76,3 +79,30 @@ def test_where_experts_are_one_kernel() -> None:
     assert not has_grouped_matmul(cpu, torch.bfloat16, (64, 8))
     assert not has_grouped_matmul(cuda, torch.float32, (64, 8))
     assert not has_grouped_matmul(cuda, torch.bfloat16, (64, 4))  # its rows begin at multiples of 16 bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "cuda", "may"),
+    [
+        ("cuda", (8, 0), "13.0", False),
+        ("cuda", (9, 0), "13.0", False),
+        ("cuda", (10, 0), "13.0", True),
+        ("cuda", (12, 1), "13.0", True),
+        ("cuda", (9, 4), None, True),  # ROCm
+        ("xpu", (0, 0), None, True),
+    ],
+)
+def test_products_of_no_rows_are_cleared_where_a_kernel_may_not_write_zeros(
+    device: str, capability: tuple[int, int], cuda: str | None, may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert may_leave_empty_products(torch.device(device)) == may
+
+
+@pytest.mark.parametrize("may", [False, True])
+def test_only_products_of_no_rows_are_cleared(may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_rows, "may_leave_empty_products", lambda device: may)
+    ends = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    made = zeros_of_no_rows(torch.full((4, 2, 3), 7.0), ends)
+    assert made.flatten(1).unique(dim=1).flatten().tolist() == ([0.0, 7.0, 0.0, 7.0] if may else [7.0] * 4)

@@ -20,6 +20,7 @@ from ...core.precision import widened
 from ..define import define_operator
 
 aten = torch.ops.aten
+NOT_ZERO_FROM = (10, 0)  # compute capability
 
 
 def has_grouped_matmul(device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
@@ -96,6 +97,23 @@ def _linear(rows: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, tra
     return made
 
 
+def may_leave_empty_products(device: torch.device) -> bool:
+    """Return whether the grouped product of an expert without rows may be other than 0 there: it was on a B200
+    (pytorch#172439), and not on an H100. Devices that are not NVIDIA's were not tried."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return True
+    return torch.cuda.get_device_capability(device) >= NOT_ZERO_FROM
+
+
+def zeros_of_no_rows(products: Tensor, ends: Tensor) -> Tensor:
+    """Make the products of experts without rows zeros, in ``products`` [E, O, I], which a kernel wrote. Where it wrote
+    zeros there itself, nothing is read or written."""
+    if not may_leave_empty_products(products.device):
+        return products
+    empty = ends == torch.cat([ends.new_zeros(1), ends[:-1]])
+    return products.masked_fill_(empty[:, None, None], 0.0)
+
+
 def _weight_grad(grad: Tensor, rows: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     left, right = (rows, grad) if transposed else (grad, rows)
     if ends.device.type == "cpu" or not rows.shape[0]:
@@ -103,10 +121,7 @@ def _weight_grad(grad: Tensor, rows: Tensor, ends: Tensor, transposed: bool) -> 
         for expert, run in expert_runs(ends) if rows.shape[0] else ():
             torch.mm(left[run].t(), right[run], out=found[expert])
         return found
-    made: Tensor = aten._grouped_mm.default(left.contiguous().t(), right.contiguous(), ends)
-    # on some GPUs the product of no rows is not 0 (pytorch#172439)
-    empty = ends == torch.cat([ends.new_zeros(1), ends[:-1]])
-    return made.masked_fill_(empty[:, None, None], 0.0)
+    return zeros_of_no_rows(aten._grouped_mm.default(left.contiguous().t(), right.contiguous(), ends), ends)
 
 
 def _bias_grad(grad: Tensor, ends: Tensor) -> Tensor:

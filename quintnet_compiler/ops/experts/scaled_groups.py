@@ -22,7 +22,7 @@ from torch import Tensor
 from ..define import define_operator
 from ..scaled_products import block_max, block_scale, product, scaled_cast, spread
 from .expert_linear import counts_on_host, expert_linear
-from .grouped_rows import expert_runs, experts_of_rows, group_plan, group_rows, ungroup_rows
+from .grouped_rows import expert_runs, experts_of_rows, group_plan, group_rows, ungroup_rows, zeros_of_no_rows
 
 aten = torch.ops.aten
 LOW = torch.bfloat16  # has all 8-bit numbers, and grouped products on GPUs
@@ -84,11 +84,8 @@ def _weight_grad(
             scales = scale_left[expert][:, None], scale_right[expert][None]
             found[expert] = product(left[run].t(), right[run], *scales, dtype)
         return found
-    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     made: Tensor = aten._grouped_mm.default(left.contiguous().to(LOW).t(), right.contiguous().to(LOW), ends)
-    made = (made * scale_left[:, :, None] * scale_right[:, None]).to(dtype)
-    # on some GPUs the product of no rows is not 0 (pytorch#172439)
-    return made.masked_fill_((ends == starts)[:, None, None], 0.0)
+    return zeros_of_no_rows((made * scale_left[:, :, None] * scale_right[:, None]).to(dtype), ends)
 
 
 group_max = define_operator(
