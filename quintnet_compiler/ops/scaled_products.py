@@ -81,6 +81,17 @@ def _scaled_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x / spread(scale, x.shape)).clamp_(-largest, largest).to(dtype)  # at least 32 bits, as scales have
 
 
+def _cast_in_kernels(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``_scaled_cast`` to the bit, of what compilers fuse with its neighbours: an operator that writes in place is a
+    call of its own for them, and a minimum beside a transposed 8-bit store has given wrong numbers
+    (triton-lang/triton#11111). NaN is neither larger nor smaller, and passes."""
+    largest = torch.finfo(dtype).max
+    scaled = x / spread(scale, x.shape)
+    scaled = torch.where(scaled > largest, largest, scaled)
+    scaled = torch.where(scaled < -largest, -largest, scaled)
+    return scaled.to(dtype)
+
+
 def _scaled_matmul(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, equation: str, dtype: torch.dtype,
     power_of_two: bool = False,
@@ -151,7 +162,7 @@ scaled_matmul = define_operator(
 
 # What each consists of, for compilers that make one kernel of several operators.
 CONSISTS_OF: Mapping[OpOverload, Callable[..., Tensor]] = MappingProxyType(
-    {block_max: _block_max, block_scale: _block_scale, scaled_cast: _scaled_cast, scaled_matmul: _scaled_matmul}
+    {block_max: _block_max, block_scale: _block_scale, scaled_cast: _cast_in_kernels, scaled_matmul: _scaled_matmul}
 )
 
 CASTS = frozenset({block_max, block_scale, scaled_cast})  # of what casts a tensor to 8 bits

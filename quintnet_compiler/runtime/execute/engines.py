@@ -15,9 +15,10 @@ from torch import Tensor, fx
 
 from ...compat.torch import make_fx, schema_or_none
 from ...compat.torch_inductor import decompositions, kernels
+from ...core.annotations import value
 from ...core.errors import BackendWarning, CompileError
 from ...ir.generated import GeneratedModule
-from ...ops.scaled_products import CONSISTS_OF
+from ...ops.scaled_products import CASTS, CONSISTS_OF
 from .cudagraphs import CudaGraphs, Graphs
 from .layouts import ByLayout
 from .segments import MOST_VARIANTS, Function, Segment, Stepper, split
@@ -49,9 +50,38 @@ class Inductor:
             self.functions[module] = Stepper.of(module.graph, parts, lambda s: self._run(s, name))
         return self.functions[module]
 
+    def of_parameters(self, module: GeneratedModule, name: str) -> Function:
+        """What makes of parameters what all microbatches read. It runs once a step: only casts to 8 bits, which read a
+        parameter several times, are worth compiling, each parameter's by themselves: many are alike."""
+        graph = module.graph
+        if not any(map(_casts, graph.nodes)):
+            return eager(module, name)
+
+        def kernel(segment: Segment) -> Function:
+            if not any(map(_casts, segment.nodes)):
+                return eager(segment.module, name)
+            sizes = [tuple(value(node).shape) for node in segment.inputs]  # as many kernels as there are sizes
+            return self._kernel(f"{sizes} {segment.module.code}", segment, name)
+
+        if module not in self.functions:
+            self.functions[module] = Stepper.of(graph, split(graph, apart=True), kernel)
+        return self.functions[module]
+
     def _run(self, segment: Segment, name: str) -> Function:
-        kernel = self.kernels.setdefault(segment.module.code, CompiledSegment(segment.module, name, self.warned))
+        kernel = self._kernel(segment.module.code, segment, name)
         return kernel if self.graphs is None else self.graphs.of(kernel, segment.module, name)
+
+    def _kernel(self, key: str, segment: Segment, name: str) -> CompiledSegment:
+        return self.kernels.setdefault(key, CompiledSegment(segment.module, name, self.warned))
+
+
+def engine_of_parameters(engine: Engine) -> Engine:
+    """Return what runs the functions that run once a step, where ``engine`` runs all others."""
+    return engine.of_parameters if isinstance(engine, Inductor) else eager
+
+
+def _casts(node: fx.Node) -> bool:
+    return node.target in CASTS
 
 
 @dataclass(frozen=True)

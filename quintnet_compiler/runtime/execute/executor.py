@@ -23,7 +23,7 @@ from ..transport.disk_copies import DiskCopies
 from ..transport.host_copies import HostCopies
 from ..transport.transport import GRADIENTS, VALUES, Transport, Wait
 from .comm import Comm
-from .engines import Engine, eager
+from .engines import Engine, eager, engine_of_parameters
 from .interpreter_trace import Watch, run_watched
 
 
@@ -80,8 +80,8 @@ class Executor:
             for stage in self.part.stages
             for label, piece in stage.pieces.items()
         }
-        # what runs once a step is not worth compiling
-        self.functions |= {(stage.index, "once"): eager(stage.once.module, "once") for stage in self.part.stages}
+        once = engine_of_parameters(engine)
+        self.functions |= {(stage.index, "once"): once(stage.once.module, "once") for stage in self.part.stages}
         self.peak_live = 0  # activations (of one stage and microbatch) alive at once in the last step
         self.forward = {(t.source, t.target): t.forward for t in program.transfers}
         self.backward = {(t.source, t.target): t.backward for t in program.transfers}

@@ -32,11 +32,12 @@ class Segment:
     settles: tuple[str, ...] = ()
 
 
-def split(graph: fx.Graph, *, pure: bool = False) -> list[fx.Node | Segment]:
+def split(graph: fx.Graph, *, pure: bool = False, apart: bool = False) -> list[fx.Node | Segment]:
     """``graph``'s calls of ``comm`` (and choices among their results) in order, and segments between them.
 
     Gradients are handed over within segments. ``pure``: segments only compute. Then a gradient waits until its segment
-    has ended, and a product that is added up where it is computed is a step of its own.
+    has ended, and a product that is added up where it is computed is a step of its own. ``apart``: what no value
+    connects, such as the casts of two parameters, are segments of their own.
     """
     steps: list[fx.Node | Segment] = []
     run: list[fx.Node] = []
@@ -44,7 +45,8 @@ def split(graph: fx.Graph, *, pure: bool = False) -> list[fx.Node | Segment]:
 
     def close() -> None:
         if run:
-            steps.append(_segment(graph, run))
+            groups = _connected(run) if apart else [run]
+            steps.extend(_segment(graph, nodes) for nodes in groups)
         steps.extend(waiting)
         run.clear()
         waiting.clear()
@@ -62,6 +64,27 @@ def split(graph: fx.Graph, *, pure: bool = False) -> list[fx.Node | Segment]:
             run += [node, *filter(_chooses, node.users)]
     close()
     return steps
+
+
+def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """``nodes`` by what values connect among them, in the order of their first ones; each in order."""
+    first: dict[fx.Node, fx.Node] = {}  # towards the first node of what a node is connected with
+
+    def root(node: fx.Node) -> fx.Node:
+        while first[node] is not node:
+            node = first[node]
+        return node
+
+    place = {node: i for i, node in enumerate(nodes)}
+    for node in nodes:
+        first[node] = node
+        roots = {root(source) for source in node.all_input_nodes if source in first} | {node}
+        earliest = min(roots, key=place.__getitem__)
+        first |= dict.fromkeys(roots, earliest)
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        groups.setdefault(root(node), []).append(node)
+    return list(groups.values())
 
 
 def _chooses(node: fx.Node) -> bool:
