@@ -1,6 +1,7 @@
 """Everything that one GPU can prove in half an hour, as a report.
 
 python benchmarks/first_gpu.py --out report [--emulated] [--only machine,layouts]
+python benchmarks/first_gpu.py --out report --only nccl_ranks --library libnccl.so.2
 
 Writes ``report/report.json`` and ``report/index.html``, after each part anew. Each part runs in a process of its own
 with a limit; one that fails leaves its error there, and the others go on. ``--emulated``: on the emulated accelerator
@@ -14,6 +15,7 @@ import faulthandler
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent))  # for the models of the tests
 from gpu_report.driver import run_parts
@@ -21,13 +23,13 @@ from gpu_report.entries import line_of
 from gpu_report.parts import PARTS, Part
 
 
-def work(part: Part, folder: Path, *, emulated: bool) -> None:
+def work(part: Part, folder: Path, setting: dict[str, Any]) -> None:
     """A part, in this process: what it finds is written as it comes."""
     faulthandler.dump_traceback_later(max(1, part.seconds - 5))  # where it hangs, if it does
     from gpu_report.setting import Setting
 
     with (folder / f"{part.name}.jsonl").open("a") as file:
-        for entry in part.work()(Setting.here(emulated=emulated)):
+        for entry in part.work()(Setting.here(**setting)):
             file.write(line_of(entry))
             file.flush()
     sys.stdout.flush()
@@ -44,20 +46,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder for the report")
     parser.add_argument("--emulated", action="store_true", help="without a GPU")
-    parser.add_argument("--only", help="comma-separated parts (default: all)")
+    parser.add_argument("--only", help="comma-separated parts (default: all but nccl_ranks)")
+    parser.add_argument("--library", type=Path, help="an NCCL of 2.30 or later, for nccl_ranks")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # in this process
     given = parser.parse_args()
     known = {part.name: part for part in PARTS}
+    setting = {"emulated": given.emulated, "library": given.library}
     if given.part:
-        work(known[given.part], given.out, emulated=given.emulated)
+        work(known[given.part], given.out, setting)
         return 0
     if not given.emulated and not accelerator():
         parser.error("torch finds no accelerator on this machine: --emulated runs what runs without")
-    names = given.only.split(",") if given.only else list(known)
+    names = given.only.split(",") if given.only else [part.name for part in PARTS if part.usual]
     for name in names:
         if name not in known:
             parser.error(f"there is no part {name}: there are {', '.join(known)}")
-    found = run_parts([known[name] for name in names], given.out, emulated=given.emulated)
+    found = run_parts([known[name] for name in names], given.out, **setting)
     print(given.out / "index.html")
     return 1 if any(one.verdict == "failed" for one in found) else 0
 

@@ -48,27 +48,29 @@ class Outcome:
         return found
 
 
-def run_parts(parts: Sequence[Part], folder: Path, *, emulated: bool) -> list[Outcome]:
+def run_parts(parts: Sequence[Part], folder: Path, *, emulated: bool, library: Path | None = None) -> list[Outcome]:
     """All of ``parts``; ``folder`` has report.json and index.html of those that are done, and what each printed."""
     folder.mkdir(parents=True, exist_ok=True)
     found: list[Outcome] = []
     for part in parts:
-        found.append(run_part(part, folder, emulated=emulated))
+        found.append(run_part(part, folder, emulated=emulated, library=library))
         waiting = [Outcome(other, "not run", 0.0, why="it has not begun") for other in parts[len(found) :]]
         write([*found, *waiting], folder, emulated=emulated)
         print(f"{part.name:<16}{found[-1].verdict:<10}{found[-1].seconds:6.1f} s  {found[-1].why}", flush=True)
     return found
 
 
-def run_part(part: Part, folder: Path, *, emulated: bool) -> Outcome:
+def run_part(part: Part, folder: Path, *, emulated: bool, library: Path | None = None) -> Outcome:
     entries, log = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
     entries.unlink(missing_ok=True)
     script = Path(__file__).parent.parent / "first_gpu.py"
     command = [sys.executable, str(script), "--out", str(folder), "--part", part.name]
+    command += ["--emulated"] if emulated else []
+    command += ["--library", str(library)] if library is not None else []
     start, why = time.monotonic(), ""
     with log.open("wb") as printed:
         process = subprocess.Popen(
-            [*command, *(["--emulated"] if emulated else [])],
+            command,
             stdout=printed,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that processes which it started end with it

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """``name``: of the module in this package. ``seconds``: its limit."""
+    """``name``: of the module in this package. ``seconds``: its limit. ``usual``: whether it runs if no parts are
+    named."""
 
     name: str
     title: str
     proves: str
     seconds: int
+    usual: bool = True
 
     def work(self) -> Callable[[Setting], Iterator[Entry]]:
         """What it does, in this process."""
@@ -105,5 +107,13 @@ PARTS = (
         "Commands, launchers and loops",
         "What a user starts runs here: the command line, torchrun, all ranks in one process, transformers' Trainer.",
         240,
+    ),
+    Part(
+        "nccl_ranks",
+        "Several ranks of NCCL on one device",
+        "NCCL between ranks: every collective bit by bit, layouts exactly, checkpoints, and that a rank which ends or "
+        "does not come is told of. It takes NCCL 2.30 or later.",
+        240,
+        usual=False,
     ),
 )

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -14,24 +15,25 @@ import torch
 @dataclass(frozen=True)
 class Setting:
     """``device``: what programs are compiled for. ``emulated``: it is host memory (``tests/accelerator``), so times say
-    nothing, and whatever needs CUDA itself is left out."""
+    nothing, and whatever needs CUDA itself is left out. ``library``: an NCCL for several ranks on one device."""
 
     device: torch.device
     emulated: bool
+    library: Path | None = None
 
     @classmethod
-    def here(cls, *, emulated: bool) -> Setting:
+    def here(cls, *, emulated: bool, library: Path | None = None) -> Setting:
         """Raises: RuntimeError if there is no accelerator."""
         if emulated:
             from tests.accelerator.device import NAME, install
 
             install().set_device(0)
-            return cls(torch.device(NAME, 0), emulated=True)
+            return cls(torch.device(NAME, 0), emulated=True, library=library)
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if found is None:
             raise RuntimeError("torch finds no accelerator on this machine")
         torch.accelerator.set_device_index(0)
-        return cls(torch.device(found.type, 0), emulated=False)
+        return cls(torch.device(found.type, 0), emulated=False, library=library)
 
     @property
     def cuda(self) -> bool:

@@ -37,6 +37,18 @@ def test_where_the_number_of_processes_is_known_all_of_them_use_gloo(machine: li
     assert machine == []
 
 
+@pytest.mark.parametrize("processes", [None, 4])
+def test_where_nccl_lets_ranks_share_a_gpu_they_go_round(
+    machine: list[int], processes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert take_accelerator(3, processes) == {"backend": "nccl", "device_id": torch.device("cuda", 1)}
+    assert machine == [1]
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
+    with pytest.raises(RunError, match="QN301"):
+        take_accelerator(3)
+
+
 def test_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert take_accelerator(5) == {"backend": "gloo"}

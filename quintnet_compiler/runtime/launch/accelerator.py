@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -9,9 +10,12 @@ import torch.distributed as dist
 
 from ...core.errors import RunError
 
+SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own variable, from 2.30 on: ranks may share a GPU
+
 
 def take_accelerator(place: int, processes: int | None = None) -> dict[str, Any]:
-    """Make accelerator number ``place`` of this machine the current device of this process.
+    """Make accelerator number ``place`` of this machine the current device of this process. Where NCCL is told that
+    ranks may share one, numbers that there are not begin at 0 again.
 
     ``processes``: how many this machine has, where that is known: with fewer accelerators, none is used.
 
@@ -25,8 +29,12 @@ def take_accelerator(place: int, processes: int | None = None) -> dict[str, Any]
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     backend = "gloo" if found is None else dist.get_default_backend_for_device(found)
     count = 0 if found is None else torch.accelerator.device_count()
-    if found is None or backend == "gloo" or (processes is not None and processes > count):
+    shared = backend == "nccl" and os.environ.get(SHARED, "0") != "0"
+    too_many = processes is not None and processes > count and not shared
+    if found is None or backend == "gloo" or too_many:
         return {"backend": "gloo"}
+    if shared:
+        place %= count
     if place >= count:
         raise RunError(
             "QN301",

@@ -1,0 +1,96 @@
+"""Starts a process for each rank, and collects what they find and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .entries import Check, entry_of
+
+ROOT = Path(__file__).parent.parent.parent
+CODE = "from gpu_report.rank_work import main; main()"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How ranks ended, in their order. ``codes``: exit codes, None of one that was still running; ``checks``: what each
+    found; ``texts``: what each printed."""
+
+    seconds: float
+    codes: tuple[int | None, ...]
+    checks: tuple[tuple[Check, ...], ...]
+    texts: tuple[str, ...]
+
+    @property
+    def merged(self) -> list[Check]:
+        """One check for each that a rank made, which holds where it holds on all ranks; and that all ended well."""
+        names = dict.fromkeys(check.what for checks in self.checks for check in checks)
+        merged = [self._of_all(name) for name in names]
+        if not names or any(self.codes):
+            merged.append(Check(f"{len(self.codes)} ranks end well", False, f"{self.codes}: {self.texts[0][-600:]}"))
+        return merged
+
+    def _of_all(self, name: str) -> Check:
+        mine = [check for checks in self.checks for check in checks if check.what == name]
+        good = len(mine) == len(self.codes) and all(check.good for check in mine)
+        return Check(name, good, " | ".join(dict.fromkeys(check.found for check in mine)))
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """``device``: where all ranks compute; ``environment``: beside this process's; ``folder``: for what they write."""
+
+    device: str
+    environment: Mapping[str, str]
+    folder: Path
+
+    def run(self, work: str, size: int, seconds: float, *, awaited: Sequence[int] = ()) -> Ended:
+        """Run ``work`` of :mod:`.rank_work` on ``size`` ranks, for ``seconds`` at most. All are ended once those that
+        are ``awaited`` have ended: all of them by default."""
+        start = time.monotonic()
+        for old in self.folder.glob(f"{work}.*"):
+            old.unlink()
+        port = str(_free_port())
+        processes = [self._start(work, rank, size, port) for rank in range(size)]
+        try:
+            waited_for = [processes[rank] for rank in awaited or range(size)]
+            while any(one.poll() is None for one in waited_for) and time.monotonic() - start < seconds:
+                time.sleep(0.05)
+            codes = tuple(one.poll() for one in processes)
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        lines = [self._read(f"{work}.{rank}.jsonl").splitlines() for rank in range(size)]
+        checks = tuple(tuple(one for one in map(entry_of, mine) if isinstance(one, Check)) for mine in lines)
+        texts = tuple(self._read(f"{work}.{rank}.log") for rank in range(size))
+        return Ended(time.monotonic() - start, codes, checks, texts)
+
+    def _start(self, work: str, rank: int, size: int, port: str) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, **self.environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", CODE, work, str(rank), str(size), port, self.device, str(self.folder)]
+        with (self.folder / f"{work}.{rank}.log").open("wb") as printed:
+            return subprocess.Popen(
+                command, env=environment, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def _read(self, name: str) -> str:
+        file = self.folder / name
+        return file.read_text(errors="replace") if file.exists() else ""
+
+
+def _free_port() -> int:
+    """Return a port for the ranks' store: groups that meet by a file have no heartbeat."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
