@@ -279,9 +279,10 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN407": ErrorEntry(
             "communication between devices failed",
-            "NCCL failed on this rank: a call of the system or of CUDA, or two ranks on one GPU. The message has what "
-            "it said.",
-            "NCCL_DEBUG=WARN makes NCCL say which call failed. In containers, see the size of /dev/shm.",
+            "NCCL failed on this rank: a call of the system or of CUDA, or two ranks on one GPU, which it has from "
+            "version 2.30 on alone. The message has what it said.",
+            "NCCL_DEBUG=WARN makes NCCL say which call failed. In containers, see the size of /dev/shm. Ranks may "
+            "share a GPU with NCCL 2.30 or later and NCCL_MULTI_RANK_GPU_ENABLE=1.",
         ),
         "QN501": ErrorEntry(
             "a value is not finite",

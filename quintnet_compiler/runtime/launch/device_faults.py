@@ -49,7 +49,8 @@ SYMPTOMS = (  # the first that fits: what names its cause comes first
         r"Duplicate GPU detected|ncclInvalidUsage|invalid usage",
         "QN407",
         "NCCL was asked for what it does not do: two ranks on one GPU, most often",
-        "start at most as many processes as there are GPUs, each with its own LOCAL_RANK",
+        "start at most as many processes as there are GPUs, each with its own LOCAL_RANK; or take NCCL 2.30 or later "
+        "with NCCL_MULTI_RANK_GPU_ENABLE=1, which lets ranks share one",
     ),
     Symptom(
         r"is setting up NCCL communicator and retrieving",
