@@ -23,6 +23,7 @@ from .rank_processes import Ended, Launcher
 from .setting import Setting
 
 WHAT = "several ranks of NCCL on one device"
+LAST = "ranks? 1 "  # how errors name the last of two
 FIRST = (2, 30)  # NCCL's version that lets ranks share a device
 SECONDS = 225.0  # less than the part's limit: what does not begin in time is told of
 SHORT, LONG = 50.0, 110.0  # limits of one work
@@ -129,8 +130,12 @@ def _fault(launcher: Launcher, work: str, until: float) -> Iterator[Entry]:
         yield NotRun(what, "no time was left")
         return
     ended = launcher.run(work, 2, min(SHORT, left), awaited=[0])
-    told = [line.strip() for line in ended.texts[0].splitlines() if re.search(rf"{codes}|rank 1 ", line)]
-    good = bool(ended.codes[0]) and re.search(codes, ended.texts[0]) is not None and "rank 1 " in "".join(told)
+    told = [line.strip() for line in ended.texts[0].splitlines() if re.search(rf"{codes}|{LAST}", line)]
+    good = (
+        bool(ended.codes[0])
+        and re.search(codes, ended.texts[0]) is not None
+        and re.search(LAST, " ".join(told)) is not None
+    )
     yield Check(what, good, f"{ended.seconds:.1f} s; {' '.join(told)}"[:600])
 
 

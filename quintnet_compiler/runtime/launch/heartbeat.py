@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ...compat.distributed import Store, flight_record
 from ...core.errors import InputError, QuintNetError, RunError
 from .board import Board
-from .disagreement import disagreement
+from .disagreement import disagreement, said_of
 from .faults import number_space
 from .rank_status import RankStatus, brief, differ, first_line, innermost, place, read_rows, shown, shown_line
 from .run_folder import keep
@@ -194,7 +194,7 @@ class Heartbeat:
         call = self.now
         time.sleep(PERIOD)  # others' rows, and a verdict, may be under way
         try:
-            self._compare(call, 2 * PERIOD)
+            late = self._compare(call, 2 * PERIOD)
         except QuintNetError as found:
             return found
         except Exception as lost:  # whoever keeps the rows is gone as well
@@ -202,7 +202,7 @@ class Heartbeat:
         known = error if isinstance(error, RunError) else None
         why = f"{call.name}: {first_line(error)}" if known is None else known.message
         if self.observer is not None:  # else the process that launched this one tells of the others
-            why = f"{call.name}: {self.verdict}" if self.verdict else f"{why}{self._silent()}"
+            why = f"{call.name}: {self.verdict}" if self.verdict else f"{why}{self._silent() or self._late(late)}"
         return RunError("QN402", why, where=known.where if known else None, fix=known.fix if known else "")
 
     def _silent(self) -> str:
@@ -211,6 +211,11 @@ class Heartbeat:
         time.sleep(10 * PERIOD)
         ranks = [f"{rank} ({row.host})" for rank, row in self.rows().items() if row.beat == before[rank].beat]
         return f"; nothing is heard of ranks {', '.join(ranks)}" if ranks else ""
+
+    def _late(self, ranks: list[int]) -> str:
+        """Where ranks are that have not begun this call."""
+        rows = self.rows()
+        return f"; {said_of({rank: rows[rank] for rank in ranks})}" if ranks else ""
 
     def _compare(self, call: CollectiveCall, patience: float) -> list[int]:
         """Which ranks did not begin a call in time.

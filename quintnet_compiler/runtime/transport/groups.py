@@ -24,7 +24,8 @@ def patience_of_world() -> float:
 def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
     """Make a group of ``ranks`` (all of the world by default). Every rank must call this, in the same order."""
     timeout = timedelta(seconds=patience_of_world())
-    return dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)
+    group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)
+    return group
 
 
 def mesh_of_groups(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
