@@ -21,16 +21,18 @@ from ..ir.program import Captured
 from ..ops.rules.notation import Rule
 from ..runtime.state.module_parameters import has_values
 from .drawn_blocks import drawn_batch, with_values
+from .exact_step import SENSITIVE, exact_differences, wrong_operators
 from .free_memory import free_bytes
 from .module_sides import HOW, Sides
-from .module_step import Owner, module_step, tensors_of
+from .module_step import ModuleStep, Owner, module_step, tensors_of
 from .module_trace import FirstDifference, first_difference
 from .swapped_values import double
 from .unsplit_step import UnsplitStep, unsplit_step
-from .verify import Comparison, coarsest_of
+from .verify import LIMITS, Comparison, coarsest_of
 
 ELEMENTS = 256  # of a batch that is checked: as many rows as have so many, but two at least
-SENSITIVE = 100.0  # how much more than what rounding does to the module's parameters is no rounding
+MORE = 8  # times as many rows decide where float64 does not
+DECIDES = LIMITS[torch.float32]  # rounding in float64 that does more than this decides nothing
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class ModuleCheck:
     def difference(self) -> CompileError | None:
         """What the program does not do as the module does it; None if there is nothing. Nothing of the user's changes.
 
-        Where they differ in 32 bits or less, both are run again in float64 before anything is said: deep models may
-        round differently.
+        Where they differ in 32 bits or less, both are run again in float64 before anything is said: right programs may
+        round differently, and where a model is ill-conditioned, by any amount.
 
         A module that does not fit into this process, or has no values (or parts of them), runs with each distinct block
         once, and with drawn values; a CheckWarning says where even that is not possible.
@@ -69,12 +71,12 @@ class ModuleCheck:
         wrong = sides.compare()
         return check._explained(sides, wrong) if wrong else sides.left_behind()
 
-    def _sides(self) -> Sides | CompileError:
-        """Both sides on the fewest rows with which the model works."""
+    def _sides(self, counts: Sequence[int] = ()) -> Sides | CompileError:
+        """Both sides on the fewest rows with which the model works. ``counts``: of rows, which are tried in order."""
         device = next((x.device for x in self.owner.tensors.values()), torch.device("cpu"))
         failed: Exception | None = None
         size = batch_size_of(self.batch)
-        for rows in dict.fromkeys((_few(self.batch, size, self.captured.only_rows), size)):
+        for rows in counts or dict.fromkeys((_few(self.batch, size, self.captured.only_rows), size)):
             batch = _rows(self.batch, size, rows, device)
             try:
                 step = unsplit_step(
@@ -90,8 +92,8 @@ class ModuleCheck:
             except Exception as error:
                 failed = error
                 continue
-            if all(bool(x.isfinite().all()) for x in theirs.outputs) or rows == size:
-                return Sides(self.owner, self.seed, step, batch, rows, theirs, coarsest_of(step.graph))
+            if all(bool(x.isfinite().all()) for x in theirs.outputs) or rows == size or counts:
+                return Sides(self.owner, self.seed, step, batch, rows, theirs, _coarsest(step, theirs))
         if isinstance(failed, QuintNetError):
             raise failed
         text = str(failed).strip().splitlines() or [""]
@@ -151,16 +153,32 @@ class ModuleCheck:
         return CompileError("QN111", text, where=first.where, fix=HOW)
 
     def _established(self, sides: Sides, wrong: Sequence[Comparison]) -> bool:
+        """Whether a difference is more than rounding. In 32 bits or less float64 decides; where the program or the
+        module does not run in float64, what another rounding does to the module."""
         if sides.dtype is torch.float64:
             return True
+        with contextlib.suppress(Exception):
+            return not self._right_in_float64(sides)
         with contextlib.suppress(Exception):
             if self._in_float64(sides):
                 return True
         noise = sides.sensitivity()
         return any(one.error > SENSITIVE * noise.get((one.what, one.name), 0.0) for one in wrong)
 
+    def _right_in_float64(self, sides: Sides) -> bool:
+        """Whether the very program is right in float64, on these rows or, where float64 does not decide, on more."""
+        if not exact_differences(sides, DECIDES):
+            return not wrong_operators(sides)
+        size = batch_size_of(self.batch)
+        rows = min(size, MORE * sides.rows)
+        if rows > sides.rows and self.captured.only_rows is None:
+            with contextlib.suppress(Exception):
+                more = self._sides((rows,))
+                sides = more if isinstance(more, Sides) else sides
+        return not exact_differences(sides) and not wrong_operators(sides)
+
     def _in_float64(self, sides: Sides) -> bool:
-        """Whether they differ in float64 too."""
+        """Whether they differ where the module is traced again, in float64."""
         owner = self.owner
         with double(owner):
             batch = pytree.tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, sides.batch)
@@ -206,6 +224,15 @@ def _bytes(step: UnsplitStep) -> int:
         if node.op == "call_function" or (found is not None and found.trainable):
             kept += sum(num_bytes(x) for x in values(node) if isinstance(x, Tensor))
     return kept
+
+
+def _coarsest(step: UnsplitStep, theirs: ModuleStep) -> torch.dtype:
+    """The least precise dtype that both compute in: a program alone gets no slack for its own."""
+    dtype = coarsest_of(step.graph)
+    if dtype in theirs.dtypes:
+        return dtype
+    finer = [one for one in theirs.dtypes if one in LIMITS and LIMITS[one] <= LIMITS[dtype]]
+    return max(finer, key=lambda one: LIMITS[one], default=dtype)
 
 
 def _few(batch: Any, size: int, only: int | None) -> int:

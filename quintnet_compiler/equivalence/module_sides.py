@@ -121,11 +121,11 @@ class Sides:
             )
         return None
 
-    def sensitivity(self) -> dict[tuple[str, str], float]:
-        """What a rounding of each parameter does to each result of the module."""
+    def sensitivity(self, **how: Any) -> dict[tuple[str, str], float]:
+        """What a rounding of each parameter does to each result of the module. ``how``: see :func:`module_step`."""
         owner = self.owner
         with rounded(owner):
-            other = self.again()
+            other = self.again(**how)
         floor = 1e-3 * largest([x for x in self.theirs.gradients.values() if x is not None])
         found = {("gradient", n): differs(g, x, floor) for n, x in self.theirs.gradients.items()
                  if x is not None and (g := other.gradients.get(n)) is not None}  # fmt: skip

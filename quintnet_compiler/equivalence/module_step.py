@@ -57,11 +57,13 @@ class Owner:
 @dataclass(frozen=True)
 class ModuleStep:
     """What the module made: its outputs (a loss alone, or whatever it returns), the gradients of everything that
-    requires one (by the program's name; ``"?"`` and more if the program has none), and what forward changed."""
+    requires one (by the program's name; ``"?"`` and more if the program has none), and what forward changed.
+    ``dtypes``: of all floating-point values that its operators made."""
 
     outputs: tuple[Tensor, ...]
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
     changes: ModuleChanges = ModuleChanges()
+    dtypes: frozenset[torch.dtype] = frozenset()
 
 
 def module_step(
@@ -72,6 +74,7 @@ def module_step(
     again: bool = False,
     reseed: int | None = None,
     watch: contextlib.AbstractContextManager[Any] | None = None,
+    within: contextlib.AbstractContextManager[Any] | None = None,
 ) -> ModuleStep:
     """Run it.
 
@@ -81,14 +84,15 @@ def module_step(
         again: the second of two runs, with what the first one left behind.
         reseed: of all other random numbers.
         watch: entered around forward.
+        within: entered around forward and backward.
 
     Raises:
         Whatever the module raises.
     """
     given = copied(batch)
     inputs = {f"the batch's tensor {i}": x for i, x in enumerate(tensors_of(given))}
-    untouched = Untouched(owner.modules, {**owner.tensors, **inputs})
-    with untouched, _mode(owner), one_process():
+    untouched = Untouched(owner.modules, {**owner.tensors, **inputs}, {"loss_fn": owner.loss_fn})
+    with untouched, _mode(owner), one_process(), within or contextlib.nullcontext():
         if reseed is not None:
             reseed_all(reseed)
         if again:
@@ -100,7 +104,7 @@ def module_step(
                 made = tensors_of(owner(given))
             gradients = _gradients(owner, made[0], leaves) if owner.training else {}
         outputs = tuple(x.detach().clone() for x in made)
-    return ModuleStep(outputs, gradients, untouched.changes)
+    return ModuleStep(outputs, gradients, untouched.changes, untouched.dtypes)
 
 
 def copied(batch: Any) -> Any:

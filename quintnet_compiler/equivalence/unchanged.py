@@ -8,12 +8,14 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..compat.torch import TorchDispatchMode, pytree, schema, storage_key
+from ..guards.python_objects import ObjectSnapshot
 from ..runtime.state.module_parameters import local_of
 
 _CONTAINERS = (dict, OrderedDict, list, set)  # hooks of modules are ordered
@@ -33,9 +35,15 @@ class ModuleChanges:
 class Untouched:
     """A context in which modules may change whatever is theirs; on leaving it ``changes`` says what they changed, and
     all is put back. Memory is copied when it is written (buffers, which kernels may write to without saying so: at
-    once)."""
+    once). ``objects``: what reaches further Python state, such as a loss function. ``dtypes``: of all floating-point
+    values that operators made."""
 
-    def __init__(self, modules: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        tensors: Mapping[str, Tensor],
+        objects: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.parts = {id(m): (path, m) for module in modules for path, m in module.named_modules()}
         self.tensors = dict(tensors)
         known = {id(x) for x in tensors.values()}
@@ -43,13 +51,16 @@ class Untouched:
             for name, x in (*module.named_parameters(), *module.named_buffers()):
                 if id(x) not in known:
                     self.tensors[name] = x
+        self.objects = {**{"loss_fn" if i else "": module for i, module in enumerate(modules)}, **objects}
         self.buffers = {id(x) for module in modules for x in module.buffers()}
         self.changes = ModuleChanges()
+        self.dtypes: frozenset[torch.dtype] = frozenset()
         self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> Untouched:
         self.stack.enter_context(random_numbers_kept(self.tensors.values()))
         self.drawn = _random_states()
+        self.reached = ObjectSnapshot.of(self.objects)
         self.settings = {key: _settings(module) for key, (_, module) in self.parts.items()}
         self.trainable = [(x, x.requires_grad) for x in self.tensors.values()]
         self.gradients = [(x, x.grad) for x in self.tensors.values() if x.is_leaf]
@@ -66,8 +77,11 @@ class Untouched:
         try:
             now = _random_states()
             drawn = tuple(name for name, state in self.drawn.items() if not _same_state(state, now[name]))
-            self.changes = ModuleChanges(self._restore_tensors(), tuple(self._restore_settings()), drawn)
+            self.dtypes = frozenset(self.kept.dtypes)
+            changed, settings = self._restore_tensors(), list(self._restore_settings())
+            self.changes = ModuleChanges(changed, tuple(dict.fromkeys(settings + self.reached.restore())), drawn)
         finally:
+            self.reached.restore()
             for x, flag in self.trainable:
                 if x.requires_grad != flag:
                     x.requires_grad_(flag)
@@ -152,6 +166,7 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for x in tensors:
             self.watched.setdefault(_memory(x), []).append(x)
         self.copies: dict[int, Tensor] = {}
+        self.dtypes: set[torch.dtype] = set()
         self.watching = True
 
     def keep(self, x: Tensor) -> None:
@@ -170,7 +185,11 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for given in schema(func).arguments:
                 if given.alias_info is not None and given.alias_info.is_write and given.name in kwargs:
                     self._written(kwargs[given.name])
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                self.dtypes.add(x.dtype)
+        return result
 
     def _written(self, value: Any) -> None:
         for x in pytree.tree_leaves(value):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ..compat.torch import pytree
 from ..core.annotations import is_getitem, leaf, origin
 from ..core.rng import Key
 from ..ir.program import Captured, DifferentiatedProgram, ShardedProgram, StagedProgram
@@ -31,6 +32,7 @@ class UnsplitStep:
 
     program: DifferentiatedProgram
     seed: int
+    in_float64: frozenset[torch.dtype] = frozenset()  # what the graph says of these dtypes is said of float64
 
     @property
     def draws(self) -> bool:
@@ -66,7 +68,7 @@ class UnsplitStep:
             for node in graph.nodes:
                 if node.op == "output":
                     break
-                env[node] = self._value(node, env, tensors, given)
+                env[node] = self.value(node, env, tensors, given)
                 if watch is not None:
                     watch(node, env[node])
                 for name in names.get(node, ()):
@@ -75,12 +77,17 @@ class UnsplitStep:
                     del env[dead]
             return [env[node] for node in self.program.outputs]
 
-    def _value(self, node: fx.Node, env: Mapping[fx.Node, Any], tensors: Mapping[str, Tensor], batch: Any) -> Any:
+    def value(
+        self, node: fx.Node, env: Mapping[fx.Node, Any], tensors: Mapping[str, Tensor], batch: Iterator[Tensor]
+    ) -> Any:
+        """Return what a node of the program makes of the values in ``env``."""
         found = leaf(node) if node.op == "placeholder" else None
         if found is not None:
             return next(batch) if found.kind == "input" else tensors[found.name].detach()
         target: Any = node.target
         given: tuple[Any, Any] = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        if self.in_float64:
+            given = pytree.tree_map_only(torch.dtype, self._dtype, given)
         args, kwargs = given
         if target is keep_mask:
             x, p, op = args[:3]
@@ -91,6 +98,9 @@ class UnsplitStep:
         if target is loss_scale:
             return args[0]
         return SPELLING.get(target, target)(*args, **kwargs)
+
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float64 if dtype in self.in_float64 else dtype
 
 
 def unsplit_step(

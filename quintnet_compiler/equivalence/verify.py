@@ -18,6 +18,7 @@ from ..capture.step_module import LossFn
 from ..compat.torch import pytree
 from ..core.annotations import needs_grad, values
 from ..core.errors import CompileError
+from ..guards.python_objects import objects_kept
 from ..ir.distributed_program import DistributedProgram
 from ..ops.rank_local import DRAWS
 from ..runtime.backends.local import LocalBackend
@@ -144,7 +145,8 @@ def verify_program(
     the limit is ``SLACK`` times how far this rank is from it: two programs that round as often, in another order, are
     about as far (on average over many elements; the largest difference of a few may be larger)."""
     start = time.perf_counter()
-    with random_numbers_kept(subject.tensors.values()):
+    users = objects_kept({"": subject.model, "loss_fn": subject.loss_fn})  # a copy shares closures with the module
+    with random_numbers_kept(subject.tensors.values()), users:
         own = {} if unsplit is None or limit is not None else _distances(unsplit, batch, steps)
         return _compare(subject, batch, steps, Tolerances(limit, own), start, exact=unsplit is not None)
 

@@ -1,0 +1,140 @@
+"""Is a difference rounding? The very program and the very module, both in float64; and each operator by itself.
+
+Where a model is ill-conditioned (a ReLU at 0, a BatchNorm over two numbers), two right computations in 32 bits may
+differ by any amount. What a program computes is right then if (1) the same graph in float64 equals the module in
+float64, and (2) each of its operators, given what it was given in 32 bits, makes what it makes in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..compat.torch import TorchDispatchMode, pytree, schema
+from .module_sides import Sides
+from .module_step import module_step, tensors_of
+from .reference import differs
+from .swapped_values import double
+from .unsplit_step import UnsplitStep
+from .verify import LIMITS, Comparison
+
+CONSTANTS = 1e-6
+SENSITIVE = 100.0  # how much more than what rounding does to the module's parameters is no rounding
+DOUBLED = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def exact_differences(sides: Sides, most: float = float("inf")) -> list[Comparison]:
+    """Return what differs in float64: the same graph, and the module in place.
+
+    Both compute in float64 what the module computes in the dtypes that its own operators have made. Another dtype,
+    which only the program has, stays.
+
+    Constants that are rounded to 32 bits on one side may differ by ``CONSTANTS``. Where float64 is ill-conditioned,
+    too, a tensor may differ by ``SENSITIVE`` times what rounding in float64 does to it in the module, but never by
+    more than ``most``.
+
+    Raises:
+        Whatever the module or an operator raises in float64.
+    """
+    dtypes = DOUBLED & sides.theirs.dtypes
+    with double(sides.owner):
+        batch = _in_float64(sides.batch)
+        theirs = module_step(sides.owner, batch, sides.masks, within=Float64(dtypes))
+        step = replace(sides.step, in_float64=dtypes)
+        exact = replace(sides, step=step, batch=batch, theirs=theirs, dtype=torch.float64)
+        different = [one for one in exact.compare() if one.error > CONSTANTS]
+        if not different:
+            return []
+        noise = exact.sensitivity(within=Float64(dtypes))
+    allowed = {key: min(SENSITIVE * error, most) for key, error in noise.items()}
+    return [one for one in different if one.error > allowed.get((one.what, one.name), 0.0)]
+
+
+def wrong_operators(sides: Sides) -> list[fx.Node]:
+    """Return the nodes of the program whose result is not what the same operator makes in float64 of the same values,
+    up to what the dtype allows, or rounding of these values does to it."""
+    checker = _EachOperator(replace(sides.step, in_float64=DOUBLED))
+    sides.step.run(sides.owner.tensors, tensors_of(sides.batch), lambda *_: None, checker.watch)
+    return checker.wrong
+
+
+class Float64(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, operators make float64 where they would make one of ``dtypes``: where code names a dtype, or makes a
+    tensor of the default dtype."""
+
+    def __init__(self, dtypes: frozenset[torch.dtype]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes = dtypes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        for name, dtype in given.items():
+            if isinstance(dtype, torch.dtype) and dtype in self.dtypes:
+                given[name] = torch.float64
+        if self._makes_the_default(func, args, given):
+            given["dtype"] = torch.float64
+        return func(*args, **given)
+
+    def _makes_the_default(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Whether an operator that is given no tensor and no dtype makes numbers of one of the dtypes."""
+        takes = any(argument.name == "dtype" for argument in schema(func).arguments)
+        if not takes or kwargs.get("dtype") is not None:
+            return False
+        if any(isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs))):
+            return False
+        like = func(*args, **{**kwargs, "device": "meta", "pin_memory": None})
+        return isinstance(like, Tensor) and like.dtype in self.dtypes
+
+
+@dataclass
+class _EachOperator:
+    """Compares every operator of a step with the same one in float64."""
+
+    exact: UnsplitStep
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    wrong: list[fx.Node] = field(default_factory=list)
+
+    def watch(self, node: fx.Node, value: Any) -> None:
+        """Take note of the value of a node, and compare it."""
+        self.values[node] = value
+        if node.op != "call_function":
+            return
+        inputs = {used: _in_float64(self.values[used]) for used in node.all_input_nodes}
+        results, expected = _real(value), _real(self._exact(node, inputs))
+        limits = [LIMITS.get(x.dtype, 0.0) for x in results]
+        if all(differs(a, b) <= limit for a, b, limit in zip(results, expected, limits, strict=True)):
+            return
+        perturbed = {used: _rounded(self.values[used]) for used in node.all_input_nodes}
+        for x, right, other, limit in zip(results, expected, _real(self._exact(node, perturbed)), limits, strict=True):
+            if differs(x, right) > max(limit, SENSITIVE * differs(other, right)):  # a sum may be nothing but rounding
+                self.wrong.append(node)
+                return
+
+    def _exact(self, node: fx.Node, inputs: Mapping[fx.Node, Any]) -> Any:
+        return self.exact.value(node, inputs, {}, iter(()))
+
+
+def _in_float64(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda x: x.double() if x.dtype in DOUBLED else x, tree)
+
+
+def _rounded(tree: Any) -> Any:
+    """The values in float64, each as another rounding in its own dtype would have left it."""
+    generator = torch.Generator().manual_seed(0)
+
+    def other(x: Tensor) -> Tensor:
+        if x.dtype not in DOUBLED:
+            return x
+        signs = torch.randint(0, 2, x.shape, generator=generator).to(x.device) * 2 - 1
+        return x.double() * (1 + signs * torch.finfo(x.dtype).eps)
+
+    return pytree.tree_map_only(Tensor, other, tree)
+
+
+def _real(tree: Any) -> list[Tensor]:
+    """The floating-point tensors of a tree."""
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
