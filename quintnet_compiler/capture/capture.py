@@ -30,6 +30,7 @@ from ..core.empty_storage import check_shapes, device_of, hollow_parameters, pla
 from ..core.errors import CompileError, QuintNetError, Where
 from ..core.names import check_batch_names, check_names
 from ..core.replaced import for_this_thread, new_garbage_only, one_thread
+from ..guards.python_objects import objects_kept
 from ..huggingface.registries import traced_as_few_nodes
 from ..ir.batch_form import ROWS, BatchForm, TensorForm, batch_size_of, plain_batch
 from ..ir.program import Captured
@@ -89,10 +90,11 @@ def capture(
     traced = functools.partial(
         _capture, model, batch, loss_fn, want=want, training=training, trained=trained, call=call, once=once, form=form
     )
-    try:
-        return traced(each=each, told=each)
-    except UnseenUsed:
-        return traced(each=each, told=True)
+    with torch.set_grad_enabled(training or torch.is_grad_enabled()):  # compiled under no_grad, it trains all the same
+        try:
+            return traced(each=each, told=each)
+        except UnseenUsed:
+            return traced(each=each, told=True)
 
 
 def _capture(
@@ -224,11 +226,12 @@ def _unseen(model: nn.Module, skipped: Skipped, real: Mapping[int, Tensor]) -> U
     return Unseen() if any(backward_hooks(x) or accumulation_hooks(x) for x in tensors) else found
 
 
-def _export(step: nn.Module, inner: InnerGradients, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
+def _export(step: StepModule, inner: InnerGradients, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
     shapes = None if dynamic is None else (dynamic,)
     inner.begin()
     exported: torch.export.ExportedProgram
-    with without_hooks_of_export(), constants_have_values(), switches_by(without_switches, for_this_thread):
+    following, kept = switches_by(without_switches, for_this_thread), objects_kept(step.brought_by_user())
+    with kept, without_hooks_of_export(), constants_have_values(), following:  # export leaves copies of containers
         exported = torch.export.export(step, (sample,), dynamic_shapes=shapes, strict=False)
     inline_where_off(exported.graph_module)
     for node in reversed(exported.graph.nodes):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..compat.torch_compiler import QUESTIONS, questions_answered
-from ..compat.torch_func import set_grad
+from ..compat.torch_func import dispatch_modes_off, saved_tensors_hooked, set_grad
 from ..core.errors import CompileError
 from ..core.replaced import for_this_thread, one_thread
 
@@ -41,6 +41,31 @@ def modes_of_a_trace() -> Iterator[None]:
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(_inference_is_without_gradients())
         yield
+
+
+@contextlib.contextmanager
+def modes_left() -> Iterator[None]:
+    """While inside, modes that are on around ``quintnet.compile`` are off, as if it had been called outside of them:
+    inference mode (gradients stay off), autocast, fake tensors and other modes that see operators, hooks of what
+    autograd saves, and autograd's search for anomalies. Whether gradients are on is left to :func:`capture`."""
+    gradients = torch.is_grad_enabled()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(dispatch_modes_off())
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if saved_tensors_hooked():
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+        if torch.is_anomaly_enabled():
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        yield
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 @contextlib.contextmanager

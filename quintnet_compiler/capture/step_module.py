@@ -64,6 +64,10 @@ class StepModule(nn.Module):
                 if parameter is not None:
                     self.stands_for[id(parameter)] = functools.partial(_at, module._parameters, name)
 
+    def brought_by_user(self) -> dict[str, Any]:
+        """The model and the loss function, by label."""
+        return {"": self.model, "loss_fn": self.compute if self.compute is not None else getattr(self, "loss_fn", None)}
+
     def places(self) -> dict[str, nn.Parameter]:
         """Every place of every parameter, by its path in the model, or ``loss_fn.`` and that in the loss function."""
         roots = [(name.removeprefix("model"), root) for name, root in self.named_children()]

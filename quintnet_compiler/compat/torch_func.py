@@ -13,8 +13,17 @@ from torch._functorch import apis, eager_transforms
 from torch._functorch.vmap import vmap_impl
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["is_transformed", "nodes_of_trace", "only_function_modes", "set_grad", "transforms_by"]
+__all__ = [
+    "dispatch_modes_off",
+    "is_transformed",
+    "nodes_of_trace",
+    "only_function_modes",
+    "saved_tensors_hooked",
+    "set_grad",
+    "transforms_by",
+]
 
 # A tensor inside a transform, which stands for a row of a batch, say; instead: the exception that tracing it raises.
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -45,6 +54,18 @@ def only_function_modes(keep: Callable[[TorchFunctionMode], bool]) -> Iterator[N
             _pop_mode()  # type: ignore[no-untyped-call]
         for mode in reversed(every):
             _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def dispatch_modes_off() -> Iterator[None]:
+    """Inside, no mode sees operators (a FakeTensorMode, a counter of operations); instead: an error that names them."""
+    with _disable_current_modes():  # type: ignore[no-untyped-call]
+        yield
+
+
+def saved_tensors_hooked() -> bool:
+    """Whether hooks see what autograd saves; instead: hooks of our own around everything, which do nothing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 @contextlib.contextmanager

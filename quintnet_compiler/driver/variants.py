@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from ..capture.capture import capture
-from ..capture.modes import modes_of_a_trace
+from ..capture.modes import modes_left, modes_of_a_trace
 from ..capture.versions import CapturedVersions, Version
 from ..core.errors import CompileError, CompileWarning, InputError
 from ..core.mesh import Mesh
@@ -93,6 +93,10 @@ class Programs:
         made = self.known(kind, FlatBatch.of(batch), size)
         if made is not None:
             return made
+        with modes_left():
+            return self._new(kind, batch, size)
+
+    def _new(self, kind: str, batch: Any, size: int) -> DistributedProgram:
         plan = self.task.plan
         training = kind == "train"
         if training and plan.batch_statistics == "microbatch":  # each microbatch is a batch of its own

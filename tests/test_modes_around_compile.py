@@ -1,0 +1,94 @@
+"""``quintnet.compile`` inside of modes makes what it makes outside of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quintnet
+from quintnet import Mesh
+from quintnet_compiler.capture.modes import modes_left
+
+
+class Counts(TorchDispatchMode):
+    """A mode that sees operators."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "gradients off": lambda: torch.set_grad_enabled(False),
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "fake tensors": FakeTensorMode,
+    "a mode of one's own": Counts,
+    "deterministic": deterministic,
+    "anomalies": torch.autograd.detect_anomaly,
+    "saved tensors": torch.autograd.graph.save_on_cpu,
+    "device": lambda: torch.device("meta"),
+}
+BATCH = (torch.randn(8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64), torch.arange(8) % 4)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).double()
+
+
+def plain() -> tuple[Tensor, list[Tensor]]:
+    model = build()
+    loss = F.cross_entropy(model(BATCH[0]), BATCH[1])
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("check", ["first", "off"])
+@pytest.mark.parametrize("mode", MODES)
+def test_compile_inside_of_a_mode_is_as_outside(mode: str, check: Any) -> None:
+    model = build()
+    with MODES[mode]():
+        program = quintnet.compile(model, Mesh(dp=2), BATCH, loss_fn=F.cross_entropy, check=check)
+        on = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    with MODES[mode]():
+        assert on == (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"))
+    loss, gradients = program.step(BATCH), [p.grad for p in model.parameters()]
+    expected, right = plain()
+    assert float(loss.detach()) == pytest.approx(float(expected), abs=1e-12)
+    assert len(gradients) == len(right)
+    for gradient, want in zip(gradients, right, strict=True):
+        torch.testing.assert_close(gradient, want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_modes_are_on_again_afterwards() -> None:
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), Counts(), torch.autograd.detect_anomaly(False):
+        with modes_left():
+            assert not torch.is_inference_mode_enabled() and not torch.is_autocast_enabled("cpu")
+            assert not torch.is_grad_enabled() and not torch.is_anomaly_enabled()
+            assert torch.ones(1).requires_grad_().requires_grad
+        assert torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu") and torch.is_anomaly_enabled()
+    with torch.no_grad(), modes_left():
+        assert not torch.is_grad_enabled()
+    with modes_left():
+        assert torch.is_grad_enabled()
