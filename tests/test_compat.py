@@ -96,6 +96,7 @@ BY_OTHER_TESTS: Mapping[str, str] = MappingProxyType(
         "_timeout": "test_collectives.py",
         "_set_default_timeout": "test_processes.py",
         "_assert_tensor_metadata": "test_frontier_diagnoses.py",
+        "_checkpoint_without_reentrant_generator": "unit/test_kept_states.py",
         "_dump_fr_trace_json": "unit/test_device_faults.py",
         "_dump_nccl_trace_json": "unit/test_device_faults.py",
         "_forward_cls": "test_frontier_functions.py",

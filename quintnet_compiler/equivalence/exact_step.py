@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..compat.torch import TorchDispatchMode, pytree, schema
+from ..core.annotations import is_getitem
 from .module_sides import Sides
 from .module_step import module_step, tensors_of
 from .reference import differs
@@ -55,8 +56,8 @@ def exact_differences(sides: Sides, most: float = float("inf")) -> list[Comparis
 
 
 def wrong_operators(sides: Sides) -> list[fx.Node]:
-    """Return the nodes of the program whose result is not what the same operator makes in float64 of the same values,
-    up to what the dtype allows, or rounding of these values does to it."""
+    """Return the nodes of the program, of each distinct operator the first, whose result is not what the same operator
+    makes in float64 of the same values: up to what the dtype allows, or rounding of these values does to it."""
     checker = _EachOperator(replace(sides.step, in_float64=DOUBLED))
     sides.step.run(sides.owner.tensors, tensors_of(sides.batch), lambda *_: None, checker.watch)
     return checker.wrong
@@ -92,27 +93,38 @@ class Float64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class _EachOperator:
-    """Compares every operator of a step with the same one in float64."""
+    """Compares each distinct operator of a step with the same one in float64."""
 
     exact: UnsplitStep
-    values: dict[fx.Node, Any] = field(default_factory=dict)
+    doubled: dict[fx.Node, Any] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
     wrong: list[fx.Node] = field(default_factory=list)
 
     def watch(self, node: fx.Node, value: Any) -> None:
         """Take note of the value of a node, and compare it."""
-        self.values[node] = value
-        if node.op != "call_function":
+        self.doubled[node] = _in_float64(value)
+        if node.op != "call_function" or is_getitem(node) or (kind := self._kind(node)) in self.seen:
             return
-        inputs = {used: _in_float64(self.values[used]) for used in node.all_input_nodes}
-        results, expected = _real(value), _real(self._exact(node, inputs))
-        limits = [LIMITS.get(x.dtype, 0.0) for x in results]
+        self.seen.add(kind)
+        limits = [LIMITS.get(x.dtype, 0.0) for x in _real(value)]
+        results, expected = _real(self.doubled[node]), _real(self._exact(node, self.doubled))
         if all(differs(a, b) <= limit for a, b, limit in zip(results, expected, limits, strict=True)):
             return
-        perturbed = {used: _rounded(self.values[used]) for used in node.all_input_nodes}
+        eps = max(torch.finfo(x.dtype).eps for x in _real(value))
+        perturbed = {used: _rounded(self.doubled[used], eps) for used in node.all_input_nodes}
         for x, right, other, limit in zip(results, expected, _real(self._exact(node, perturbed)), limits, strict=True):
             if differs(x, right) > max(limit, SENSITIVE * differs(other, right)):  # a sum may be nothing but rounding
                 self.wrong.append(node)
                 return
+
+    def _kind(self, node: fx.Node) -> str:
+        """The operator, its arguments, and how tensors among them lie: alike for what is the same computation."""
+
+        def form(used: fx.Node) -> str:
+            tensors = [x for x in pytree.tree_leaves(self.doubled[used]) if isinstance(x, Tensor)]
+            return str([(x.dtype, x.shape, x.stride()) for x in tensors])
+
+        return f"{node.target} {fx.map_arg((node.args, node.kwargs), form)}"
 
     def _exact(self, node: fx.Node, inputs: Mapping[fx.Node, Any]) -> Any:
         return self.exact.value(node, inputs, {}, iter(()))
@@ -122,15 +134,15 @@ def _in_float64(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: x.double() if x.dtype in DOUBLED else x, tree)
 
 
-def _rounded(tree: Any) -> Any:
-    """The values in float64, each as another rounding in its own dtype would have left it."""
+def _rounded(tree: Any, eps: float) -> Any:
+    """The values of float64, each as another rounding would have left it."""
     generator = torch.Generator().manual_seed(0)
 
     def other(x: Tensor) -> Tensor:
-        if x.dtype not in DOUBLED:
+        if x.dtype is not torch.float64:
             return x
         signs = torch.randint(0, 2, x.shape, generator=generator).to(x.device) * 2 - 1
-        return x.double() * (1 + signs * torch.finfo(x.dtype).eps)
+        return x * (1 + signs * eps)
 
     return pytree.tree_map_only(Tensor, other, tree)
 

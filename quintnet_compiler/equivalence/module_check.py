@@ -23,7 +23,7 @@ from ..runtime.state.module_parameters import has_values
 from .drawn_blocks import drawn_batch, with_values
 from .exact_step import SENSITIVE, exact_differences, wrong_operators
 from .free_memory import free_bytes
-from .module_sides import HOW, Sides
+from .module_sides import HOW, NO_CHECKPOINT, OUTSIDE, Sides
 from .module_step import ModuleStep, Owner, module_step, tensors_of
 from .module_trace import FirstDifference, first_difference
 from .swapped_values import double
@@ -143,6 +143,9 @@ class ModuleCheck:
         noise = sides.noise()
         if not noise and not self._established(sides, wrong):
             return None
+        if not noise and sides.is_due_to_checkpoints():
+            cause = "torch.utils.checkpoint is the cause: the backward runs again what it runs; without, both are equal"
+            return CompileError("QN111", f"{sides.told(wrong)}\n  {cause}", fix=NO_CHECKPOINT)
         forward = any(one.what in ("loss", "output") for one in wrong)
         first = FirstDifference()
         with contextlib.suppress(Exception):  # the difference is established; where it begins may not be
@@ -150,7 +153,8 @@ class ModuleCheck:
         changed = ", ".join(name for name in sides.theirs.changes.tensors if name not in sides.step.changed)
         state = f"forward changes {changed}, which the program does not" if changed else ""
         text = "\n  ".join(filter(None, (noise or sides.told(wrong), state, first.text)))
-        return CompileError("QN111", text, where=first.where, fix=HOW)
+        fix = OUTSIDE if sides.is_random() else HOW if forward and not noise else ""
+        return CompileError("QN111", text, where=first.where, fix=fix)
 
     def _established(self, sides: Sides, wrong: Sequence[Comparison]) -> bool:
         """Whether a difference is more than rounding. In 32 bits or less float64 decides; where the program or the

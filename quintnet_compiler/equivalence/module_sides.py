@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..compat.torch_checkpoint import without_checkpoints
 from ..core.errors import CompileError
+from ..core.replaced import for_this_thread, one_thread
 from .module_step import ModuleStep, Owner, module_step, tensors_of
 from .module_training import FLOOR
 from .reference import differs, largest
@@ -18,6 +21,8 @@ from .unsplit_step import UnsplitStep
 from .verify import LIMITS, Comparison
 
 HOW = "write that part so that tracing can follow it"
+OUTSIDE = "draw them outside and pass them in the batch"
+NO_CHECKPOINT = 'leave torch.utils.checkpoint out, and compile with recompute="full"'
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,17 @@ class Sides:
             return "two runs of the module on the same batch, with the same random numbers, have different results"
         return self._random()
 
+    def is_random(self) -> bool:
+        """Whether the module's result depends on random numbers that no program draws."""
+        return bool(self._random())
+
+    def is_due_to_checkpoints(self) -> bool:
+        """Whether the module, if ``torch.utils.checkpoint`` runs nothing again, is equal to the program."""
+        with contextlib.suppress(Exception), one_thread(), without_checkpoints(for_this_thread) as calls:
+            theirs = self.again()
+            return bool(calls) and not replace(self, theirs=theirs).compare()
+        return False
+
     def _random(self) -> str:
         names = {
             "python": "Python's random, which tracing reads once",
@@ -111,7 +127,7 @@ class Sides:
                 fix="change it outside forward, between steps",
             )
         if changes.draws and (noise := self._random()):
-            return CompileError("QN111", noise, fix=HOW)
+            return CompileError("QN111", noise, fix=OUTSIDE)
         if changes.attributes and self.differs_from(self.again(again=True)):
             return CompileError(
                 "QN111",

@@ -14,6 +14,8 @@ from ..capture.batch_norms import one_process
 from ..capture.step_module import LossFn, loss_of
 from ..compat.torch import pytree
 from ..core.errors import CompileError, QuintNetError
+from ..ir.batch_form import batch_size_of
+from ..ir.distributed_program import DistributedProgram
 from .module_copy import module_copy
 from .plain_control_flow import in_python
 from .reference import differs, largest
@@ -155,3 +157,20 @@ def failing(what: str) -> Iterator[None]:
     except Exception as error:
         text = (str(error).splitlines() or [""])[0][:300]
         raise CompileError("QN111", f"{what} of the module itself fails: {type(error).__name__}: {text}") from error
+
+
+def batches_of(program: DistributedProgram, batch: Any) -> list[Any]:
+    """The batches of which a step of ``program`` consists, in order: one, or its microbatches.
+
+    Each data rank has a run of rows, and each microbatch a run of those of every data rank.
+    """
+    if program.batches == 1:
+        return [batch]
+    rows, ranks, count = batch_size_of(batch), program.mesh.data_ways, program.batches
+
+    def own(x: Tensor, index: int) -> Tensor:
+        if not x.dim() or x.shape[0] != rows:
+            return x
+        return x.reshape(ranks, count, rows // (ranks * count), *x.shape[1:])[:, index].flatten(0, 1)
+
+    return [pytree.tree_map_only(Tensor, lambda x: own(x, index), batch) for index in range(count)]  # noqa: B023

@@ -24,12 +24,12 @@ from ..ops.rank_local import DRAWS
 from ..runtime.backends.local import LocalBackend
 from ..runtime.execute.executor import Run
 from .localize import Culprit, localize, swap_buffers
-from .microbatch_rows import batches_of
 from .module_training import (
     FLOOR,
     ModuleTraining,
     Numbers,
     as_float64,
+    batches_of,
     failing,
     model_inputs,
     or_zeros,

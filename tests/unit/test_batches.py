@@ -16,7 +16,7 @@ from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.core.annotations import facts
 from quintnet_compiler.driver.compiler import Runner, compile_program
 from quintnet_compiler.driver.pipeline import Request
-from quintnet_compiler.equivalence.microbatch_rows import batches_of
+from quintnet_compiler.equivalence.module_training import batches_of
 from quintnet_compiler.ir.distributed_program import DistributedProgram
 from quintnet_compiler.passes.checks.code import check_batches
 from quintnet_compiler.passes.frontend.normalize import Normalize
