@@ -204,16 +204,16 @@ def _capture(
         check_dtypes(captured.graph)
         check_dense(captured.graph)
         tensors = MappingProxyType({name: real.get(id(x), x) for name, x in captured.tensors.items()})
-        captured = replace(captured, tensors=tensors)
+        captured = replace(captured, tensors=tensors, brought=step.adopted)
     if skipped.chained({node: module_of(node) for node in captured.graph.nodes}):
         if once or not captured.like:
             return replace(captured, guards=step.guards(training=training))
-        pure = not step.changed and not own.found and not captured.changed
+        pure = not step.changed and not own.found and not captured.changed and not step.reads_whole_modules
         if pure and not numbers_are_read(step.reads, model, skipped.runs):
             whole = with_all_blocks(captured, skipped.runs)
             if whole is not None:
-                reads = reads_of_all(step.reads, model, captured)
-                return replace(whole, guards=step.guards(training=training, reads=reads))
+                of_all = functools.partial(reads_of_all, model=model, captured=captured)
+                return replace(whole, guards=step.guards(training=training, of_all=of_all))
     return capture(
         model, batch, loss_fn, want=want, training=training, trained=trained, call=call, form=form, each=True
     )

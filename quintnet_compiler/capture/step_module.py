@@ -200,6 +200,11 @@ class StepModule(nn.Module):
         return True
 
     @property
+    def adopted(self) -> nn.Module | None:
+        """What a loss function that is no module brought and the trace used; None if nothing."""
+        return None if self.compute is None else getattr(self, "loss_fn", None)
+
+    @property
     def changed(self) -> bool:
         """Whether forward, when it was called first, set attributes to plain data."""
         return self.seen.changed
@@ -209,15 +214,21 @@ class StepModule(nn.Module):
         """The attributes that the latest trace read."""
         return () if self.seen.trace is None else self.seen.trace.reads.found
 
-    def guards(self, *, training: bool, reads: Sequence[Read] | None = None) -> Guards | None:
-        """What a trace took from Python; None if nothing was traced. ``reads``: of attributes, if not those alone that
-        the trace saw."""
+    @property
+    def reads_whole_modules(self) -> bool:
+        """Whether the latest trace read the ``__dict__`` of a module."""
+        trace = self.seen.trace
+        return trace is not None and any(isinstance(owner, nn.Module) for owner in trace.reads.whole.values())
+
+    def guards(self, *, training: bool, of_all: Callable[[Sequence[Read]], list[Read]] = list) -> Guards | None:
+        """Return guards of what a trace took from Python; None if nothing was traced. ``of_all``: makes of the
+        attributes that the trace read those that a trace of all blocks reads."""
         trace = self.seen.trace
         if trace is None:
             return None
-        reads = [read for read in reads or self.reads if training or read.name != "training"]
+        reads = [read for read in of_all(self.reads) if training or read.name != "training"]
         roots = [(name.removeprefix("model"), module) for name, module in self.named_children()]
-        return guards_of(roots, reads, trace.variables, trace.constants.values(), self.modes, flags=training)
+        return guards_of(trace.taken(roots, reads, of_all(trace.reads.missing), self.modes, flags=training))
 
 
 def _at(parameters: Mapping[str, Any], name: str) -> Tensor:

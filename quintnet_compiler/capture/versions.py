@@ -43,6 +43,17 @@ class Version:
         return self.made[key]
 
 
+def is_same(then: Captured, now: Captured) -> bool:
+    """Return whether two captures lead to one program: they have the same graph, and since the first one nothing has
+    changed but what a trace reads in Python."""
+    if then.guards is not None and not then.guards.only_reads_differ():
+        return False
+    keys = ("form", "only_rows", "output_spec", "training", "aliases", "symbols", "like", "changed", "assigned")
+    if any(getattr(then, key) != getattr(now, key) for key in keys) or then.tensors.keys() != now.tensors.keys():
+        return False
+    return all(now.tensors[name] is x for name, x in then.tensors.items()) and str(then.graph) == str(now.graph)
+
+
 class CapturedVersions:
     """The versions of each kind of program, the one used last at the front."""
 
@@ -78,6 +89,10 @@ class CapturedVersions:
             if not version.fixed and version.captured.only_rows is None and version.holds:
                 return version, wider
         return None
+
+    def same(self, kind: str, captured: Captured) -> Version | None:
+        """A version whose programs are those of ``captured``: the same graph of the same tensors."""
+        return next((version for version in self._kept.get(kind, []) if is_same(version.captured, captured)), None)
 
     def first(self, kind: str) -> Captured | None:
         """What was captured first of this kind."""

@@ -16,8 +16,10 @@ from torch.overrides import TorchFunctionMode
 from ..compat.torch import FakeTensor, FunctionalTensor, is_functional, pytree, version
 from ..compat.torch_func import is_transformed
 from ..core.errors import CompileError, Where
-from ..guards.attribute_reads import Reads
+from ..guards.attribute_reads import Read, Reads
+from ..guards.by_name import spaces_by_name
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
+from ..guards.guards import Roots, TraceReads
 from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
 from .block_reuse import Unseen, UnseenUsed
 from .changes.assigned_data import put_data
@@ -77,7 +79,7 @@ class WatchedTrace:
             CompileError: QN110 with the user's line if Python state changed; nothing has changed afterwards.
         """
         self.state, self.walk = AttributeSnapshot(), Walk()
-        self.reads = Reads(self.state)
+        self.reads = Reads(self.state, self.walk.follow)
         self._meet()
         generators = Generators.now()
 
@@ -115,13 +117,13 @@ class WatchedTrace:
                 path = ".".join(filter(None, (label, name)))
                 self.state.add(path, module)
                 self.reads.meet(path, module)
-                self.walk.follow(getattr(type(module), "forward", None), type(module))
-                for value in vars(module).values():
+                for value in (getattr(type(module), "forward", None), *vars(module).values()):
                     if isinstance(value, CALLED):
-                        self.walk.follow(value)
+                        self.walk.follow(value, type(module))
         for function in self.functions:
             self.walk.follow(function)
             self.reads.meet("loss_fn", getattr(function, "__self__", function))
+            self.reads.meet("loss_fn", function)
         self._watch_variables()
 
     def follow(self, *functions: Any) -> None:
@@ -131,18 +133,29 @@ class WatchedTrace:
             self.walk.follow(function)
             owner = getattr(function, "__self__", function)
             self.reads.meet(type(owner).__name__, owner)
+            self.reads.meet(type(owner).__name__, function)
             if isinstance(owner, type):
                 self.state.add_class(owner)
         self._watch_variables()
         self.state.by = FORWARD
 
     def _watch_variables(self) -> None:
-        """Of all that was followed, what is new."""
-        new = self.walk.variables[len(self.variables) :]
-        self.variables = [*self.variables, *new]
+        """Meet what was followed and is new, until that leads to nothing further."""
+        while len(self.walk.variables) > len(self.variables):
+            new = self.walk.variables[len(self.variables) :]
+            self.variables = [*self.variables, *new]
+            self._remember(new)
+            for variable in new:
+                self.reads.meet(variable.label, variable.value)
+            roots = [(variable.label, variable.value) for variable in self.variables]
+            for space in spaces_by_name(roots, self.walk.names):
+                for label, value in space.values():
+                    self.reads.meet(label, value)
+
+    def _remember(self, variables: Sequence[Variable]) -> None:
+        """Notice it if a trace changes these."""
         spaces: dict[int, tuple[MutableMapping[str, Any], set[str]]] = {}
-        for variable in new:
-            self.reads.meet(variable.label, variable.value)
+        for variable in variables:
             where = variable.space
             if isinstance(where, types.CellType):
                 spaces[id(where)] = Cell(variable.name, where), {variable.name}
@@ -150,6 +163,28 @@ class WatchedTrace:
                 spaces.setdefault(id(where), (where, set()))[1].add(variable.name)
         for space, names in spaces.values():
             self.state.add_names(space, names)
+
+    def taken(
+        self, roots: Roots, reads: Sequence[Read], missing: Sequence[Read], modes: tuple[Any, ...], *, flags: bool
+    ) -> TraceReads:
+        """Return all that the trace took from Python. ``reads``: the attributes that it read, ``missing``: those that
+        were not there."""
+        return TraceReads(
+            roots,
+            reads,
+            missing,
+            list(self.reads.whole.values()),
+            self.reads.modules,
+            self.walk.variables,
+            self.walk.unset,
+            self.walk.functions,
+            frozenset(self.walk.names),
+            list(self.constants.values()),
+            [x for x, _ in self.foreign.values()],
+            self.reads.owners,
+            modes,
+            flags,
+        )
 
 
 class _Tensors(TorchFunctionMode):

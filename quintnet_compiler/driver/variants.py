@@ -35,6 +35,7 @@ from .pipeline import Request
 from .program_cache import ProgramCache
 from .shared_parameters import join_program
 from .task import Task, modules_of
+from .unread_state import UnreadState
 
 MANY = 8  # captures of a kind, after which a user hears of it
 
@@ -47,6 +48,7 @@ class Programs:
         self.task = task
         self.captured: dict[str, Captured] = {}
         self._versions = CapturedVersions()
+        self._unread = UnreadState()
         self._proven: set[Hashable] = set()
         self._any_length: WeakKeyDictionary[Version, dict[int, LengthPrograms]] = WeakKeyDictionary()
         self._primary: Compiled | None = None
@@ -107,6 +109,8 @@ class Programs:
                 return self.primary.program
         version = self._capture(kind, batch, size)
         sizes = version.sizes(FlatBatch.of(batch), size) or {}
+        if (made := version.get(sizes)) is not None:  # what changed made no difference
+            return made
         found = self._further_sizes(kind, version, sizes, training=training)
         self._compare(kind, version.captured, batch, first=False)
         self._versions.keep(kind, version, sizes, found)
@@ -222,7 +226,9 @@ class Programs:
         self._compare(task.primary_kind, version.captured, batch, first=True)
         self._primary = primary
         self._parameters = version.captured.tensors
-        self.slots = Slots(modules_of(task), primary.program.state)
+        brought = version.captured.brought
+        modules = modules_of(task) if brought is None else {**modules_of(task), "loss_fn": brought}
+        self.slots = Slots(modules, primary.program.state)
         self._versions.keep(task.primary_kind, version, version.sizes(FlatBatch.of(batch), size) or {}, primary.program)
 
     def _capture(self, kind: str, batch: Any, size: int) -> Version:
@@ -254,6 +260,10 @@ class Programs:
         except CompileError as error:
             text = f"{error.message}\n  {difference}" if difference else error.message
             raise CompileError(error.code, text, where=error.where, fix=error.fix) from error
+        if (same := self._versions.same(kind, captured)) is not None:
+            then, same.captured = same.captured.guards, captured
+            same.captured = self._unread.without(then, captured, lambda: self._traced(kind, batch, form))
+            return same
         if other is not None:
             other[0].fixed = True
         if difference and self._versions.count(kind) == MANY:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from .python_state import CODE, OWN, PLAIN, AttributeSnapshot
-
-_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made, whose attributes can be set
-_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "quintnet", "quintnet_compiler"}
+from .containers import fields_of, names_of
+from .function_reads import is_library
+from .python_state import CODE, OWN, AttributeSnapshot
+from .reach import RECORDS, is_observable, reachable
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,26 @@ class Read:
     name: str
 
 
+def _ignore(function: Any) -> None:
+    """Do nothing with a function that was met."""
+
+
 @dataclass
 class Reads:
     """Records what is read of the objects that it was told of, and of those that it meets on the way.
 
-    ``state``: every object that is met is remembered there as it was.
+    ``state``: every object that is met is remembered there as it was. ``on_function``: is called with each function
+    that is met. After the trace: ``found``, the attributes that were read; ``missing``, those that were not there;
+    ``whole``, the objects whose ``__dict__`` was read, of which all may have been read; ``modules``, those that were
+    met first.
     """
 
     state: AttributeSnapshot
+    on_function: Callable[[Any], None] = _ignore
     found: list[Read] = field(default_factory=list)
+    missing: list[Read] = field(default_factory=list)
+    whole: dict[int, Any] = field(default_factory=dict)
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     _labels: dict[int, tuple[str, Any]] = field(default_factory=dict)
     _seen: set[tuple[int, str]] = field(default_factory=set)
     _classes: dict[type, tuple[bool, Any]] = field(
@@ -42,24 +53,41 @@ class Reads:
     )  # whether it had a method of its own, and which
 
     def meet(self, label: str, value: Any) -> None:
-        """From now on, ``value`` (and what lists and dicts of it hold) is recorded, where it is a plain object."""
-        if isinstance(value, nn.Module):
-            self._labels.setdefault(id(value), (label, value))
-        elif isinstance(value, (list, tuple)):
-            for i, one in enumerate(value[:64]):
-                if not isinstance(one, PLAIN):
-                    self.meet(f"{label}[{i}]", one)
-        elif isinstance(value, dict):
-            for name, one in list(value.items())[:64]:
-                if not isinstance(one, PLAIN):
-                    self.meet(f"{label}[{name!r}]", one)
-        elif has_fields(value) and id(value) not in self._labels:
-            self._labels[id(value)] = label, value
-            self.state.add(label, value)
-            self._watch(type(value))
+        """Record from now on what is read of ``value``, and of all that it holds, where reads can be observed."""
+        for path, child in reachable([(label, value)], self.is_whole, {}):
+            if isinstance(child, nn.Module):
+                self._meet_module(path, child)
+            elif isinstance(child, CODE) and not isinstance(child, (type, types.ModuleType)):
+                self.on_function(child)
+            elif is_observable(child) and id(child) not in self._labels:
+                self._labels[id(child)] = path, child
+                self.state.add(path, child)
+                self._watch(type(child))
+                self.on_function(getattr(type(child), "__call__", None))  # noqa: B004
+
+    def _meet_module(self, label: str, module: nn.Module) -> None:
+        if id(module) in self._labels:
+            return
+        self.modules.append((label, module))
+        for name, part in module.named_modules():
+            if id(part) not in self._labels:
+                path = ".".join(filter(None, (label, name)))
+                self._labels[id(part)] = path, part
+                self.state.add(path, part)
+                self.on_function(getattr(type(part), "forward", None))
+
+    def is_whole(self, value: Any) -> bool:
+        """Return whether all attributes of an object may have been read."""
+        return id(value) in self.whole
+
+    @property
+    def owners(self) -> list[tuple[str, Any]]:
+        """The objects and modules whose reads were recorded, with their labels."""
+        return list(self._labels.values())
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
+        """Record reads inside."""
         self._watch(nn.Module)
         try:
             yield
@@ -72,42 +100,54 @@ class Reads:
             self._classes.clear()
 
     def _watch(self, kind: type) -> None:
-        if any(one in self._classes for one in kind.__mro__):
+        if any(base in self._classes for base in kind.__mro__):
             return
         method: Any = kind.__getattribute__
-        self._classes[kind] = "__getattribute__" in vars(kind), method
         seen, labels = self._seen, self._labels
 
         def read(this: Any, name: str) -> Any:
-            value = method(this, name)
             key = (id(this), name)
-            if key not in seen and name not in OWN and id(this) in labels:
-                seen.add(key)
-                self._note(this, name, value)
+            if key in seen or name in OWN or id(this) not in labels:
+                return method(this, name)
+            seen.add(key)
+            try:
+                value = method(this, name)
+            except AttributeError:
+                self._miss(this, name)
+                raise
+            self._note(this, name, value)
             return value
 
-        kind.__getattribute__ = read  # type: ignore[assignment,method-assign]
+        setattr(read, RECORDS, True)
+        own = "__getattribute__" in vars(kind)
+        try:
+            kind.__getattribute__ = read  # type: ignore[assignment,method-assign]
+        except (AttributeError, TypeError):  # a class that does not let itself be changed
+            return
+        self._classes[kind] = own, method
+
+    def _label(self, owner: Any, name: str) -> str:
+        return f"{self._labels[id(owner)][0]}.{name}".removeprefix(".")
+
+    def _miss(self, owner: Any, name: str) -> None:
+        if name.startswith("__") or (isinstance(owner, nn.Module) and _is_part(owner, name)):
+            return
+        self.missing.append(Read(self._label(owner, name), owner, name))
 
     def _note(self, owner: Any, name: str, value: Any) -> None:
+        if name == "__dict__":
+            if not is_library(sys._getframe(2).f_code):
+                self.whole[id(owner)] = owner
+                for key, child in zip(names_of(owner), fields_of(owner), strict=True):
+                    self.meet(self._label(owner, key), child)
+            return
         if name.startswith("__"):
             return
-        label = f"{self._labels[id(owner)][0]}.{name}".removeprefix(".")
-        if name not in object.__getattribute__(owner, "__dict__"):
-            found = next((vars(kind)[name] for kind in type(owner).__mro__ if name in vars(kind)), None)
-            if found is not value or isinstance(found, CODE) or hasattr(type(found), "__get__"):
-                return  # methods and properties: what they read is recorded
-            if name in vars(nn.Module):
-                return
-        self.found.append(Read(label, owner, name))
-        if not isinstance(value, (*PLAIN, Tensor)):
-            self.meet(label, value)
+        self.found.append(Read(self._label(owner, name), owner, name))
+        self.meet(self._label(owner, name), value)
 
 
-def has_fields(value: Any) -> bool:
-    """Whether a value is an object of a class that Python code outside of torch and the standard library made."""
-    kind = type(value)
-    if isinstance(value, (nn.Module, Tensor, *PLAIN, *CODE, types.GeneratorType)):
-        return False
-    if kind.__module__.partition(".")[0] in _FOREIGN - {"__main__"}:
-        return False
-    return bool(kind.__flags__ & _HEAP) and isinstance(getattr(value, "__dict__", None), dict)
+def _is_part(module: nn.Module, name: str) -> bool:
+    """Return whether torch keeps this attribute of a module apart, as a parameter, buffer or module."""
+    fields = object.__getattribute__(module, "__dict__")
+    return any(name in fields[kind] for kind in ("_parameters", "_buffers", "_modules"))

@@ -35,22 +35,35 @@ class Variable:
         return self.space[self.name] if isinstance(self.space, dict) else self.space.cell_contents
 
 
+@dataclass(frozen=True)
+class Unset:
+    """A global variable that a function names and that is not there: Python looks on among its own, if anywhere."""
+
+    name: str
+    space: dict[str, Any]
+
+
 @dataclass
 class Walk:
-    """Follows functions to the functions that they call by name. ``variables``: what all of them read.
+    """Follows functions to the functions that they call by name.
 
+    ``variables``: what all of them read, ``unset``: what they name in vain; ``functions``: themselves. ``names``: what
+    they look up in objects, modules and classes, or might, as they have text that is a name.
     Functions of installed packages are not followed: their variables are constants.
     """
 
     variables: list[Variable] = field(default_factory=list)
-    _codes: set[types.CodeType] = field(default_factory=set)
+    unset: list[Unset] = field(default_factory=list)
+    functions: list[types.FunctionType] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    _followed: set[int] = field(default_factory=set)
     _seen: set[tuple[int, str]] = field(default_factory=set)
 
     def follow(self, value: Any, owner: type | None = None) -> None:
         """Follow a function, a bound method, a partial, or a module's ``forward``."""
         if isinstance(value, functools.partial):
-            for one in (value.func, *value.args, *value.keywords.values()):
-                self.follow(one)
+            for argument in (value.func, *value.args, *value.keywords.values()):
+                self.follow(argument)
         elif isinstance(value, types.MethodType):
             self.follow(value.__func__, type(value.__self__))
         elif isinstance(value, nn.Module):
@@ -64,19 +77,28 @@ class Walk:
 
     def _function(self, function: types.FunctionType, owner: type | None) -> None:
         code = function.__code__
-        if code in self._codes or code.co_filename.startswith(_LIBRARIES):
+        if id(function) in self._followed or is_library(code):
             return
-        self._codes.add(code)
+        self._followed.add(id(function))
+        self.functions.append(function)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._variable(Variable(name, name, cell))
-        for one in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self.follow(one)
-        for name, method in _names(code):
-            if method:
-                found = getattr(owner, name, None)
-                self.follow(found if isinstance(found, types.FunctionType) else None, owner)
-            elif name in function.__globals__:
-                self._variable(Variable(name, name, function.__globals__))
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.follow(default)
+        for name, kind in _names(code):
+            if kind == "global":
+                self._global(name, function.__globals__)
+                continue
+            self.names.add(name)
+            method = getattr(owner, name, None) if kind == "attribute" else None
+            self.follow(method if isinstance(method, types.FunctionType) else None, owner)
+
+    def _global(self, name: str, space: dict[str, Any]) -> None:
+        if name in space:
+            self._variable(Variable(name, name, space))
+        elif (id(space), name) not in self._seen:
+            self._seen.add((id(space), name))
+            self.unset.append(Unset(name, space))
 
     def _variable(self, variable: Variable) -> None:
         key = id(variable.space), variable.name
@@ -92,16 +114,30 @@ class Walk:
             self.follow(value)
 
 
-def _names(code: types.CodeType) -> Iterator[tuple[str, bool]]:
-    """(name, whether it is an attribute) of everything that code, and functions inside it, looks up."""
+def is_library(code: types.CodeType) -> bool:
+    """Return whether code belongs to an installed package, to torch, to this package or to Python itself."""
+    return code.co_filename.startswith(_LIBRARIES)
+
+
+def is_library_module(module: types.ModuleType) -> bool:
+    """Return whether a module belongs to an installed package, to torch, to this package or to Python itself."""
+    file = getattr(module, "__file__", None)
+    return file is None or str(file).startswith(_LIBRARIES)
+
+
+def _names(code: types.CodeType) -> Iterator[tuple[str, str]]:
+    """Yield (name, kind) of all that code, and functions inside it, looks up: ``"global"``, ``"attribute"``, or
+    ``"text"`` that could be a name, as in ``getattr(x, "name", 1)``."""
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield str(step.argval), False
+            yield str(step.argval), "global"
         elif step.opname in ("LOAD_METHOD", "LOAD_ATTR"):
-            yield str(step.argval), True
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names(inner)
+            yield str(step.argval), "attribute"
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant, "text"
 
 
 def trainable(call: Callable[..., Any] | None, known: nn.Module) -> dict[str, nn.Module | nn.Parameter]:

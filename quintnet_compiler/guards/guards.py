@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
-from operator import attrgetter, contains, getitem, is_
+import types
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,240 +13,295 @@ from torch import Tensor, nn
 from ..compat.torch import version, without_torch_function
 from ..compat.torch_hooks import GLOBAL_HOOKS
 from .attribute_reads import Read
-from .function_reads import Variable
+from .by_name import NamedSpace, is_constant, spaces_by_name
+from .columns import Absent, Constants, Flags, Guard, Modes, Parts, PlainValues, Row, SameObjects
+from .containers import ContainerGuards, fields_of, names_of
+from .function_reads import Unset, Variable
 from .hooks import HookGuards, hook_guards
-from .python_state import CODE, MISSING, copied, is_plain, shown
+from .python_state import Cell, SlotFields, is_simple
+from .reach import Unread, container_guards
 
-_CELL = attrgetter("cell_contents")
-_FLAG = attrgetter("requires_grad")
+Roots = Sequence[tuple[str, nn.Module]]
+
+
+@dataclass(frozen=True)
+class TraceReads:
+    """All that a trace took from Python.
+
+    ``roots``: the modules that were traced, with labels. ``reads``: the attributes that were read, ``missing`` those
+    that were not there; ``whole``: the objects whose ``__dict__`` was read. ``modules``: those that were met elsewhere.
+    ``variables``: those of functions, ``unset`` those that were not there; ``functions``: that were followed;
+    ``names``: what they look up. ``constants``: tensors with their versions; ``foreign``: those whose values a program
+    reads anew in each step. ``owners``: the objects whose reads were recorded. ``modes``: see :func:`global_modes`.
+    ``flags``: whether it matters which parameters require gradients.
+    """
+
+    roots: Roots
+    reads: Sequence[Read] = ()
+    missing: Sequence[Read] = ()
+    whole: Sequence[Any] = ()
+    modules: Roots = ()
+    variables: Sequence[Variable] = ()
+    unset: Sequence[Unset] = ()
+    functions: Sequence[types.FunctionType] = ()
+    names: Set[str] = frozenset()
+    constants: Sequence[tuple[Tensor, int]] = ()
+    foreign: Sequence[Tensor] = ()
+    owners: Sequence[tuple[str, Any]] = ()
+    modes: tuple[Any, ...] = ()
+    flags: bool = True
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Which parameters require gradients, and all hooks."""
+
+    flags: Flags
+    hooks: HookGuards
+
+    def hold(self) -> bool:
+        parameters = self.flags.parameters
+        return self.flags.hold_for(parameters) and self.hooks.hold(parameters)
+
+    def broken(self) -> list[str]:
+        lines = self.flags.broken()
+        if all(key in space for space, key in zip(self.flags.spaces, self.flags.keys, strict=True)):
+            lines += self.hooks.broken(self.flags.parameters)
+        return lines
 
 
 @dataclass(frozen=True)
 class Guards:
-    """Columns of equal length, which C code compares: ``spaces[i][names[i]]`` equals ``values[i]``, and so on.
+    """What must be as it was for a graph to be that of the module.
 
-    ``kinds``: the types of values (1, 1.0 and True are equal). ``shadow_spaces``: namespaces that did not have a name,
-    because the class has it: ``classes[i].names[i]``. ``lists``: those of things that are not plain data. ``tensors``:
-    what is constant in the graph, while its version is. ``things``: other objects, each the same one as before.
-    ``parts``: modules inside modules, one module after the other. ``flag_spaces``: where modules have parameters
-    (others may be there now: parts of the first ones); ``flag_values`` says which require gradients. ``hooks``: those
-    of modules and of parameters.
-    ``modes``: see :func:`global_modes`.
+    ``source``: what they were made of. ``unread``: what the trace was shown not to read, by the ``id`` of what holds
+    it.
     """
 
-    labels: tuple[str, ...]
-    spaces: tuple[dict[str, Any], ...]
-    names: tuple[str, ...]
-    values: list[Any]
-    kinds: list[type]
-    shadow_spaces: tuple[dict[str, Any], ...]
-    shadow_names: tuple[str, ...]
-    classes: tuple[type, ...]
-    class_values: list[Any]
-    list_labels: tuple[str, ...]
-    lists: tuple[Any, ...]
-    list_ids: list[list[int]]
-    cell_labels: tuple[str, ...]
-    cells: tuple[Any, ...]
-    cell_values: list[Any]
-    tensors: tuple[Tensor, ...]
-    versions: list[int]
-    thing_labels: tuple[str, ...]
-    thing_spaces: tuple[dict[str, Any], ...]
-    thing_names: tuple[str, ...]
-    things: tuple[Any, ...]
-    part_labels: tuple[str, ...]
-    part_spaces: tuple[dict[str, Any], ...]
-    part_counts: list[int]
-    parts: list[Any]
-    flag_spaces: tuple[dict[str, Any], ...]
-    flag_keys: tuple[str, ...]
-    flag_values: list[bool]
-    flag_names: tuple[str, ...]
-    hooks: HookGuards
-    modes: tuple[Any, ...]
+    source: TraceReads
+    unread: Mapping[int, Unread]
+    plain: PlainValues
+    same: SameObjects
+    absent: Absent
+    containers: ContainerGuards
+    fixed: tuple[Guard, ...]  # what no other trace can make up for: constants, parts, flags, hooks, modes
+
+    @property
+    def _all(self) -> tuple[Guard, ...]:
+        return (self.plain, self.same, self.absent, *self.fixed, self.containers)
 
     def hold(self) -> bool:
-        """Whether all is as it was."""
-        try:
-            with without_torch_function():
-                return self._hold()
-        except (KeyError, AttributeError, ValueError, TypeError, RuntimeError):  # gone, or not comparable any more
-            return False
-
-    def _hold(self) -> bool:
-        found = list(map(getitem, self.spaces, self.names))
-        parameters = list(map(getitem, self.flag_spaces, self.flag_keys))
-        return (
-            found == self.values
-            and list(map(type, found)) == self.kinds
-            and not any(map(contains, self.shadow_spaces, self.shadow_names))
-            and list(map(getattr, self.classes, self.shadow_names)) == self.class_values
-            and list(map(_CELL, self.cells)) == self.cell_values
-            and list(map(version, self.tensors)) == self.versions
-            and list(map(_FLAG, parameters)) == self.flag_values
-            and all(map(is_, map(getitem, self.thing_spaces, self.thing_names), self.things))
-            and list(map(len, self.part_spaces)) == self.part_counts
-            and list(chain.from_iterable(map(dict.values, self.part_spaces))) == self.parts
-            and [list(map(id, one)) for one in self.lists] == self.list_ids
-            and self.hooks.hold(parameters)
-            and global_modes() == self.modes
-        )
+        """Return whether all is as it was."""
+        return _holds(self._all)
 
     def broken(self) -> list[str]:
-        """What is not as it was, with the values before and now."""
-        found = [
-            f"{label} is {shown(space.get(name, MISSING))} and was {shown(value)}"
-            for label, space, name, value, kind in zip(
-                self.labels, self.spaces, self.names, self.values, self.kinds, strict=True
-            )
-            if name not in space or type(space[name]) is not kind or not _equal(space[name], value)
-        ]
-        found += [
-            f"{kind.__name__}.{name} is {shown(getattr(kind, name, MISSING))} and was {shown(value)}"
-            for kind, name, value in zip(self.classes, self.shadow_names, self.class_values, strict=True)
-            if not _equal(getattr(kind, name, None), value)
-        ]
-        found += [
-            f"{name} is {shown(space[name])} and was {shown(value)}"
-            for space, name, value in zip(self.shadow_spaces, self.shadow_names, self.class_values, strict=True)
-            if name in space
-        ]
-        for label, cell, value in zip(self.cell_labels, self.cells, self.cell_values, strict=True):
-            if not _equal(cell.cell_contents, value):
-                found.append(f"{label} is {shown(cell.cell_contents)} and was {shown(value)}")
-        for label, one, ids in zip(self.list_labels, self.lists, self.list_ids, strict=True):
-            if list(map(id, one)) != ids:
-                found.append(f"{label} holds other objects than it did")
-        if list(map(version, self.tensors)) != self.versions:
-            found.append("a tensor that forward uses as a constant was changed in place")
-        for name, space, key, flag in zip(
-            self.flag_names, self.flag_spaces, self.flag_keys, self.flag_values, strict=True
-        ):
-            if getattr(space.get(key), "requires_grad", not flag) != flag:
-                found.append(f"{name}.requires_grad is {not flag} and was {flag}")
-        for label, space, name, thing in zip(
-            self.thing_labels, self.thing_spaces, self.thing_names, self.things, strict=True
-        ):
-            if space.get(name) is not thing:
-                found.append(f"{label} is another object")
-        known = iter(self.parts)
-        for label, space, count in zip(self.part_labels, self.part_spaces, self.part_counts, strict=True):
-            if list(space.values()) != list(islice(known, count)):
-                found.append(f"{label or 'the model'} has other parts than it had")
-        if all(key in space for space, key in zip(self.flag_spaces, self.flag_keys, strict=True)):
-            found += self.hooks.broken(list(map(getitem, self.flag_spaces, self.flag_keys)))
-        if global_modes() != self.modes:
-            found.append(f"the modes of torch are {global_modes()} and were {self.modes}")
-        return found
+        """Say what is not as it was, with the values before and now."""
+        with without_torch_function():
+            return [line for guard in self._all for line in guard.broken()]
+
+    def only_containers_differ(self) -> bool:
+        """Return whether all is as it was but what containers hold."""
+        return _holds((self.plain, self.same, self.absent, *self.fixed))
+
+    def only_reads_differ(self) -> bool:
+        """Return whether all is as it was but what the trace read in Python: the same graph is the same program."""
+        return _holds(self.fixed)
+
+    def without(self, unread: Mapping[int, Unread]) -> Guards:
+        """Return guards of what there is now, but for what a trace was shown not to read."""
+        return guards_of(self.source, unread)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _holds(guards: Iterable[Guard]) -> bool:
     try:
-        return a is b or bool(a == b)
-    except (TypeError, ValueError, RuntimeError):
+        with without_torch_function():
+            return all(guard.hold() for guard in guards)
+    except (KeyError, AttributeError, ValueError, TypeError, RuntimeError):  # gone, or not comparable any more
         return False
 
 
-def _elements(label: str, value: Any) -> list[tuple[str, dict[str, Any], str, Any]]:
-    """Plain elements of a dict that also holds other things."""
-    if not isinstance(value, dict):
-        return []
-    return [(f"{label}[{key!r}]", value, key, one) for key, one in value.items() if is_plain(one)]
-
-
 def global_modes() -> tuple[Any, ...]:
-    """What torch itself is set to that decides which operators a trace has."""
+    """Return what torch itself is set to that decides which operators a trace has."""
     return (
         torch.get_default_dtype(),
         *map(tuple, GLOBAL_HOOKS),  # by the numbers of their handles
     )
 
 
-def guards_of(
-    roots: Sequence[tuple[str, nn.Module]],
-    reads: Sequence[Read],
-    variables: Sequence[Variable],
-    constants: Iterable[tuple[Tensor, int]],
-    modes: tuple[Any, ...],
-    *,
-    flags: bool,
-) -> Guards:
-    """Guards with the values of now: after the trace, when everything is as its owner had it."""
-    rows: list[tuple[str, dict[str, Any], str, Any]] = []
-    shadows: list[tuple[dict[str, Any], str, type, Any]] = []
-    cells: list[tuple[str, Any, Any]] = []
-    tensors = list(constants)
-    things: list[tuple[str, dict[str, Any], str, Any]] = []
-    for read in reads:
-        own = vars(read.owner)
-        if read.name in own:
-            value = own[read.name]
-            if isinstance(value, Tensor):
-                tensors.append((value, version(value)))
-                things.append((read.label, own, read.name, value))
-            elif is_plain(value) or isinstance(value, CODE):
-                rows.append((read.label, own, read.name, value))
-            else:
-                things.append((read.label, own, read.name, value))
-                rows += _elements(read.label, value)
-        elif is_plain(value := getattr(type(read.owner), read.name, None)):
-            shadows.append((own, read.name, type(read.owner), value))
-    for variable in variables:
-        value = variable.value
-        plain = is_plain(value) or isinstance(value, CODE)
-        if isinstance(variable.space, dict):
-            (rows if plain else things).append((variable.label, variable.space, variable.name, value))
-        elif plain:
-            cells.append((variable.label, variable.space, value))
-        rows += [] if plain else _elements(variable.label, value)
-    parts, trained = [], []
-    for label, root in roots:
-        for name, module in root.named_modules():
-            inner = vars(module)["_modules"]
-            if inner:
-                parts.append((".".join(filter(None, (label, name))), inner))
-        if flags:
-            trained += [
-                (".".join(filter(None, (label, path, key))), module._parameters, key, p.requires_grad)
-                for path, module in root.named_modules()
-                for key, p in module._parameters.items()
-                if p is not None
-            ]
-    flag_spaces, flag_keys = tuple(row[1] for row in trained), tuple(row[2] for row in trained)
-    flag_names = tuple(row[0] for row in trained)
-    lists = [row for row in things if isinstance(row[3], (list, tuple))]
-    values = [copied(value) for _, _, _, value in rows]
-    return Guards(
-        labels=tuple(row[0] for row in rows),
-        spaces=tuple(row[1] for row in rows),
-        names=tuple(row[2] for row in rows),
-        values=values,
-        kinds=list(map(type, values)),
-        shadow_spaces=tuple(row[0] for row in shadows),
-        shadow_names=tuple(row[1] for row in shadows),
-        classes=tuple(row[2] for row in shadows),
-        class_values=[copied(row[3]) for row in shadows],
-        list_labels=tuple(row[0] for row in lists),
-        lists=tuple(row[3] for row in lists),
-        list_ids=[list(map(id, row[3])) for row in lists],
-        cell_labels=tuple(row[0] for row in cells),
-        cells=tuple(row[1] for row in cells),
-        cell_values=[copied(row[2]) for row in cells],
-        tensors=tuple(x for x, _ in tensors),
-        versions=[version for _, version in tensors],
-        thing_labels=tuple(row[0] for row in things),
-        thing_spaces=tuple(row[1] for row in things),
-        thing_names=tuple(row[2] for row in things),
-        things=tuple(row[3] for row in things),
-        part_labels=tuple(row[0] for row in parts),
-        part_spaces=tuple(row[1] for row in parts),
-        part_counts=[len(row[1]) for row in parts],
-        parts=[one for row in parts for one in row[1].values()],
-        flag_spaces=flag_spaces,
-        flag_keys=flag_keys,
-        flag_values=[row[3] for row in trained],
-        flag_names=flag_names,
-        hooks=hook_guards(roots, list(map(getitem, flag_spaces, flag_keys)), flag_names),
-        modes=modes,
-    )
+def guards_of(source: TraceReads, unread: Mapping[int, Unread] = types.MappingProxyType({})) -> Guards:
+    """Return guards with the values of now: after the trace, when everything is as its owner had it."""
+    rows = _Rows(source)
+    rows.collect()
+    constants = Constants.of([*source.constants, *rows.tensors], source.foreign)
+    whole = {id(owner) for owner in source.whole}
+    containers = container_guards(rows.held, lambda value: id(value) in whole, unread)
+    fixed = (constants, Parts.of(rows.parts), rows.trained(), Modes(global_modes, source.modes))
+    plain, same = PlainValues.of(rows.plain), SameObjects.of(rows.same)
+    return Guards(source, unread, plain, same, rows.absent(), containers, fixed)
+
+
+@dataclass
+class _Rows:
+    """Collects what is to be compared. ``held``: values that may hold others, with labels."""
+
+    source: TraceReads
+    plain: list[Row] = field(default_factory=list)
+    same: list[Row] = field(default_factory=list)
+    absences: list[tuple[str, Any, str]] = field(default_factory=list)
+    absent_in_classes: list[tuple[type, str]] = field(default_factory=list)
+    absent_many: list[tuple[str, frozenset[str], Any]] = field(default_factory=list)
+    tensors: list[tuple[Tensor, int]] = field(default_factory=list)
+    held: list[tuple[str, Any]] = field(default_factory=list)
+    parts: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    seen: set[tuple[int, str]] = field(default_factory=set)
+
+    def collect(self) -> None:
+        source = self.source
+        for read in {(id(read.owner), read.name): read for read in source.reads}.values():
+            self._attribute(read)
+        for read in source.missing:
+            self._missing(read)
+        for variable in source.variables:
+            self._variable(variable)
+        self.absences += [(unset.name, unset.space, unset.name) for unset in source.unset]
+        for space in self._named_spaces():
+            self._named(space)
+        self.held += [(function.__name__, function) for function in source.functions]
+        for owner in source.whole:
+            label = type(owner).__name__
+            self.held += [(f"{label}.{name}", x) for name, x in zip(names_of(owner), fields_of(owner), strict=True)]
+            self.held.append((label, owner))
+        for label, module in self._modules():
+            self._module(label, module)
+        for label, module in self.hidden:
+            self._tensors_of(label, module)
+
+    def absent(self) -> Absent:
+        """Return guards of what was not there."""
+        labels, spaces, names = tuple(zip(*self.absences, strict=True)) or ((), (), ())
+        return Absent(labels, spaces, names, tuple(self.absent_in_classes), tuple(self.absent_many))
+
+    def trained(self) -> Trained:
+        """Return guards of the parameters' flags and of hooks."""
+        rows = (
+            [row for label, module in self._modules() for row in _parameters(label, module)]
+            if self.source.flags
+            else []
+        )
+        names, spaces, keys = tuple(zip(*rows, strict=True)) or ((), (), ())
+        flags = Flags(names, spaces, keys, [space[key].requires_grad for space, key in zip(spaces, keys, strict=True)])
+        hooks = hook_guards((*self.source.roots, *self.hidden), flags.parameters, names)
+        return Trained(flags, hooks)
+
+    @property
+    def hidden(self) -> list[tuple[str, nn.Module]]:
+        """The modules that were met and are no parts of those that were traced."""
+        inside = {id(part) for _, root in self.source.roots for part in root.modules()}
+        return [(label, module) for label, module in self.source.modules if id(module) not in inside]
+
+    def _modules(self) -> Iterable[tuple[str, nn.Module]]:
+        seen: set[int] = set()
+        for label, root in (*self.source.roots, *self.hidden):
+            for name, module in root.named_modules():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    yield ".".join(filter(None, (label, name))), module
+
+    def _compare(self, label: str, space: Any, name: Any, value: Any) -> None:
+        """Add what says whether the value of a name is the one that it has now."""
+        if is_simple(value) or is_constant(value):
+            self.plain.append((label, space, name, value))
+        else:
+            self.same.append((label, space, name, value))
+        if isinstance(value, Tensor):
+            self.tensors.append((value, version(value)))
+        elif not is_simple(value):
+            self.held.append((label, value))
+
+    def _attribute(self, read: Read) -> None:
+        owner, name = read.owner, read.name
+        space = _space_of(owner, name)
+        if space is not None:
+            self._compare(read.label, space, name, space[name])
+            return
+        kind = type(owner)
+        base = next((base for base in kind.__mro__ if name in vars(base)), None)
+        if base is None or base in (nn.Module, object):
+            return
+        member = vars(base)[name]
+        if not hasattr(type(member), "__set__") and hasattr(owner, "__dict__"):
+            self.absences.append((read.label, object.__getattribute__(owner, "__dict__"), name))
+        if (id(kind), name) in self.seen:
+            return
+        self.seen.add((id(kind), name))
+        label = f"{base.__name__}.{name}"
+        if hasattr(type(member), "__get__"):  # a method or a property: what it reads is recorded
+            self.same.append((label, vars(base), name, member))
+        else:
+            self._compare(label, vars(base), name, member)
+        for nearer in kind.__mro__[: kind.__mro__.index(base)]:
+            self.absences.append((f"{nearer.__name__}.{name}", vars(nearer), name))
+
+    def _missing(self, read: Read) -> None:
+        owner, name = read.owner, read.name
+        fields = getattr(owner, "__dict__", None)
+        if isinstance(fields, dict):
+            self.absences.append((read.label, fields, name))
+        if isinstance(owner, nn.Module):
+            for kind in ("_parameters", "_buffers", "_modules"):
+                self.absences.append((read.label, vars(owner)[kind], name))
+        key = id(type(owner)), name
+        if key not in self.seen and not hasattr(type(owner), name):
+            self.seen.add(key)
+            self.absent_in_classes.append((type(owner), name))
+
+    def _variable(self, variable: Variable) -> None:
+        space = variable.space
+        if isinstance(space, types.CellType):
+            space = Cell(variable.name, space)  # type: ignore[assignment]
+        self._compare(variable.label, space, variable.name, variable.value)
+
+    def _named_spaces(self) -> list[NamedSpace]:
+        roots = [(variable.label, variable.value) for variable in self.source.variables]
+        owners = [(type(owner).__name__, type(owner)) for _, owner in self.source.owners]
+        return spaces_by_name([*roots, *self.held, *owners], self.source.names)
+
+    def _named(self, space: NamedSpace) -> None:
+        for label, value in space.values():
+            self._compare(label, space.space, label.rpartition(".")[2], value)
+        if space.absent:
+            self.absent_many.append((space.label, space.absent, space.space))
+
+    def _module(self, label: str, module: nn.Module) -> None:
+        inner = vars(module)["_modules"]
+        if inner:
+            self.parts.append((label, inner))
+        for kind in ("_parameters", "_buffers"):
+            space = vars(module)[kind]
+            self.plain += [(f"{label}.{name}".lstrip("."), space, name, None) for name, x in space.items() if x is None]
+
+    def _tensors_of(self, label: str, root: nn.Module) -> None:
+        """Add which tensors a module has that is no part of those that were traced."""
+        for path, module in root.named_modules():
+            for kind in ("_parameters", "_buffers"):
+                space = vars(module)[kind]
+                self.same += [
+                    (".".join(filter(None, (label, path, name))), space, name, x) for name, x in space.items()
+                ]
+
+
+def _space_of(owner: Any, name: str) -> Any:
+    """Return the namespace of an object's own that has a name; None if there is none."""
+    try:
+        fields = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        fields = {}
+    if name in fields:
+        return fields
+    slots = SlotFields(owner)
+    return slots if name in slots else None
+
+
+def _parameters(label: str, module: nn.Module) -> list[tuple[str, Any, str]]:
+    own = module._parameters
+    return [(".".join(filter(None, (label, key))), own, key) for key, p in own.items() if p is not None]

@@ -32,7 +32,7 @@ class HookGuards:
     own: dict[int, list[Any]]
 
     def hold(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether all hooks are those that there were."""
+        """Return whether all hooks are those that there were."""
         if any(self.empty) or not all(map(_same, map(_of_user, self.filled), self.hooks)):
             return False
         return not self._others(parameters) if self.own else not any(map(backward_hooks, parameters))

@@ -34,6 +34,14 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN) or (type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0)
 
 
+def is_simple(value: Any) -> bool:
+    """Return whether ``==`` says all of two such values, in which nothing can be changed unseen: numbers, text, dtypes,
+    and lists, tuples and sets of them, of exactly these types."""
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(is_simple, value))
+    return isinstance(value, PLAIN) or (type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0)
+
+
 def copied(value: Any) -> Any:
     """The value, with copies of the lists, tuples, sets and dicts in it; other objects stay the same ones."""
     if type(value) in (list, tuple):
@@ -128,6 +136,46 @@ class Cell(MutableMapping[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         return self.get(self.name, MISSING) is not MISSING
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def slot_names(kind: type) -> tuple[str, ...]:
+    """Return the names of the attributes that a class keeps in slots."""
+    members = ((name, x) for base in kind.__mro__ for name, x in vars(base).items())
+    return tuple(name for name, x in members if isinstance(x, types.MemberDescriptorType))
+
+
+class SlotFields(MutableMapping[str, Any]):
+    """The attributes of an object that its class keeps in slots, as a namespace."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def _member(self, name: str) -> types.MemberDescriptorType:
+        member = next((vars(kind)[name] for kind in type(self.owner).__mro__ if name in vars(kind)), None)
+        if not isinstance(member, types.MemberDescriptorType):
+            raise KeyError(name)
+        return member
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._member(name).__get__(self.owner)
+        except AttributeError as error:  # not set
+            raise KeyError(name) from error
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._member(name).__set__(self.owner, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._member(name).__delete__(self.owner)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in slot_names(type(self.owner)) if name in self)
+
+    def __contains__(self, name: object) -> bool:
+        return self.get(str(name), MISSING) is not MISSING
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -249,11 +297,15 @@ class AttributeSnapshot:
     seen: set[int] = field(default_factory=set)
 
     def add(self, label: str, owner: Any) -> None:
-        """Remember the attributes of ``owner``, a module or another object that has a ``__dict__``."""
-        own = vars(owner)
-        if id(own) in self.seen:
+        """Remember the attributes of ``owner``, a module or another object."""
+        if id(owner) in self.seen:
             return
-        self.seen.add(id(own))
+        self.seen.add(id(owner))
+        if slots := SlotFields(owner):
+            self.kept.append(_Namespace.of("the attribute", label, slots, None, self.by))
+        if not hasattr(owner, "__dict__"):
+            return
+        own = vars(owner)
         if isinstance(owner, nn.Module):
             self.kept += [_Namespace.of(kind, label, own[part], None, self.by) for part, kind in PARTS.items()]
             self.hooks += [_KeptHooks(label, own[name], dict(own[name]), self.by) for name in MODULE_HOOKS]

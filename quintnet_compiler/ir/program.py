@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ..compat.torch import FakeTensorMode, pytree
 from ..core.absent_gpu import AbsentGpu
@@ -32,7 +32,8 @@ class Captured:
     graph to be that of the module. ``form``: of the batches that it serves; ``symbols``: what it calls the sizes that
     are symbols in the graph. ``only_rows``: the batch size, where the model's code fixes it.
     ``changed``: the buffers and parameters that forward changes; the graph's last outputs are their new values.
-    ``assigned``: the buffers of them in whose place forward puts another tensor.
+    ``assigned``: the buffers of them in whose place forward puts another tensor. ``brought``: a module with what the
+    loss function uses and the model does not have.
     """
 
     graph: fx.Graph
@@ -47,6 +48,7 @@ class Captured:
     guards: Guards | None = field(default=None, compare=False, repr=False)
     changed: tuple[str, ...] = ()
     assigned: frozenset[str] = frozenset()
+    brought: nn.Module | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def result_dtypes(self) -> tuple[torch.dtype, ...]:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from quintnet_compiler.guards.attribute_reads import Reads, has_fields
+from quintnet_compiler.guards.attribute_reads import Reads
 from quintnet_compiler.guards.function_reads import Walk, trainable
-from quintnet_compiler.guards.guards import global_modes, guards_of
+from quintnet_compiler.guards.guards import TraceReads, global_modes, guards_of
 from quintnet_compiler.guards.hooks import hook_guards
 from quintnet_compiler.guards.python_state import MISSING, AttributeSnapshot, Generators, copied, is_plain, same, shown
+from quintnet_compiler.guards.reach import is_observable
 
 
 class Scaled(nn.Module):
@@ -82,7 +83,7 @@ def test_attributes_that_are_read_are_recorded() -> None:
         _ = model.settings.depth
     found = {read.label for read in reads.found}
     assert {"model.scale", "model.settings", "model.settings.depth"} <= found and "model.sizes" not in found
-    assert has_fields(settings) and not has_fields(model) and not has_fields(3)
+    assert is_observable(settings) and not is_observable(model) and not is_observable(3)
     assert "__getattribute__" not in vars(Settings)  # nothing stays behind
 
 
@@ -141,7 +142,7 @@ def test_guards_notice_a_change(change: str) -> None:
     reads.meet("", model)
     with reads.recording():
         model(torch.zeros(1, 2))
-    guards = guards_of([("", model)], reads.found, [], [], global_modes(), flags=True)
+    guards = guards_of(TraceReads([("", model)], reads.found, modes=global_modes()))
     assert guards.hold() and guards.broken() == []
     if change == "scale":
         model.scale = 3.0

@@ -14,6 +14,7 @@ from quintnet_compiler.capture import capture as capturing
 from quintnet_compiler.capture.capture import MANY, capture
 from quintnet_compiler.capture.repeat_blocks import with_all_blocks
 from quintnet_compiler.compat.torch import without_torch_function
+from quintnet_compiler.guards.guards import Trained
 from quintnet_compiler.ir.program import Captured
 
 DEPTH = MANY + 1
@@ -203,8 +204,10 @@ def _text(captured: Captured) -> list[str]:
 def _guarded(captured: Captured) -> Any:
     known = captured.guards
     assert known is not None
-    rows = sorted(zip(known.labels, known.names, map(repr, known.values), strict=True))
-    return rows, sorted(known.thing_labels), sorted(known.shadow_names), sorted(known.flag_names)
+    plain = known.plain
+    rows = sorted(zip(plain.labels, plain.names, map(repr, plain.values), strict=True))
+    trained = next(guard for guard in known.fixed if isinstance(guard, Trained))
+    return rows, sorted(known.same.labels), sorted(known.absent.labels), sorted(trained.flags.names)
 
 
 def _captures(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[Captured, Captured, bool]:

@@ -1,0 +1,71 @@
+"""Modules and classes that functions read by name, as in ``config.SCALE``: which of their variables those may be."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from .function_reads import is_library_module
+from .python_state import CODE, PLAIN
+
+
+@dataclass(frozen=True)
+class NamedSpace:
+    """The variables of a module or a class. ``present``: the names among them that functions look up; ``absent``: those
+    that functions look up and that it does not have, of which it may have one later."""
+
+    label: str
+    space: Mapping[str, Any]
+    present: tuple[str, ...]
+    absent: frozenset[str]
+
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """Yield the values of what is looked up, with labels."""
+        return ((f"{self.label}.{name}", self.space[name]) for name in self.present)
+
+
+def spaces_by_name(roots: Iterable[tuple[str, Any]], names: Set[str]) -> list[NamedSpace]:
+    """Return the modules and classes among ``roots``, and those in them, by the names that functions look up.
+
+    Of modules that belong to installed packages, functions and modules count alone; their classes do not count.
+    """
+    pending, seen, spaces = list(roots), set[int](), list[NamedSpace]()
+    while pending:
+        label, value = pending.pop()
+        if id(value) in seen or not isinstance(value, (type, types.ModuleType)):
+            continue
+        seen.add(id(value))
+        new = _of_module(label, value, names) if isinstance(value, types.ModuleType) else _of_class(value, names)
+        spaces += new
+        pending += [row for space in new for row in space.values()]
+    return spaces
+
+
+def _of_module(label: str, module: types.ModuleType, names: Set[str]) -> list[NamedSpace]:
+    space = vars(module)
+    present = sorted(names & space.keys())
+    if not is_library_module(module):
+        return [NamedSpace(label, space, tuple(present), frozenset(names - space.keys()))]
+    code = tuple(name for name in present if isinstance(space[name], (types.FunctionType, types.ModuleType)))
+    return [NamedSpace(label, space, code, frozenset())] if code else []
+
+
+def is_users(kind: type) -> bool:
+    """Return whether a class was not made by an installed package, by torch or by Python itself."""
+    module = sys.modules.get(kind.__module__)
+    return module is not None and (kind.__module__ == "__main__" or not is_library_module(module))
+
+
+def _of_class(kind: type, names: Set[str]) -> list[NamedSpace]:
+    bases = [base for base in kind.__mro__ if is_users(base)]
+    known = {name for base in kind.__mro__ for name in vars(base)}
+    absent = frozenset(names - known)
+    return [NamedSpace(base.__name__, vars(base), tuple(sorted(names & vars(base).keys())), absent) for base in bases]
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether a variable's value is compared by itself: plain data, a function, a class."""
+    return isinstance(value, (*PLAIN, *CODE))

@@ -1,0 +1,114 @@
+"""What can be reached from a value: through containers, functions and objects whose reads nobody sees."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core import code_origin
+from .containers import BUFFERS, ContainerGuards, Numbers, Snapshot, fields_of, fields_reader, names_of, reader_of
+from .python_state import PLAIN
+
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made, whose attributes can be set
+_CLOSED = (*PLAIN, Tensor, nn.Module, type, types.ModuleType, types.BuiltinFunctionType, types.GeneratorType)
+_OF_TRACES = ("torch", "torch.fx", "torch.export", "torch.utils", "quintnet", "quintnet_compiler")
+
+
+@dataclass(frozen=True)
+class Unread:
+    """What of a container a trace was shown not to read. ``names``: of values; ``only``: the names that it reads, if
+    it reads neither the others nor how many there are."""
+
+    names: frozenset[Any] = frozenset()
+    only: tuple[Any, ...] | None = None
+
+
+NOTHING_UNREAD = Unread()
+
+
+def is_observable(value: Any) -> bool:
+    """Return whether reads of the attributes of ``value`` can be recorded: its class was made by Python code, has no
+    ``__getattribute__`` of its own, and does not belong to what traces."""
+    kind = type(value)
+    if isinstance(value, (*_CLOSED, types.FunctionType)) or not kind.__flags__ & _HEAP:
+        return False
+    module = str(kind.__module__)
+    if module in _OF_TRACES or module.startswith(("torch._", *(f"{name}." for name in _OF_TRACES[1:]))):
+        return False
+    own = next(vars(base)["__getattribute__"] for base in kind.__mro__ if "__getattribute__" in vars(base))
+    return isinstance(own, types.WrapperDescriptorType) or hasattr(own, RECORDS)
+
+
+_TRIPWIRES = f"{__package__}.tripwires"  # stand-ins of what is not to be looked into
+RECORDS = "quintnet_records"  # an attribute of the methods that record reads
+
+
+def children(
+    label: str, value: Any, whole: Callable[[Any], bool], unread: Unread = NOTHING_UNREAD
+) -> list[tuple[str, Any]]:
+    """Return what ``value`` holds, with labels; [] if it holds nothing that could be read without being recorded."""
+    if isinstance(value, (*_CLOSED, *BUFFERS)) or _of_library(value):
+        return []
+    container = reader_of(value)
+    if container is not None:
+        read, keys = container
+        values = list(read(value))
+        pairs = list(zip(range(len(values)) if keys is None else keys(value), values, strict=True))
+    elif whole(value) or not is_observable(value):
+        pairs = list(zip(names_of(value), fields_of(value), strict=True))
+    else:
+        return []
+    if unread.only is not None:
+        pairs = [(name, child) for name, child in pairs if name in unread.only]
+    return [(f"{label}[{name!r}]", child) for name, child in pairs if name not in unread.names]
+
+
+def _of_library(value: Any) -> bool:
+    """Return whether ``value`` is a function of torch, of this package or of Python's own library."""
+    if not isinstance(value, types.FunctionType):
+        return False
+    file = value.__code__.co_filename
+    if file.startswith((code_origin.TORCH, code_origin.PACKAGE, "<frozen")):
+        return True
+    return file.startswith(code_origin.STDLIB) and "-packages" not in file
+
+
+def reachable(
+    roots: Iterable[tuple[str, Any]], whole: Callable[[Any], bool], unread: Mapping[int, Unread]
+) -> Iterator[tuple[str, Any]]:
+    """Yield ``roots`` and all that they hold, each object once, with labels."""
+    pending, seen = list(roots), set[int]()
+    kept: list[Any] = []  # no number is given to another object meanwhile
+    while pending:
+        label, value = pending.pop()
+        if type(value).__module__ == _TRIPWIRES or isinstance(value, PLAIN) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        kept.append(value)
+        yield label, value
+        pending += children(label, value, whole, unread.get(id(value), NOTHING_UNREAD))
+
+
+def container_guards(
+    roots: Iterable[tuple[str, Any]], whole: Callable[[Any], bool], unread: Mapping[int, Unread]
+) -> ContainerGuards:
+    """Return guards of all containers and arrays that can be reached from ``roots``."""
+    snapshots: list[Snapshot] = []
+    numbers: list[Numbers] = []
+    for label, value in reachable(roots, whole, unread):
+        if isinstance(value, BUFFERS):
+            numbers.append(Numbers(label, value))
+            continue
+        if isinstance(value, _CLOSED) or _of_library(value):
+            continue
+        container = reader_of(value)
+        part = unread.get(id(value), NOTHING_UNREAD)
+        if container is not None:
+            snapshots.append(Snapshot(label, value, *container, part.names, part.only))
+        elif (whole(value) or not is_observable(value)) and names_of(value):
+            snapshots.append(Snapshot(label, value, *fields_reader(value), part.names, part.only))
+    return ContainerGuards(snapshots, numbers)

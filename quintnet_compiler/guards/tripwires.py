@@ -1,0 +1,191 @@
+"""Stand-ins that show whether a trace reads what a container holds."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .containers import Snapshot
+from .guards import Guards
+from .reach import Unread
+
+_OPERATIONS = (
+    "add and bool bytes call complex contains delitem divmod enter eq exit float floordiv format ge getitem gt hash "
+    "index int invert iter le len lshift lt matmul mod mul ne neg next or pos pow radd rand rdivmod repr reversed "
+    "rfloordiv rlshift rmatmul rmod rmul ror round rpow rrshift rshift rsub rtruediv rxor setitem str sub truediv trunc xor"
+)
+
+
+class UnreadStateUsed(Exception):
+    """A trace used what it was thought not to read."""
+
+
+class Tripwire:
+    """Stands where a container had a value. Whoever uses it, but for its identity and its class, raises."""
+
+    def __init__(self, kind: type) -> None:
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "touched", False)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__class__":
+            return object.__getattribute__(self, "kind")
+        _touch(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _touch(self)
+
+
+def _touch(wire: Tripwire, *operands: Any) -> Any:
+    object.__setattr__(wire, "touched", True)
+    raise UnreadStateUsed
+
+
+for _name in _OPERATIONS.split():
+    setattr(Tripwire, f"__{_name}__", _touch)
+
+
+def touched(wire: Tripwire) -> bool:
+    """Return whether a tripwire was used."""
+    return bool(object.__getattribute__(wire, "touched"))
+
+
+class _Watching(dict[Any, Any]):
+    """A dict that records which names are read, and whether more than single ones are."""
+
+    names: dict[Any, None]
+    all_read: bool
+
+    def _all(self, name: str, *arguments: Any) -> Any:
+        self.all_read = True
+        return getattr(super(), name)(*arguments)
+
+    def _one(self, name: str, key: Any, *arguments: Any) -> Any:
+        self.names[key] = None
+        return getattr(super(), name)(key, *arguments)
+
+
+def _recorder(name: str, record: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *arguments: record(self, name, *arguments)
+
+
+for _name in ("__getitem__", "__contains__", "get", "__setitem__", "__delitem__", "setdefault"):
+    setattr(_Watching, _name, _recorder(_name, _Watching._one))
+for _name in (
+    *("__len__", "__iter__", "__reversed__", "__eq__", "__ne__", "__repr__", "__or__", "__ror__", "__ior__"),
+    *("keys", "values", "items", "copy", "pop", "popitem", "clear", "update", "__reduce_ex__"),
+):
+    setattr(_Watching, _name, _recorder(_name, _Watching._all))
+
+
+class _WatchingOrdered(_Watching, OrderedDict):  # type: ignore[type-arg]
+    pass
+
+
+class _WatchingDefault(_Watching, defaultdict):  # type: ignore[type-arg]
+    pass
+
+
+_WATCHING: dict[type, Callable[[Any], _Watching]] = {
+    dict: lambda _: _Watching(),
+    OrderedDict: lambda _: _WatchingOrdered(),
+    defaultdict: lambda owner: _WatchingDefault(owner.default_factory),
+}
+
+
+def _watching(owner: Any) -> _Watching:
+    watched = _WATCHING[type(owner)](owner)
+    watched.names, watched.all_read = {}, False
+    for name, value in owner.items():
+        dict.__setitem__(watched, name, value)
+    if isinstance(owner, OrderedDict):
+        for name, value in owner.items():
+            OrderedDict.__setitem__(watched, name, value)
+    watched.names.clear()
+    watched.all_read = False
+    return watched
+
+
+@dataclass
+class Trial:
+    """Stand-ins in the places of what changed, while a trace is made again."""
+
+    guards: Guards
+    watched: list[tuple[Snapshot, _Watching]] = field(default_factory=list)
+    wires: list[tuple[Snapshot, Any, Tripwire]] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, guards: Guards) -> Trial | None:
+        """Return a trial of all that differs now from what ``guards`` saw; None if some of it cannot be tried."""
+        trial = cls(guards)
+        changed = [snapshot for snapshot in guards.containers.snapshots if not snapshot.holds()]
+        try:
+            if changed and guards.only_containers_differ() and all(map(trial._stand_in, changed)):
+                return trial
+        except Exception:  # a container that does not let itself be changed
+            pass
+        trial.put_back()
+        return None
+
+    def _stand_in(self, snapshot: Snapshot) -> bool:
+        if type(snapshot.owner) in _WATCHING:
+            return self._watch(snapshot)
+        holders = self._holders(snapshot.owner)
+        if holders and all(isinstance(holder, Snapshot) for holder, _ in holders):
+            return all(self._wire(holder, name) for holder, name in holders)
+        names = snapshot.changes()
+        if names is None or not isinstance(snapshot.owner, (list, deque)):
+            return False
+        return all(self._wire(snapshot, name) for name in names)
+
+    def _watch(self, snapshot: Snapshot) -> bool:
+        watched, holders = _watching(snapshot.owner), self._holders(snapshot.owner)
+        for holder, name in holders:
+            self._set(holder.owner if isinstance(holder, Snapshot) else holder, name, watched)
+        self.watched.append((snapshot, watched))
+        return bool(holders)
+
+    def _wire(self, snapshot: Snapshot, name: Any) -> bool:
+        value = snapshot.owner[name]
+        if value is None or isinstance(value, (bool, Tripwire)):
+            return False
+        wire = Tripwire(type(value))
+        self._set(snapshot.owner, name, wire)
+        self.wires.append((snapshot, name, wire))
+        return True
+
+    def _holders(self, value: Any) -> list[tuple[Any, Any]]:
+        """Everywhere that a value is held, with its name there: snapshots of containers, and namespaces."""
+        places: list[tuple[Any, Any]] = []
+        for snapshot in self.guards.containers.snapshots:
+            held = zip(snapshot._names(), snapshot.values(), strict=True)
+            places += [(snapshot, name) for name, x in held if x is value]
+        same = self.guards.same
+        rows = zip(same.spaces, same.names, same.values, strict=True)
+        return places + [(space, name) for space, name, x in rows if x is value]
+
+    def _set(self, space: MutableMapping[Any, Any], name: Any, value: Any) -> None:
+        before = space[name]
+        space[name] = value
+        self.undo.append(functools.partial(space.__setitem__, name, before))
+
+    def put_back(self) -> None:
+        """Put everything where it was."""
+        while self.undo:
+            self.undo.pop()()
+
+    @property
+    def unread(self) -> dict[int, Unread] | None:
+        """What the trace was shown not to read, by the ``id`` of what holds it; None if it read what changed."""
+        if any(x.all_read for _, x in self.watched) or any(touched(wire) for _, _, wire in self.wires):
+            return None
+        unread = {id(snapshot.owner): Unread(only=tuple(x.names)) for snapshot, x in self.watched}
+        for snapshot, name, _ in self.wires:
+            part = unread.get(id(snapshot.owner), Unread(snapshot.unread))
+            if part.only is None:
+                unread[id(snapshot.owner)] = Unread(part.names | {name})
+        return unread

@@ -1,0 +1,72 @@
+"""What changes between two steps is seen by the next one, whoever holds it, as in plain PyTorch; or it is refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import quintnet
+
+from .changes_between_steps import CHANGES, HOLDERS, Net
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "dp2 tp2": {"dp": 2, "tp": 2},
+}
+PLACES = ("forward", "loss")
+
+
+def _run(holder: str, change: str, place: str, mesh: quintnet.Mesh | None) -> list[float]:
+    """Losses before the change, and twice after it; of a program, if there is a mesh."""
+    torch.manual_seed(0)
+    hold, kind = HOLDERS[holder], CHANGES[change]
+    held = hold.make(kind.make())
+    model = Net(held, hold.get, kind.read, inside=place == "forward")
+    batch = (torch.randn(8, 6), torch.randint(0, 4, (8,)))
+
+    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, labels)
+        return loss * kind.read(hold.get(held)) if place == "loss" else loss
+
+    if mesh is None:
+        step = lambda: loss_fn(model(batch[0]), batch[1])  # noqa: E731
+    else:
+        program = quintnet.compile(model, mesh, batch, loss_fn=loss_fn, check="off")
+        step = lambda: program.step(batch)  # noqa: E731
+    losses = [float(step().detach())]
+    hold.put(held, kind.change(hold.get(held)))
+    return [*losses, float(step().detach()), float(step().detach())]
+
+
+def _drawn(count: int) -> list[tuple[str, str, str, str]]:
+    draw = random.Random(0)
+    places = [(holder, change, place) for holder in HOLDERS for change in CHANGES for place in PLACES]
+    return [(*drawn, draw.choice(list(LAYOUTS))) for drawn in draw.sample(places, count)]
+
+
+def _is_followed(holder: str, change: str, place: str, layout: str) -> None:
+    plain = _run(holder, change, place, None)
+    try:
+        losses = _run(holder, change, place, quintnet.Mesh(**LAYOUTS[layout]))
+    except quintnet.QuintNetError as refused:
+        assert refused.code in ("QN110", "QN112")  # a refusal is right, where it says what it is about
+        return
+    assert losses == pytest.approx(plain, abs=1e-5)
+
+
+@pytest.mark.parametrize("drawn", _drawn(40), ids=", ".join)
+def test_a_change_between_steps(drawn: tuple[str, str, str, str]) -> None:
+    _is_followed(*drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drawn", _drawn(540)[40:], ids=", ".join)
+def test_many_changes_between_steps(drawn: tuple[str, str, str, str]) -> None:
+    _is_followed(*drawn)
