@@ -90,6 +90,8 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
 BY_OTHER_TESTS: Mapping[str, str] = MappingProxyType(
     {
         "_apply_gate": "test_experts.py",
+        "_raw_saved": "unit/test_second_runs.py",
+        "_sequence_nr": "unit/test_second_runs.py",
         "_assert_async": "test_frontier_diagnoses.py",
         "_assert_scalar": "test_frontier_diagnoses.py",
         "_get_backend": "test_collectives.py",

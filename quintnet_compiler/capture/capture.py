@@ -43,10 +43,11 @@ from .changes.autocast import inline_where_off
 from .changes.cached_results import CachedResults
 from .changes.changed_values import keep_gradients
 from .changes.no_grad import without_switches
+from .changes.second_runs import run_again
 from .control_flow import control_flow_followed
 from .derivatives.inner_gradients import InnerGradients, place_starts
 from .derivatives.transforms import transforms_followed
-from .derivatives.user_derivatives import user_derivatives
+from .derivatives.user_derivatives import DerivativeFinder, user_derivatives
 from .lazy_modules import materialise
 from .matmul_dtypes import check_dtypes
 from .messages import without_messages_of_torch
@@ -162,7 +163,8 @@ def _capture(
 
         def exported_as(sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
             skipped.like.clear()
-            trace = cached.kept_from(functools.partial(_export, step, inner, sample, dynamic))
+            checkpoints = own if training and changing else None
+            trace = cached.kept_from(functools.partial(_export, step, inner, checkpoints, sample, dynamic))
             made = _functional(step.traced(own.repeated(trace)))
             if step.used_unseen or step.unseen.used_by(made.constants.values()):
                 raise UnseenUsed
@@ -226,7 +228,9 @@ def _unseen(model: nn.Module, skipped: Skipped, real: Mapping[int, Tensor]) -> U
     return Unseen() if any(backward_hooks(x) or accumulation_hooks(x) for x in tensors) else found
 
 
-def _export(step: StepModule, inner: InnerGradients, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
+def _export(
+    step: StepModule, inner: InnerGradients, derivatives: DerivativeFinder | None, sample: Any, dynamic: Any
+) -> torch.export.ExportedProgram:
     shapes = None if dynamic is None else (dynamic,)
     inner.begin()
     exported: torch.export.ExportedProgram
@@ -237,6 +241,8 @@ def _export(step: StepModule, inner: InnerGradients, sample: Any, dynamic: Any) 
     for node in reversed(exported.graph.nodes):
         if not node.users and _only_makes(node):
             exported.graph.erase_node(node)  # what only numbers were read of would not be known when it is traced again
+    if derivatives is not None:
+        run_again(exported, derivatives.checkpoints)
     place_data(exported.graph)
     keep_gradients(exported)
     return exported

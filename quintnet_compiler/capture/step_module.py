@@ -32,6 +32,7 @@ class _Seen:
     changed: bool = False  # whether forward changed plain data
     refuse: bool = False
     begin: Callable[[], None] | None = None  # called when a trace begins
+    done: Callable[[], None] | None = None  # called when the user's code has run
 
 
 class StepModule(nn.Module):
@@ -99,6 +100,8 @@ class StepModule(nn.Module):
         made = self.made(batch)
         if self.want == "loss":
             check(made)
+        if self.seen.done is not None:
+            self.seen.done()
         return made
 
     def made(self, batch: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "dispatch_modes_off",
+    "graph_of_trace",
     "is_transformed",
     "nodes_of_trace",
     "only_function_modes",
@@ -37,6 +38,13 @@ def nodes_of_trace() -> list[fx.Node]:
     """The nodes that the innermost make_fx has made so far; instead: a TorchDispatchMode that counts operators."""
     mode = get_proxy_mode()
     return [] if mode is None else list(mode.tracer.graph.nodes)
+
+
+def graph_of_trace() -> fx.Graph:
+    """The graph of the innermost make_fx, which must be on; instead: likewise."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    return mode.tracer.graph  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -44,3 +44,14 @@ def itself(node: fx.Node) -> fx.Node:
 def _keys(node: fx.Node) -> set[int]:
     leaves: list[Any] = pytree.tree_leaves(node.meta.get("val"))
     return {storage_key(x) for x in leaves if isinstance(x, Tensor)}
+
+
+def statistics(node: fx.Node) -> list[fx.Node]:
+    """The running statistics that a norm changes, which its schema does not say. Its results do not depend on them."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    names = [argument.name for argument in schema(node.target).arguments]
+    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+    trains = arguments.get("training", arguments.get("use_input_stats", False))
+    buffers = [arguments.get(name) for name in ("running_mean", "running_var")] if trains else []
+    return [x for x in buffers if isinstance(x, fx.Node)]

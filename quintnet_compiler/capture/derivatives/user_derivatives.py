@@ -23,8 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook
 
-from ...compat.torch import version, without_torch_function
-from ...compat.torch_func import is_transformed
+from ...compat.torch import pytree, recording, version, without_torch_function
+from ...compat.torch_checkpoints import CheckpointOptions, options_of
+from ...compat.torch_func import is_transformed, nodes_of_trace
 from ...compat.torch_hooks import (
     GLOBAL_BACKWARD_HOOKS,
     FunctionBase,
@@ -40,6 +41,7 @@ from ..places import OWN
 from ..step_module import StepModule
 from ..watched_trace import user_line
 from .autograd_functions import Joined, follow, follow_hook
+from .checkpoints import Checkpoints, line_of_checkpoint
 from .inner_gradients import Linked
 from .module_hooks import ModuleHooks
 from .tensor_hooks import place_hooks
@@ -64,8 +66,10 @@ def user_derivatives(step: StepModule, *, trained: bool) -> Iterator[DerivativeF
     brought = [x for one in step.brought() for x in (one.parameters() if isinstance(one, nn.Module) else [one])]
     hooks = [(p, tuple(own.values())) for p in (*step.parameters(), *brought) if (own := backward_hooks(p))]
     step.seen.begin = functools.partial(finder.begin, hooks)
+    step.seen.done = finder.done
     end = step.register_forward_hook(lambda module, given, made: finder.end(made))
     enter = torch.autograd.graph.saved_tensors_hooks.__enter__
+    leave = torch.autograd.graph.saved_tensors_hooks.__exit__
 
     def usual(function: Any, *args: Any, **kwargs: Any) -> Any:
         return super(FunctionBase, function).apply(*args, **kwargs)
@@ -74,18 +78,28 @@ def user_derivatives(step: StepModule, *, trained: bool) -> Iterator[DerivativeF
         kind = type(hooks)  # PyTorch's own kinds (checkpoints, save_on_cpu) give back what was saved
         if kind is torch.autograd.graph.saved_tensors_hooks or not kind.__module__.startswith("torch."):
             finder.refuse("torch.autograd.graph.saved_tensors_hooks")
-        enter(torch.autograd.graph.saved_tensors_hooks(_same, _same))  # no gradient inside forward runs parts again
+        options = options_of(hooks) if recording() else None
+        save: Callable[[Tensor], Tensor] = _same
+        if options is not None:
+            save = finder.checkpoints.begin(options, line_of_checkpoint(), reentrant=False).save
+        enter(torch.autograd.graph.saved_tensors_hooks(save, _same))  # no gradient inside forward runs parts again
+
+    def saved(hooks: torch.autograd.graph.saved_tensors_hooks, *error: Any) -> None:
+        leave(hooks, *error)
+        if recording() and options_of(hooks) is not None:
+            finder.checkpoints.end()
 
     with (
         functions_applied_by(for_this_thread(finder.apply, usual)),
         mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", for_this_thread(saving, enter)),
+        mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__exit__", for_this_thread(saved, leave)),
         module_backward_hooks_by(for_this_thread(functools.partial(ModuleHooks, finder), BackwardHook)),
         _Hooks(finder),
     ):
         try:
             yield finder
         finally:
-            step.seen.begin = None
+            step.seen.begin = step.seen.done = None
             end.remove()
 
 
@@ -109,6 +123,7 @@ class DerivativeFinder:
         self.found, self.removed = 0, set[int]()
         self.asked, self.seen = set[Place](), frozenset[Place]()
         self.settled: list[tuple[Tensor, int, str, Where]] = []
+        self.checkpoints, self.operators = Checkpoints(), 0
 
     def begin(self, hooks: Sequence[tuple[nn.Parameter, Sequence[Any]]]) -> None:
         """Follow the hooks that parameters have."""
@@ -124,6 +139,10 @@ class DerivativeFinder:
                 what = f"a hook of the parameter {_path(names[id(parameter)])}"
                 follow_hook(parameter, hook, self.number(), what, self.refuse)
 
+    def done(self) -> None:
+        """Forward has run; what the trace has from here on is what it put in the places of buffers."""
+        self.operators = len(nodes_of_trace())
+
     def end(self, made: Any) -> None:
         """What forward returned: see where gradients of it arrive.
 
@@ -136,6 +155,8 @@ class DerivativeFinder:
                 raise CompileError("QN110", message, where=where, fix="change a copy: .clone()")
         if self.step.want == "loss" and isinstance(made, Tensor):
             reached = list(_reached(made))
+            self.checkpoints.reach({node for node, _ in reached})
+            self.checkpoints.mark_assigned(self.operators)
             for one in (node_class(node) for node, _ in reached):
                 if not (one is None or one is Joined or _is_of_torch(one)):
                     self.refuse_kept(one)
@@ -184,14 +205,30 @@ class DerivativeFinder:
 
     def apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         if function is CheckpointFunction:
-            return _checkpointed(*args)
+            return self._checkpointed(*args)
         if function is Joined or _is_of_torch(function):
             return super(FunctionBase, function).apply(*args, **kwargs)  # type: ignore[misc]
         if any(isinstance(x, Tensor) and is_transformed(x) for x in (*args, *kwargs.values())):
             self.refuse(f"torch.autograd.Function {function.__name__} inside a transform of torch.func")
         self.watch(function, function.forward, function.setup_context, function.backward, function.vjp)
+        self.checkpoints.function()
         number = self.number()
         return follow(function, args, kwargs, number, functools.partial(self.absent, number), self.settle, self.refuse)
+
+    def _checkpointed(self, function: Any, preserve: bool, *args: Any) -> Any:
+        """What a reentrant checkpoint computes; if no argument needs a gradient, nothing inside gets one."""
+        grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+        if not (grad and recording()):
+            with torch.set_grad_enabled(grad):
+                return function(*args)
+        options = CheckpointOptions(stops=False, same_numbers=preserve, selective=False)
+        self.checkpoints.begin(options, line_of_checkpoint(), reentrant=True)
+        try:
+            # what is returned as it was given has a node of its own in autograd's graph
+            inputs = {id(x) for x in args}
+            return pytree.tree_map_only(Tensor, lambda x: x.view_as(x) if id(x) in inputs else x, function(*args))
+        finally:
+            self.checkpoints.end()
 
     def settle(self, x: Tensor, what: str) -> None:
         """``x`` must not change in place from now on."""
@@ -225,13 +262,6 @@ class DerivativeFinder:
             if isinstance(found, nn.Module) and id(found) in names:
                 return Where(_path(names[id(found)]), source)
         return Where("", source)
-
-
-def _checkpointed(function: Any, preserve: bool, *args: Any) -> Any:
-    """What a reentrant checkpoint computes; if no argument needs a gradient, nothing inside gets one."""
-    grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
-    with torch.set_grad_enabled(grad):
-        return function(*args)
 
 
 @dataclass(frozen=True)

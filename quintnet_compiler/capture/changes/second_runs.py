@@ -1,0 +1,233 @@
+"""What the second run of a checkpoint changes, in a traced graph that has operators in place.
+
+    h = linear(x)                           h = linear(x)
+    batch_norm(h, mean, variance)    ->     batch_norm(h, mean, variance)
+    loss = ...                              batch_norm(h, mean, variance)      # of the second run
+                                            loss = ...
+
+PyTorch runs a checkpoint's forward again when the backward reaches it: last checkpoint first, all after the loss. What
+that changes is computed here again, behind everything else that reads or writes the same memory. What it computes from
+the same values is not computed again. So gradients are those of the first run, and where they would not be, as the
+second run reads what has changed since, the checkpoint is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+
+from ...compat.torch import OpOverload, pytree
+from ...core.errors import CompileError
+from ...ops.derivatives.inner_gradients import gradient
+from ..derivatives.checkpoints import ASSIGNED, CHECKPOINTS, Checkpoint, Checkpoints, bodies
+from .memory import same_memory, statistics, written
+from .no_grad import WITHOUT_GRADIENTS
+
+aten = torch.ops.aten
+_OVERWRITES = (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
+
+
+def run_again(exported: ExportedProgram, checkpoints: Checkpoints) -> None:
+    """Add what the second runs of ``checkpoints`` change to the graph of ``exported``.
+
+    Raises:
+        CompileError: QN105 with the line of a checkpoint whose second run has other gradients than the first, or whose
+            second run this module does not follow.
+    """
+    graph, signature = exported.graph, exported.graph_signature
+    found = bodies(graph, checkpoints)
+    if not found or not any([*written(node), *statistics(node)] for node in graph.nodes):
+        return
+    memory = _TracedMemory.of(graph)
+    parameters = signature.inputs_to_parameters
+    names = {key: name.removeprefix("model.") for key, name in (signature.inputs_to_buffers | parameters).items()}
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and node.name in parameters]
+    grown = _grown(memory, [x for x in inputs if exported.state_dict[parameters[x.name]].requires_grad])
+    differentiates = any(node.target is gradient for node in graph.nodes)
+    for checkpoint, nodes in reversed(found):
+        _SecondRun(graph, memory, names, grown, checkpoint, nodes, differentiates).add()
+    graph.lint()
+
+
+@dataclass
+class _TracedMemory:
+    """``root``: what first had the memory of each value; ``users``, ``writers``: what reads or writes that memory."""
+
+    root: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    users: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
+    writers: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> _TracedMemory:
+        memory = cls()
+        for node in graph.nodes:
+            memory.add(node)
+        return memory
+
+    def add(self, node: fx.Node) -> None:
+        source = same_memory(node)
+        self.root[node] = node if source is None else self.root[source]
+        if node.op == "output":
+            return
+        for x in node.all_input_nodes:
+            self.users[self.root[x]].append(node)
+        for x in (*written(node), *statistics(node)):
+            self.writers[self.root[x]].append(node)
+
+
+@dataclass
+class _SecondRun:
+    """``differs``: for memory that has other values in the second run than in the first, at the same place: because of
+    which inputs of the graph, or of what else from outside of the checkpoint."""
+
+    graph: fx.Graph
+    memory: _TracedMemory
+    names: Mapping[str, str]
+    grown: Collection[fx.Node]
+    checkpoint: Checkpoint
+    nodes: list[fx.Node]
+    differentiates: bool
+    differs: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def add(self) -> None:
+        """Add the second run to the graph."""
+        root, inside = self.memory.root, set(self.nodes)
+        self.nodes = [*self.nodes, *self._assigned(inside)]
+        reads = {root[x] for node in self.nodes for x in node.all_input_nodes} - inside
+        begin = self.nodes[0]
+        changed = {x for x in reads if any(not writer < begin for writer in self.memory.writers[x])}
+        writes = {x for x in changed if any(writer in self.nodes for writer in self.memory.writers[x])}
+        self.differs = {x: frozenset([x]) for x in changed}
+        if not changed:
+            return
+        self._check(writes)
+        repeated = [node for node in self.nodes if self._is_repeated(node)]
+        if not writes:
+            return
+        conflicts = [node for x in writes for node in self.memory.users[x]]
+        conflicts += [node for x in reads for node in self.memory.writers[x]]
+        place = max([*self.nodes, *conflicts])
+        for node in repeated:
+            place = self._repeat(node, place)
+
+    def _assigned(self, inside: Collection[fx.Node]) -> list[fx.Node]:
+        """The writes of what the body puts in the places of buffers: forward does that at its end."""
+        writes = [node for node in self.graph.nodes if ASSIGNED in node.meta and list(written(node))]
+        mine = [node for node in writes if any(self.memory.root[x] in inside for x in node.all_input_nodes)]
+        if mine and self.checkpoint.options.stops and not self.checkpoint.reentrant:
+            self._refuse(
+                "whether the second run still assigns a buffer depends on where it ends",
+                "change the buffer in place (self.count.add_(1)) instead of assigning another one",
+            )
+        return mine
+
+    def _check(self, writes: Collection[fx.Node]) -> None:
+        """Refuse what no second run of a graph is."""
+        numbers = {number for node in self.nodes for number in node.meta.get(CHECKPOINTS, ())}
+        causes = {
+            "it is inside of another checkpoint, or has one inside": len(numbers) > 1,
+            "a mode of its own decides what the second run computes": self.checkpoint.options.selective,
+            "a torch.autograd.Function is inside": self.checkpoint.has_functions and not self.checkpoint.reentrant,
+            "torch.autograd.grad in forward may run it once more": self.differentiates,
+        }
+        for cause, holds in causes.items():
+            if holds:
+                self._refuse(f"it changes {self._names(writes)}, and {cause}" if writes else cause)
+
+    def _is_repeated(self, node: fx.Node) -> bool:
+        """Whether the second run of a node has other results or effects, or its memory changes later. Called in order.
+
+        Raises:
+            CompileError: QN105 if gradients or random numbers of the second run would be others.
+        """
+        root, norms, targets = self.memory.root, statistics(node), list(written(node))
+        overwritten = targets if node.target in _OVERWRITES else []
+        whole = [x for x in overwritten if root[x] is x]
+        read = [x for x in node.all_input_nodes if x not in norms and x not in whole]
+        differs = frozenset[fx.Node]().union(*(self.differs.get(root[x], ()) for x in read))
+        if differs and (node in self.grown or _draws(node)):
+            names = self._names(differs)
+            self._refuse(f"the second run's gradients are computed with {names} as the whole forward leaves it")
+        if _draws(node) and not self.checkpoint.options.same_numbers:
+            self._refuse("with preserve_rng_state=False the second run draws other random numbers than the first")
+        if root[node] is node and node.op == "call_function":
+            self.differs[node] = differs
+        for x in targets:
+            before = frozenset() if x in whole else self.differs.get(root[x], frozenset())
+            self.differs[root[x]] = before | differs
+        return bool(targets or norms or differs or self.memory.writers[root[node]])
+
+    def _repeat(self, node: fx.Node, place: fx.Node) -> fx.Node:
+        """Append the second run of ``node`` behind ``place``; the end of what was appended."""
+        if _draws(node):
+            return self._repeat_draw(node, place)
+        with self.graph.inserting_after(place):
+            copy = self.graph.node_copy(node, self._second)
+        return self._made(node, copy)
+
+    def _repeat_draw(self, node: fx.Node, place: fx.Node) -> fx.Node:
+        """The numbers of the first run, as they were before anything changed them."""
+        if not isinstance(node.meta.get("val"), Tensor):
+            self._refuse(f"the second run draws the random numbers of {node.target} again")
+        with self.graph.inserting_after(node):
+            drawn = self.graph.call_function(aten.clone.default, (node,))
+        drawn.meta = {**node.meta, "val": torch.empty_like(node.meta["val"]), WITHOUT_GRADIENTS: True}
+        self.memory.add(drawn)
+        targets = list(written(node))
+        with self.graph.inserting_after(place):
+            if targets:
+                copy = self.graph.call_function(aten.copy_.default, (self._second(targets[0]), drawn))
+            else:
+                copy = self.graph.call_function(aten.clone.default, (drawn,))
+        copy.meta = dict(node.meta)
+        return self._made(node, copy)
+
+    def _made(self, node: fx.Node, copy: fx.Node) -> fx.Node:
+        copy.meta = {name: x for name, x in copy.meta.items() if name != CHECKPOINTS}
+        copy.meta[WITHOUT_GRADIENTS] = True
+        self.copies[node] = copy
+        self.memory.add(copy)
+        return copy
+
+    def _second(self, x: fx.Node) -> fx.Node:
+        return self.copies.get(x, x)
+
+    def _names(self, inputs: Collection[fx.Node]) -> str:
+        names = sorted(self.names[x.name] for x in inputs if x.name in self.names)
+        return ", ".join(map(repr, names[:3])) or "a tensor from outside"
+
+    def _refuse(self, cause: str, fix: str = "") -> NoReturn:
+        raise CompileError(
+            "QN105",
+            f"torch.utils.checkpoint runs this part a second time in the backward, which a program would not: {cause}",
+            where=self.checkpoint.where,
+            fix=fix or 'call the part without torch.utils.checkpoint, and give quintnet.compile recompute="full"',
+        )
+
+
+def _draws(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _grown(memory: _TracedMemory, trained: Collection[fx.Node]) -> set[fx.Node]:
+    """What has a gradient, in-place operators included."""
+    grown = set(trained)
+    for node in memory.root:
+        flows = WITHOUT_GRADIENTS not in node.meta and node.target is not aten.detach.default
+        flows = flows and node.op == "call_function" and _differentiable(node)
+        if flows and any(x in grown for x in node.all_input_nodes):
+            grown.add(node)
+            grown.update(memory.root[x] for x in written(node))
+    return grown
+
+
+def _differentiable(node: fx.Node) -> bool:
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves)

@@ -1,0 +1,59 @@
+"""Private names of torch: what ``torch.utils.checkpoint`` keeps, and which operators autograd's nodes stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import _get_sequence_nr
+from torch.utils.checkpoint import _checkpoint_hook, noop_context_fn
+
+__all__ = [
+    "CheckpointOptions",  # what a checkpoint was given; instead: a tuple of these three
+    "options_of", "saves_tensors", "sequence_number", "sequence_number_of",
+]  # fmt: skip
+
+# The number of the next node of autograd's graph; instead: making a node, and asking it for its number.
+sequence_number = _get_sequence_nr
+
+_PLAIN = type(noop_context_fn()[1])
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """What a checkpoint was given.
+
+    ``stops``: whether the second run ends once the last tensor is saved that the backward reads; ``same_numbers``:
+    whether it draws the random numbers of the first; ``selective``: whether a mode of the user's decides what it runs.
+    """
+
+    stops: bool
+    same_numbers: bool
+    selective: bool
+
+
+def options_of(hooks: torch.autograd.graph.saved_tensors_hooks) -> CheckpointOptions | None:
+    """What a checkpoint of the kind that is not reentrant was given, by the hooks that it enters; None for other hooks.
+    Instead: a replacement of :func:`torch.utils.checkpoint.checkpoint` wherever a module has imported it."""
+    if not isinstance(hooks, _checkpoint_hook):
+        return None
+    frame = _variable(hooks.pack_hook, "frame")
+    selective = not isinstance(_variable(frame.recompute_fn, "recompute_context"), _PLAIN)
+    same_numbers = bool(_variable(frame.recompute_fn, "preserve_rng_state"))
+    return CheckpointOptions(bool(frame.early_stop), same_numbers, selective)
+
+
+def _variable(function: Any, name: str) -> Any:
+    """What a function has of the function around it."""
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+
+def sequence_number_of(node: Any) -> int:
+    """The number of a node of autograd's graph, which runs in a backward before all smaller ones."""
+    return int(node._sequence_nr())
+
+
+def saves_tensors(node: Any) -> bool:
+    """Whether a node of autograd's graph reads tensors that were saved; instead: an own graph with our own hooks."""
+    return any(name.startswith("_raw_saved") for name in dir(node))
