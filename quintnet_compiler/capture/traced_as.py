@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..compat.torch_foreach import FOREACH
 from ..ops.ctc import ctc_loss, masked_select, total
 
 
@@ -87,6 +88,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
 
 TRACED_AS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
+        **FOREACH,
         Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
         F.ctc_loss: ctc_loss,
         F.instance_norm: instance_norm,

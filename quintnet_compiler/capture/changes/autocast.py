@@ -41,5 +41,8 @@ def inline_where_off(gm: fx.GraphModule) -> None:
             assert user.target is operator.getitem
             user.replace_all_uses_with(env[returned[user.args[1]]])
             graph.erase_node(user)
+        whole: Any = node.args[4]
         graph.erase_node(node)
+        if not whole.users:
+            graph.erase_node(whole)
     gm.recompile()

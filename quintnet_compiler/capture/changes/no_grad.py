@@ -41,7 +41,7 @@ def without_switches(graph: fx.Graph, enabled: bool) -> Mapping[str, str]:
         found = itself(node)
         if WITHOUT_GRADIENTS in found.meta:
             with graph.inserting_after(node):
-                found = _detached(graph, node)
+                found = _detached(graph, node, node)
             del found.meta[WITHOUT_GRADIENTS]
         for user in elsewhere:
             user.replace_input_with(node, found)
@@ -49,9 +49,10 @@ def without_switches(graph: fx.Graph, enabled: bool) -> Mapping[str, str]:
     return renamed
 
 
-def _detached(graph: fx.Graph, x: fx.Node) -> fx.Node:
+def _detached(graph: fx.Graph, x: fx.Node, place: fx.Node) -> fx.Node:
+    """``x`` behind ``detach``, at the place of ``place`` in the user's code: a parameter has none."""
     made = graph.call_function(torch.ops.aten.detach.default, (x,))
-    made.meta = {**x.meta, WITHOUT_GRADIENTS: True}
+    made.meta = {**place.meta, "val": x.meta["val"], WITHOUT_GRADIENTS: True}
     return made
 
 
@@ -66,7 +67,7 @@ def _detach_what_is_read(node: fx.Node) -> None:
         if not isinstance(x.meta.get("val"), Tensor):
             return x
         with node.graph.inserting_before(node):
-            return _detached(node.graph, x)
+            return _detached(node.graph, x, node)
 
     positional = zip(arguments, node.args, strict=False)
     node.args = tuple(x if given.name in kept else fx.map_arg(x, detached) for given, x in positional)
