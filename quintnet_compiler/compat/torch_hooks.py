@@ -18,7 +18,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 __all__ = [
     "FunctionBase",  # the class whose defaults tell which methods a Function has; instead: torch.autograd.Function's
-    "CALL_HOOKS", "MODULE_HOOKS", "GLOBAL_HOOKS", "GLOBAL_BACKWARD_HOOKS", "accumulation_hooks", "backward_hooks",
+    "CALL_HOOKS", "MODULE_HOOKS", "GLOBAL_HOOKS", "GLOBAL_BACKWARD_HOOKS", "accumulation_hooks", "author_of",
+    "backward_hooks",
     "functions_applied_by", "initialise_lazy", "initialised_by", "is_lazy_module", "module_backward_hooks_by",
     "node_class", "old_backward_hooks", "share_backward_hooks", "share_hooks", "takes_gradients_as_list",
     "without_hooks_of_export",
@@ -87,6 +88,8 @@ def module_backward_hooks_by(make: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+GENERATED = "torch._functorch.autograd_function"
+
 # Until torch 2.13, Function.apply is Python that calls the next class's; from 2.14 on it is that of C++ itself.
 _APPLY_IN_CPP = not isinstance(vars(Function)["apply"], classmethod)
 
@@ -111,6 +114,15 @@ def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
 def takes_gradients_as_list(function: type[Function]) -> bool:
     """Whether a Function's backward takes one list, which torch 2.14 knows; instead: no Function that asks for it."""
     return hasattr(FunctionBase, "boxed_grads_call") and bool(getattr(function, "boxed_grads_call", False))
+
+
+def author_of(function: type[Function]) -> type[Function]:
+    """The Function that a user wrote, for one that torch makes of it for torch.vmap where ``generate_vmap_rule`` is
+    True; any other Function itself. Instead: the same rule written as the Function's own ``vmap``."""
+    while function.__module__ == GENERATED and getattr(function, "generate_vmap_rule", False):
+        rule: Any = function.forward
+        function = rule.__closure__[rule.__code__.co_freevars.index("autograd_function")].cell_contents
+    return function
 
 
 def node_class(node: object) -> type | None:

@@ -78,6 +78,7 @@ class _Transforms:
             else:  # autograd's own, of a value that a backward reads
                 node.replace_all_uses_with(node.args[0])
                 traced.graph.erase_node(node)
+        _plain_numbers(traced.graph)
         if any(node.target in _BY_STRIDE for node in traced.graph.nodes):
             raise _refusal("an assignment to a part of a tensor", "torch.where", depth=1)
         tensors = iter(_Again(traced).run(*given, *sizes))
@@ -92,6 +93,15 @@ class _Again(fx.Interpreter):
         if target is aten.sym_size.int:
             return args[0].shape[args[1]]
         return super().call_function(target, args, kwargs)
+
+
+def _plain_numbers(graph: fx.Graph) -> None:
+    """Make casts of Python's numbers the numbers themselves: a vmap inside another one casts them."""
+    for node in [node for node in graph.nodes if node.target is aten._to_copy.default]:
+        number, dtype = node.args[0], node.kwargs.get("dtype")
+        if isinstance(number, (int, float)) and isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+            node.replace_all_uses_with(float(number))
+            graph.erase_node(node)
 
 
 def _varies(x: Any) -> bool:

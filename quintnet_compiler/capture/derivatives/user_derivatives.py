@@ -29,6 +29,7 @@ from ...compat.torch_func import is_transformed, nodes_of_trace
 from ...compat.torch_hooks import (
     GLOBAL_BACKWARD_HOOKS,
     FunctionBase,
+    author_of,
     backward_hooks,
     functions_applied_by,
     module_backward_hooks_by,
@@ -210,7 +211,8 @@ class DerivativeFinder:
             return super(FunctionBase, function).apply(*args, **kwargs)  # type: ignore[misc]
         if any(isinstance(x, Tensor) and is_transformed(x) for x in (*args, *kwargs.values())):
             self.refuse(f"torch.autograd.Function {function.__name__} inside a transform of torch.func")
-        self.watch(function, function.forward, function.setup_context, function.backward, function.vjp)
+        author = author_of(function)
+        self.watch(author, author.forward, author.setup_context, author.backward, author.vjp)
         self.checkpoints.function()
         number = self.number()
         return follow(function, args, kwargs, number, functools.partial(self.absent, number), self.settle, self.refuse)
@@ -346,7 +348,7 @@ def _reached(loss: Tensor) -> Iterator[tuple[Any, int]]:
 
 
 def _is_of_torch(function: type) -> bool:
-    return function is Linked or function.__module__.startswith(_OF_TORCH)
+    return function is Linked or (author_of(function) is function and function.__module__.startswith(_OF_TORCH))
 
 
 def _path(name: str) -> str:
