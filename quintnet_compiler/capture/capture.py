@@ -137,7 +137,8 @@ def _capture(
     mode = contextlib.nullcontext() if training else evaluating(step)
     flags = contextlib.nullcontext() if trained else _untrained(step)
     shipped = traced_as_few_nodes(model, as_shipped=call is None and "use_cache" not in batch)
-    user = user_derivatives(step, trained=trained)
+    inner = InnerGradients()
+    user = user_derivatives(step, inner, trained=trained)
     hollow, plain = hollow_parameters(step), plain_parameters(step.brought())
     cached = CachedResults.of_process()
     with (
@@ -145,7 +146,7 @@ def _capture(
         new_garbage_only(),
         mode,
         flags,
-        InnerGradients() as inner,
+        inner,
         user as own,
         transforms_followed(),
         control_flow_followed(),

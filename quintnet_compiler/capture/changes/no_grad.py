@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from ...compat.torch import OpOverload, schema
 from ...compat.torch_func import set_grad
+from ...ops.derivatives.inner_gradients import start
 from .memory import itself
 
 WITHOUT_GRADIENTS = "quintnet_without_gradients"  # an entry of ``meta`` of what is computed there
@@ -29,7 +30,7 @@ def without_switches(graph: fx.Graph, enabled: bool) -> Mapping[str, str]:
         if node.target is set_grad:
             enabled = bool(node.args[0])
             graph.erase_node(node)
-        elif not enabled and node.op == "call_function":
+        elif not enabled and node.op == "call_function" and node.target is not start:  # that has a gradient
             node.meta[WITHOUT_GRADIENTS] = True
             _detach_what_is_read(node)
             inside.append(node)

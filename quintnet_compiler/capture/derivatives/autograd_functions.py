@@ -62,19 +62,24 @@ def follow(
     absent: Callable[[int], bool | None],
     settled: Callable[[Tensor, str], None],
     refuse: Refuse,
+    stand_in: Callable[[Tensor, Tensor], None],
 ) -> Any:
     """What ``function.apply(*args, **named)`` returns; its backward is traced as the derivative ``number``. As in
     autograd, what has a name gets no gradient.
 
     ``absent``: whether no gradient arrives at this output; None if that is not known yet, then a backward that would
     see it is not traced. ``settled``: told of tensors that must not change in place afterwards, and what each is.
-    ``refuse`` raises an error about what it is given.
+    ``refuse`` raises an error about what it is given. ``stand_in``: told of each input behind ``detach``, and of the
+    input itself: what the Function keeps of the former is the latter for ``torch.autograd.grad``.
     """
     needs = tuple(torch.is_grad_enabled() and needs_gradient(x) for x in args)
     name = f"torch.autograd.Function {function.__name__}"
     ctx = _Context(needs)
     given = tuple(_constant(x) for x in args)
     others = {name: _constant(x) for name, x in named.items()}
+    for x, constant in zip(args, given, strict=True):
+        if constant is not x:
+            stand_in(constant, x)
     with torch.no_grad():
         if function.setup_context is FunctionBase.setup_context:
             made = function.forward(ctx, *given, **others)

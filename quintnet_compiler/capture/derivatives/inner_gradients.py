@@ -49,6 +49,11 @@ class InnerGradients(TorchFunctionMode):
         """Another trace begins: two of the same forward are the same."""
         self.numbers: Iterator[int] = itertools.count()
         self.starts: dict[int, tuple[Tensor, Tensor]] = {}  # a leaf, and the node from where on it is one
+        self.originals: dict[int, tuple[Tensor, Tensor]] = {}  # what stands for an input of a Function, and that input
+
+    def stand_in(self, detached: Tensor, original: Tensor) -> None:
+        """Take ``detached`` for ``original``, where its gradient is asked for."""
+        self.originals[id(detached)] = detached, original
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.autograd.grad and not any(map(is_transformed, _several(args[0]))):
@@ -78,7 +83,8 @@ class InnerGradients(TorchFunctionMode):
         is_grads_batched: bool = False,
         materialize_grads: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        outs, ins, arriving = _several(outputs), _several(inputs), _several(grad_outputs)
+        outs, arriving = _several(outputs), _several(grad_outputs)
+        ins = tuple(self.originals.get(id(x), (x, x))[1] for x in _several(inputs))
         unused = materialize_grads if allow_unused is None else allow_unused
         if is_grads_batched:
             rows = [

@@ -43,7 +43,7 @@ from ..step_module import StepModule
 from ..watched_trace import user_line
 from .autograd_functions import Joined, follow, follow_hook
 from .checkpoints import Checkpoints, line_of_checkpoint
-from .inner_gradients import Linked
+from .inner_gradients import InnerGradients, Linked
 from .module_hooks import ModuleHooks
 from .tensor_hooks import place_hooks
 
@@ -53,14 +53,14 @@ _OF_TORCH = ("torch._", "torch.utils.checkpoint")
 
 
 @contextlib.contextmanager
-def user_derivatives(step: StepModule, *, trained: bool) -> Iterator[DerivativeFinder]:
+def user_derivatives(step: StepModule, inner: InnerGradients, *, trained: bool) -> Iterator[DerivativeFinder]:
     """Inside, tracing ``step`` (a model and its loss) follows Functions and hooks, or refuses them; what it yields
     finishes a traced graph. ``trained``: whether a program will compute gradients at all.
 
     Raises:
         CompileError: QN105 with the user's line.
     """
-    finder = DerivativeFinder(step)
+    finder = DerivativeFinder(step, inner)
     if not trained:
         yield finder
         return
@@ -115,8 +115,8 @@ class DerivativeFinder:
     """``known``: the results of derivatives at which no gradient arrives, as the trace before this one found them.
     ``found``: how many derivatives the latest trace has."""
 
-    def __init__(self, step: StepModule) -> None:
-        self.step = step
+    def __init__(self, step: StepModule, inner: InnerGradients) -> None:
+        self.step, self.inner = step, inner
         self.known: frozenset[Place] | None = None
         self._restart()
 
@@ -215,7 +215,8 @@ class DerivativeFinder:
         self.watch(author, author.forward, author.setup_context, author.backward, author.vjp)
         self.checkpoints.function()
         number = self.number()
-        return follow(function, args, kwargs, number, functools.partial(self.absent, number), self.settle, self.refuse)
+        absent = functools.partial(self.absent, number)
+        return follow(function, args, kwargs, number, absent, self.settle, self.refuse, self.inner.stand_in)
 
     def _checkpointed(self, function: Any, preserve: bool, *args: Any) -> Any:
         """What a reentrant checkpoint computes; if no argument needs a gradient, nothing inside gets one."""
