@@ -40,6 +40,7 @@ from .block_reuse import Skipped, Unseen, UnseenUsed, blocks_once
 from .canonical import canonical, module_of
 from .changes.assigned_data import place_data
 from .changes.autocast import inline_where_off
+from .changes.backward_writes import check_backwards
 from .changes.cached_results import CachedResults
 from .changes.changed_values import keep_gradients
 from .changes.no_grad import without_switches
@@ -244,6 +245,7 @@ def _export(
             exported.graph.erase_node(node)  # what only numbers were read of would not be known when it is traced again
     if derivatives is not None:
         run_again(exported, derivatives.checkpoints)
+        check_backwards(exported, derivatives.reached)
     place_data(exported.graph)
     keep_gradients(exported)
     return exported

@@ -14,7 +14,7 @@ from ..capture.batch_norms import one_process
 from ..capture.modes import evaluating
 from ..capture.step_module import LossFn, loss_of
 from ..compat.torch import pytree
-from ..compat.torch_hooks import accumulation_hooks
+from ..compat.torch_hooks import accumulation_hooks, node_class
 from .made_leaves import MadeLeaves
 from .plain_control_flow import in_python
 from .reference import same_numbers
@@ -158,7 +158,7 @@ def _gradients(owner: Owner, loss: Tensor, leaves: MadeLeaves) -> dict[str, Tens
     if not nodes or not wanted:
         return dict.fromkeys(wanted)
     tensors = list(wanted.values())
-    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
+    if any(node_class(node) is not None for node in nodes):  # a Function's backward may call that of a part
         found: tuple[Tensor | None, ...] = _by_backward(loss, tensors)
     else:
         found = torch.autograd.grad(loss, tensors, allow_unused=True)
@@ -166,7 +166,7 @@ def _gradients(owner: Owner, loss: Tensor, leaves: MadeLeaves) -> dict[str, Tens
 
 
 def _by_backward(loss: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Reentrant checkpoints need ``backward``."""
+    """Reentrant checkpoints need ``backward``, and Functions that run a part again may add to ``grad`` themselves."""
     hooks = [(found, dict(found)) for x in tensors if (found := accumulation_hooks(x))]
     gradients = [x.grad for x in tensors]
     for found, _ in hooks:

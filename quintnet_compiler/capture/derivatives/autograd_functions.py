@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +11,22 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from ...compat.torch import pytree, storage_key
+from ...compat.torch_func import nodes_of_trace
 from ...compat.torch_hooks import FunctionBase, takes_gradients_as_list
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, hooked, with_tangent
+from ..changes.backward_writes import BACKWARD
+from .inner_gradients import InnerGradients
 
 Refuse = Callable[[str], Any]
+
+
+@contextlib.contextmanager
+def of_backward(number: int) -> Iterator[None]:
+    """Mark what is traced inside as computed by the derivative ``number``."""
+    first = len(nodes_of_trace())
+    yield
+    for node in nodes_of_trace()[first:]:
+        node.meta[BACKWARD] = number
 
 
 class _Context(FunctionCtx):
@@ -62,14 +75,14 @@ def follow(
     absent: Callable[[int], bool | None],
     settled: Callable[[Tensor, str], None],
     refuse: Refuse,
-    stand_in: Callable[[Tensor, Tensor], None],
+    inner: InnerGradients,
 ) -> Any:
     """What ``function.apply(*args, **named)`` returns; its backward is traced as the derivative ``number``. As in
     autograd, what has a name gets no gradient.
 
     ``absent``: whether no gradient arrives at this output; None if that is not known yet, then a backward that would
     see it is not traced. ``settled``: told of tensors that must not change in place afterwards, and what each is.
-    ``refuse`` raises an error about what it is given. ``stand_in``: told of each input behind ``detach``, and of the
+    ``refuse`` raises an error about what it is given. ``inner``: told of each input behind ``detach``, and of the
     input itself: what the Function keeps of the former is the latter for ``torch.autograd.grad``.
     """
     needs = tuple(torch.is_grad_enabled() and needs_gradient(x) for x in args)
@@ -79,7 +92,7 @@ def follow(
     others = {name: _constant(x) for name, x in named.items()}
     for x, constant in zip(args, given, strict=True):
         if constant is not x:
-            stand_in(constant, x)
+            inner.stand_in(constant, x)
     with torch.no_grad():
         if function.setup_context is FunctionBase.setup_context:
             made = function.forward(ctx, *given, **others)
@@ -109,13 +122,15 @@ def follow(
             tangents.append(torch.zeros_like(x) if zeros else None)
     backward = function.backward if function.vjp is FunctionBase.vjp else function.vjp
     found: Any = ()
+    accumulated: list[tuple[Tensor, Tensor]] = []
     if not waits and (any(arrives.values()) or not places):
-        with torch.no_grad():
+        with torch.no_grad(), inner.accumulating() as accumulated, of_backward(number):
             found = backward(ctx, list(tangents)) if takes_gradients_as_list(function) else backward(ctx, *tangents)
     gradients = list(found) if isinstance(found, (tuple, list)) else [found]
     gradients += [None] * (len(args) - len(gradients))
     grads = {i: g for i, g in enumerate(gradients) if i < len(args) and needs[i] and g is not None}
     done = [declared(args[i], g, f"{name}: the gradient of input {i}", refuse) for i, g in grads.items()]
+    done += [declared(x, g, f"{name}: what it adds to the gradient of a parameter", refuse) for x, g in accumulated]
     if not places:
         return made
     ends = [after_gradients(values[i], done) if done else values[i].detach() for i in places]
@@ -138,7 +153,7 @@ def follow(
 def follow_hook(x: Tensor, hook: Callable[[Tensor], Any], number: int, what: str, refuse: Refuse) -> None:
     """Trace ``hook`` as the derivative of ``x``; :func:`.tensor_hooks.place_hooks` puts it in front of all users."""
     value, tangent = with_tangent(x.detach(), True)
-    with torch.no_grad():
+    with torch.no_grad(), of_backward(number):
         found = hook(tangent)
     if found is None:
         refuse(f"{what} that returns nothing (it would run while tracing only): it")

@@ -6,16 +6,17 @@ all, and which results may be differentiated again, and raises what it would rai
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from ...compat.torch import recording, unrecorded
+from ...compat.torch import recording, unrecorded, without_torch_function
 from ...compat.torch_func import is_transformed
 from ...core.errors import CompileError, Where
 from ...ops.derivatives.inner_gradients import gradient, start
@@ -47,6 +48,7 @@ class InnerGradients(TorchFunctionMode):
 
     def begin(self) -> None:
         """Another trace begins: two of the same forward are the same."""
+        self.accumulated: list[list[tuple[Tensor, Tensor]]] = []  # of each backward that is traced now
         self.numbers: Iterator[int] = itertools.count()
         self.starts: dict[int, tuple[Tensor, Tensor]] = {}  # a leaf, and the node from where on it is one
         self.originals: dict[int, tuple[Tensor, Tensor]] = {}  # what stands for an input of a Function, and that input
@@ -70,6 +72,44 @@ class InnerGradients(TorchFunctionMode):
                 made: Any = start(leaf, next(self.numbers))
                 self.starts[id(leaf)] = leaf, made
         return found
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the trace is in a backward, where gradients may be added to those of parameters."""
+        return bool(self.accumulated)
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """While inside, ``torch.autograd.backward`` adds to the list that this yields: parameter, gradient."""
+        self.accumulated.append([])
+        try:
+            yield self.accumulated[-1]
+        finally:
+            self.accumulated.pop()
+
+    def backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+        gradient: Any = None,
+    ) -> None:
+        """``torch.autograd.backward`` of what a Function's backward runs again. A leaf that this made gets ``grad``."""
+        outs, arriving = _several(tensors), _several(grad_tensors if gradient is None else gradient)
+        chosen = [i for i, out in enumerate(outs) if isinstance(out, Tensor) and out.requires_grad]
+        outs, arriving = tuple(outs[i] for i in chosen), tuple(arriving[i] for i in chosen) if arriving else ()
+        leaves = _several(inputs) or tuple(_leaves(outs))
+        made = self._once(outs, leaves, arriving, create_graph, True)
+        for leaf, found in zip(leaves, made, strict=True):
+            if found is None:
+                continue
+            if isinstance(leaf, nn.Parameter):
+                self.accumulated[-1].append((leaf, found))
+            else:
+                leaf.grad = found if leaf.grad is None else leaf.grad + found
 
     def _grad(
         self,
@@ -118,6 +158,22 @@ class InnerGradients(TorchFunctionMode):
 
 def _several(given: Any) -> tuple[Any, ...]:
     return () if given is None else (given,) if isinstance(given, Tensor) else tuple(given)
+
+
+def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves that a backward of ``outputs`` reaches."""
+    with without_torch_function():
+        todo = [x.grad_fn for x in outputs]
+    found, seen = list[Tensor](), set[Any]()
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        todo += [source for source, _ in node.next_functions]
+    return found
 
 
 def place_starts(graph: fx.Graph) -> None:

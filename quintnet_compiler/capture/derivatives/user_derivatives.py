@@ -125,6 +125,7 @@ class DerivativeFinder:
         self.asked, self.seen = set[Place](), frozenset[Place]()
         self.settled: list[tuple[Tensor, int, str, Where]] = []
         self.checkpoints, self.operators = Checkpoints(), 0
+        self.reached = set[int]()
 
     def begin(self, hooks: Sequence[tuple[nn.Parameter, Sequence[Any]]]) -> None:
         """Follow the hooks that parameters have."""
@@ -163,6 +164,7 @@ class DerivativeFinder:
                     self.refuse_kept(one)
             found = {(node.number, node.places[place]) for node, place in reached if node_class(node) is Joined}
             self.seen = frozenset(self.asked - found)
+            self.reached = {number for number, _ in found}
 
     def repeated(self, trace: Callable[[], Any]) -> Callable[[], Any]:
         """As ``trace``, again where a derivative asked for what only the end of a trace says."""
@@ -216,7 +218,7 @@ class DerivativeFinder:
         self.checkpoints.function()
         number = self.number()
         absent = functools.partial(self.absent, number)
-        return follow(function, args, kwargs, number, absent, self.settle, self.refuse, self.inner.stand_in)
+        return follow(function, args, kwargs, number, absent, self.settle, self.refuse, self.inner)
 
     def _checkpointed(self, function: Any, preserve: bool, *args: Any) -> Any:
         """What a reentrant checkpoint computes; if no argument needs a gradient, nothing inside gets one."""
@@ -288,6 +290,10 @@ class _Hooks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.register_hook and args[0].requires_grad and not args[0].is_leaf:
             return self.finder.hook(*args, **(kwargs or {}))
+        if func in _BACKWARD and self.finder.inner.accumulates:
+            return self.finder.inner.backward(*args, **(kwargs or {}))
+        if func is torch.autograd.backward and recording():
+            self.finder.refuse("torch.autograd.backward in forward")
         if func in _REFUSED and args[0].requires_grad:
             self.finder.refuse(f"Tensor.{func.__name__}")
         found = func(*args, **(kwargs or {}))
@@ -295,6 +301,7 @@ class _Hooks(TorchFunctionMode):
 
 
 _REFUSED = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.backward)
+_BACKWARD = (Tensor.backward, torch.autograd.backward)
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 

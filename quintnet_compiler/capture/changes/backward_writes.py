@@ -1,0 +1,74 @@
+"""What derivatives that are the user's own read and write of a module's state, in a graph that has operators in place.
+
+A derivative is traced where its forward is, and PyTorch runs it after the loss. So what it reads must not change in
+between, and what it changes must not be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from torch import fx
+from torch.export import ExportedProgram
+
+from ...core.errors import CompileError
+from ...ops.derivatives.user_derivatives import of_tangents
+from ..places import where_of
+from .memory import same_memory, statistics, written
+
+BACKWARD = "quintnet_backward"  # an entry of ``meta``: the number of the derivative that computes a node
+
+
+def check_backwards(exported: ExportedProgram, reached: Collection[int]) -> None:
+    """Check each derivative of the graph. ``reached``: those that the backward of the loss runs.
+
+    Raises:
+        CompileError: QN105 for state that a derivative changes and forward reads or changes later, or the other way
+            round; for what it changes to values of gradients; for what one changes that does not run.
+    """
+    nodes = list(exported.graph.nodes)
+    if not any(BACKWARD in node.meta for node in nodes):
+        return
+    signature = exported.graph_signature
+    names = signature.inputs_to_buffers | signature.inputs_to_parameters
+    root: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        source = same_memory(node)
+        root[node] = node if source is None else root[source]
+    gradients = of_tangents(nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    users: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        for x in _changed(node):
+            writers.setdefault(root[x], []).append(node)
+        for x in node.all_input_nodes if node.op != "output" else ():
+            users.setdefault(root[x], []).append(node)
+    for node in nodes:
+        number = node.meta.get(BACKWARD)
+        if number is None:
+            continue
+        for x in {root[x] for x in node.all_input_nodes if root[x].name in names}:
+            writes = any(root[one] is x for one in _changed(node))
+            later = users[x] if writes else writers.get(x, [])
+            others = [one for one in later if place[one] > place[node] and one.meta.get(BACKWARD) != number]
+            name = names[x.name].removeprefix("model.")
+            if writes and node in gradients:
+                _refuse(node, f"a derivative that is your own writes what it sees of gradients into {name!r}")
+            if writes and number not in reached:
+                _refuse(node, f"a derivative that is your own changes {name!r}, and the loss does not depend on it")
+            if others:
+                does = "changes" if writes else "reads"
+                _refuse(
+                    node,
+                    f"a derivative that is your own {does} {name!r}, which the forward pass changes or reads later",
+                )
+
+
+def _changed(node: fx.Node) -> Iterator[fx.Node]:
+    yield from written(node)
+    yield from statistics(node)
+
+
+def _refuse(node: fx.Node, what: str) -> None:
+    raise CompileError("QN105", f"{what}; a program would not do so at the same time", where=where_of(node))
