@@ -17,6 +17,7 @@ from ...ops.derivatives.inner_gradients import start
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ...ops.rank_local import dropout
 from ..autodiff.operator_trace import trace
+from .twice_differentiable import TWICE_DIFFERENTIABLE
 
 aten = torch.ops.aten
 Copy = Callable[[fx.Node, dict[fx.Node, Any]], Any]
@@ -174,6 +175,8 @@ def _run(node: fx.Node, env: dict[fx.Node, Any], absent: AbsentGpu | None) -> An
     target: Any = node.target
     if target is start:
         return args[0]
+    if target in TWICE_DIFFERENTIABLE:
+        return TWICE_DIFFERENTIABLE[target](*args, **kwargs)
     if target is dropout:  # linear: the mask is what it makes of ones
         return args[0] * dropout(torch.ones_like(args[0].detach()), *args[1:], **kwargs)
     if absent is not None and not is_getitem(node):

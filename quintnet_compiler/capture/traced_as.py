@@ -86,6 +86,19 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     return F.dropout(input, p, training, inplace) if (training and p) or not 0 <= p <= 1 else input
 
 
+_MANY_ROWS = 25  # from more on, torch.cdist of two computes products of matrices
+
+
+def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> Tensor:
+    """torch.cdist, which chooses by the numbers of points. One that varies chooses nothing: a table of many points
+    does, and where both are few or vary, distances are computed one by one."""
+    if compute_mode == "use_mm_for_euclid_dist_if_necessary" and p == 2.0:
+        fixed = [x.shape[-2] for x in (x1, x2) if x.dim() > 1 and isinstance(x.shape[-2], int)]
+        many = any(size > _MANY_ROWS for size in fixed)
+        compute_mode = "use_mm_for_euclid_dist" if many else "donot_use_mm_for_euclid_dist"
+    return torch.cdist(x1, x2, p, compute_mode)
+
+
 TRACED_AS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         **FOREACH,
@@ -94,6 +107,7 @@ TRACED_AS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         F.instance_norm: instance_norm,
         F.dropout: dropout,
         torch.dropout: lambda input, p, train: dropout(input, p, train),
+        torch.cdist: cdist,
         torch.combinations: combinations,
         torch.corrcoef: corrcoef,
         torch.cov: cov,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from ...compat.torch import FakeTensor, make_fx, pytree, recording, unrecorded
+from ...compat.torch import FakeTensor, get_decompositions, make_fx, pytree, recording, unrecorded
 from ...compat.torch_func import nodes_of_trace, only_function_modes, set_grad, transforms_by
 from ...core.errors import CompileError, Where
 from ...core.replaced import for_this_thread
@@ -28,6 +28,8 @@ aten = torch.ops.aten
 _BY_STRIDE = (aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default)
 _OURS = __name__.partition(".")[0]
 _DETACHED = (aten.detach.default, aten.alias.default)  # below autograd: torch 2.14 says alias
+# these are not differentiable again as they stand
+_WRITTEN_OUT = get_decompositions([aten.nll_loss_backward.default, aten.nll_loss2d_backward.default])
 _DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
@@ -68,8 +70,9 @@ class _Transforms:
 
         self.inside = True
         try:
+            # the sizes only tell which number of rows is which
             with unrecorded(), only_function_modes(lambda mode: type(mode).__module__.startswith(_OURS)):
-                traced = make_fx(call)(*given, *sizes)  # the latter only tell which number of rows is which
+                traced = make_fx(call, decomposition_table=_WRITTEN_OUT)(*given, *sizes)
         finally:
             self.inside = False
         for node in [node for node in traced.graph.nodes if node.target in _DETACHED]:
