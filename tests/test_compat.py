@@ -90,6 +90,8 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
 BY_OTHER_TESTS: Mapping[str, str] = MappingProxyType(
     {
         "_apply_gate": "test_experts.py",
+        "_foreach_": "unit/test_torch_foreach.py",
+        "_tensor_name": "unit/test_unfollowed_parts.py",
         "_raw_saved": "unit/test_second_runs.py",
         "_sequence_nr": "unit/test_second_runs.py",
         "_assert_async": "test_frontier_diagnoses.py",

@@ -284,15 +284,13 @@ MESSAGES: dict[str, str] = {
     "numpy": (
         "QN101 the model cannot be traced\n"
         "  RuntimeError: .numpy() is not supported for tensor subclasses.\n"
-        "  at: Numpy  test_errors.py:N: return self.layer(torch.from_numpy(x.detach().numpy()))\n"
-        "  fix: run model(*batch) on its own to see whether it works unsplit; then simplify the line above"
+        "  at: Numpy  test_errors.py:N: return self.layer(torch.from_numpy(x.detach().numpy()))"
     ),
     "fixed batch size": (
         "QN101 the model cannot be traced\n"
         "  RuntimeError: shape '[8, 16]' is invalid for input of size 16*sN\n"
         "  the first batch had 8 rows, and the model's code fixes their number\n"
-        "  at: FixedBatch  test_errors.py:N: return self.layer(x.view(8, 16))\n"
-        "  fix: run model(*batch) on its own to see whether it works unsplit; then simplify the line above"
+        "  at: FixedBatch  test_errors.py:N: return self.layer(x.view(8, 16))"
     ),
     "no loss": (
         "QN103 there is no scalar loss\n"
@@ -343,8 +341,7 @@ MESSAGES: dict[str, str] = {
         "  RuntimeError: Given normalized_shape=[16], expected input with shape [16], but got input of size "
         "torch.Size([sN, 17])\n"
         "  batch[0] is float32[rows, 17], and was float32[rows, 16]\n"
-        "  at: MLP  models.py:N: x = x + down(F.gelu(up(norm(x))))\n"
-        "  fix: run model(*batch) on its own to see whether it works unsplit; then simplify the line above"
+        "  at: MLP  models.py:N: x = x + down(F.gelu(up(norm(x))))"
     ),
     "structure at step": (
         "QN103 there is no scalar loss\n"

@@ -57,6 +57,7 @@ from .places import OWN, where_of
 from .repeat_blocks import numbers_are_read, reads_of_all, with_all_blocks
 from .sparse_gradients import check_dense
 from .step_module import Call, LossFn, StepModule
+from .unfollowed_parts import check_parts
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
 MANY = 8  # equal blocks, from which on one stands for others while a program is traced
@@ -122,6 +123,7 @@ def _capture(
     check_batch_names(batch)  # first of all: export writes names into code, and runs it
     for module in (model, loss_fn):
         if isinstance(module, nn.Module):
+            check_parts(module)
             check_names(module)
     size = batch_size_of(batch)
     materialise(StepModule(model, loss_fn, want, call), batch, training=training)
@@ -406,6 +408,9 @@ def _untraceable(error: Exception) -> CompileError:
     elif "unhashable type: non-nested SymInt" in reason:
         reason = "a key or an argument of functools.lru_cache is a size that varies, such as the number of rows"
         fix = "use sizes of the module or of the other dims as keys, or call the function's __wrapped__"
+    elif layout := _layout(error):
+        reason = f"{layout} tensors have operators that a trace does not have: {reason[:200]}"
+        fix = "compute with plain tensors: .to_dense()" if layout == "sparse" else "pad to plain tensors, and mask"
     elif _packed(error):
         reason = "packed sequences: how many rows each position has depends on the values of the lengths"
         fix = "run the layer on the padded batch, and read (or keep for the loss) what is inside of each row's length"
@@ -413,9 +418,22 @@ def _untraceable(error: Exception) -> CompileError:
         reason = "the batch size is fixed by the model's code, so it cannot run on another number of rows"
         fix = "use x.shape[0] (or -1) where a literal batch size is used"
     else:
-        reason = f"{kind}: {reason[:300]}"
-        fix = "run model(*batch) on its own to see whether it works unsplit; then simplify the line above"
+        reason, fix = f"{kind}: {reason[:300]}", ""
     return CompileError("QN101", reason, where=where, fix=fix)
+
+
+def _layout(error: Exception) -> str:
+    """Whether what failed was given sparse or nested tensors."""
+    frames = traceback.walk_tb(error.__traceback__)
+    leaves = [x for frame, _ in frames for value in list(frame.f_locals.values()) for x in _tensors_of(value)]
+    if any(x.is_nested for x in leaves) or "nested" in str(error):
+        return "nested"
+    return "sparse" if any(x.layout is not torch.strided for x in leaves) or "sparse" in str(error) else ""
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    plain = value if isinstance(value, (list, tuple)) else [value]
+    return [x for x in plain if isinstance(x, Tensor)]
 
 
 def _packed(error: Exception) -> bool:

@@ -17,6 +17,7 @@ from ..guards.function_reads import trainable
 from ..guards.guards import Guards, global_modes, guards_of
 from .block_reuse import Unseen
 from .changes.saved_tensors import unchanged_since_saved
+from .loss_lines import LossLines
 from .places import OWN
 from .watched_trace import WatchedTrace
 
@@ -124,7 +125,9 @@ class StepModule(nn.Module):
                 )
             out = self.model(**batch)
         elif self.want == "loss" and loss is not None:
-            out = loss(self.model(*batch[:-1]), batch[-1])
+            out = self.model(*batch[:-1])
+            with LossLines():
+                out = loss(out, batch[-1])
         else:
             out = self.model(*batch)
         return loss_of(out) if self.want == "loss" else out

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..compat.torch import FakeTensor
 from ..compat.torch_foreach import FOREACH
 from ..ops.ctc import ctc_loss, masked_select, total
 
@@ -86,6 +87,37 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     return F.dropout(input, p, training, inplace) if (training and p) or not 0 <= p <= 1 else input
 
 
+def fill_diagonal_(self: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
+    """Tensor.fill_diagonal_, which writes by strides; that of a matrix is a view."""
+    if self.dim() != 2 or wrap:
+        return Tensor.fill_diagonal_(self, fill_value, wrap)
+    self.diagonal().fill_(fill_value)
+    return self
+
+
+_BASIC = (slice, int, type(None), type(Ellipsis))
+
+
+def getitem(self: Tensor, index: Any) -> Tensor:
+    """Tensor.__getitem__, which asks for the value of an index that is a tensor without dims."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    alone = [i for i, entry in enumerate(entries) if _is_number(entry)]
+    others = [entry for i, entry in enumerate(entries) if i not in alone]
+    if len(alone) != 1 or not all(isinstance(entry, _BASIC) for entry in others):
+        return self[index]
+    place = alone[0]
+    dropped = self.dim() - sum(entry is not None and entry is not Ellipsis for entry in entries)
+    before = [entry for entry in entries[:place] if not isinstance(entry, int)]
+    dim = sum(dropped if entry is Ellipsis else 1 for entry in before)
+    entries[place] = entries[place].reshape(1)
+    return self[tuple(entries)].squeeze(dim)
+
+
+def _is_number(entry: Any) -> bool:
+    whole = isinstance(entry, FakeTensor) and not entry.dim() and not entry.is_floating_point()
+    return whole and entry.dtype is not torch.bool
+
+
 _MANY_ROWS = 25  # from more on, torch.cdist of two computes products of matrices
 
 
@@ -108,6 +140,8 @@ TRACED_AS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         F.dropout: dropout,
         torch.dropout: lambda input, p, train: dropout(input, p, train),
         torch.cdist: cdist,
+        Tensor.fill_diagonal_: fill_diagonal_,
+        Tensor.__getitem__: getitem,
         torch.combinations: combinations,
         torch.corrcoef: corrcoef,
         torch.cov: cov,

@@ -259,15 +259,21 @@ def _library(file: str, own: tuple[str, ...]) -> bool:
     return file.startswith((*own, "<")) or (file.startswith(STDLIB) and "-packages" not in file)
 
 
+def user_frame(frame: types.FrameType | None, own: tuple[str, ...]) -> types.FrameType | None:
+    """The innermost frame of a stack that is the user's."""
+    while frame is not None and _library(frame.f_code.co_filename, own):
+        frame = frame.f_back
+    return frame
+
+
 def user_line(frame: types.FrameType | None, own: tuple[str, ...]) -> str:
     """The innermost line of a stack that is the user's."""
-    while frame is not None:
-        name, number = frame.f_code.co_filename, frame.f_lineno
-        if not _library(name, own):
-            text = linecache.getline(name, number).strip()
-            return f"{Path(name).name}:{number}" + (f": {text}" if text else "")
-        frame = frame.f_back
-    return ""
+    frame = user_frame(frame, own)
+    if frame is None:
+        return ""
+    name, number = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(name, number).strip()
+    return f"{Path(name).name}:{number}" + (f": {text}" if text else "")
 
 
 def _line_of(again: Callable[[], Any], changes: Sequence[Change], own: tuple[str, ...]) -> str:

@@ -21,7 +21,7 @@ __all__ = [
     "CALL_HOOKS", "MODULE_HOOKS", "GLOBAL_HOOKS", "GLOBAL_BACKWARD_HOOKS", "accumulation_hooks", "author_of",
     "backward_hooks",
     "functions_applied_by", "initialise_lazy", "initialised_by", "is_lazy_module", "module_backward_hooks_by",
-    "node_class", "old_backward_hooks", "share_backward_hooks", "share_hooks", "takes_gradients_as_list",
+    "node_class", "old_backward_hooks", "pruned_by", "share_backward_hooks", "share_hooks", "takes_gradients_as_list",
     "without_hooks_of_export",
 ]  # fmt: skip
 
@@ -76,6 +76,12 @@ def initialise_lazy(module: nn.Module, args: Any, kwargs: Any) -> None:
     module._infer_parameters(module, args, kwargs)  # type: ignore[operator]
 
 
+def pruned_by(method: Any) -> str:
+    """The name of the parameter that a method of torch.nn.utils.prune masks; instead: the prefix of "_orig"."""
+    name: str = method._tensor_name
+    return name
+
+
 def old_backward_hooks(module: nn.Module) -> dict[int, Any]:
     """Those of register_backward_hook, which no trace follows; instead: none, once torch removes that method."""
     return {} if module._is_full_backward_hook else dict(module._backward_hooks)
@@ -88,7 +94,7 @@ def module_backward_hooks_by(make: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-GENERATED = "torch._functorch.autograd_function"
+_GENERATED = "torch._functorch.autograd_function"
 
 # Until torch 2.13, Function.apply is Python that calls the next class's; from 2.14 on it is that of C++ itself.
 _APPLY_IN_CPP = not isinstance(vars(Function)["apply"], classmethod)
@@ -119,7 +125,7 @@ def takes_gradients_as_list(function: type[Function]) -> bool:
 def author_of(function: type[Function]) -> type[Function]:
     """The Function that a user wrote, for one that torch makes of it for torch.vmap where ``generate_vmap_rule`` is
     True; any other Function itself. Instead: the same rule written as the Function's own ``vmap``."""
-    while function.__module__ == GENERATED and getattr(function, "generate_vmap_rule", False):
+    while function.__module__ == _GENERATED and getattr(function, "generate_vmap_rule", False):
         rule: Any = function.forward
         function = rule.__closure__[rule.__code__.co_freevars.index("autograd_function")].cell_contents
     return function

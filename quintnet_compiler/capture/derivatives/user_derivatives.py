@@ -40,6 +40,7 @@ from ...core.errors import CompileError, Where
 from ...core.replaced import for_this_thread
 from ..places import OWN
 from ..step_module import StepModule
+from ..unfollowed_parts import check_variables
 from ..watched_trace import user_line
 from .autograd_functions import Joined, follow, follow_hook
 from .checkpoints import Checkpoints, line_of_checkpoint
@@ -131,6 +132,8 @@ class DerivativeFinder:
         """Follow the hooks that parameters have."""
         self._restart()
         _check_hooks(self.step)
+        if self.step.seen.trace is not None:
+            check_variables((variable.label, variable.value) for variable in self.step.seen.trace.variables)
         names = {id(p): name for name, p in self.step.named_parameters()}
         for real, found in hooks:
             if id(real) not in self.step.stands_for:
