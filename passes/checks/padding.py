@@ -21,6 +21,7 @@ from ...core.sharding import AxisType, Shard, parse_type
 from ...ir.program import Axis, LocalProgram
 from ...ops.collectives import convert, share
 from ...ops.cross_entropy import nll_terms, row_nll
+from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rank_local import embedding_rows, microbatch, padding_of
 from ...ops.rules.notation import Dims, Factors
@@ -198,7 +199,7 @@ def _steady(local: LocalProgram, read: Sequence[Numbers], node: fx.Node, rule: F
     """Whether an operator works on each index of padding alone, reads zeros there, and makes zeros of zeros."""
     sharded = local.staged.sharded
     two = node.target not in (aten.add.Tensor, aten.sub.Tensor) or len(rule.inputs) == 2  # and no number
-    linear = rule.linear == ((0,),) and len(rule.inputs) == 1
+    linear = rule.linear == ((0,),) and len(rule.inputs) == 1 and node.target is not with_tangent
     if node.target is scaled_cast:  # 0 times any scale
         linear, read = True, read[:1]
     every = all(_dim(dims, name) is not None for name in names for dims in (*rule.inputs, *rule.outputs))
@@ -311,9 +312,14 @@ def _check_fill(
 
 def _check_operator(local: LocalProgram, there: Sequence[Numbers], node: fx.Node, rule: Factors, name: str) -> None:
     """A factor with padding is in every operand, or is zeros in those that have it."""
-    read = [_dim(dims, name) for dims in rule.inputs]
+    values_read = rule.inputs[:1] if node.target is after_gradients else rule.inputs  # others have no value
+    read = [_dim(dims, name) for dims in values_read]
     made = [_dim(dims, name) for dims in rule.outputs]
     alone = None not in (*read, *made)
+    if node.target is declare_gradient:
+        if read[1] is not None and there[1].get(read[1]) != 0:
+            raise _fail(node, f"the gradient of {tensor_inputs(node)[0].name} has padding in dim {read[1]}")
+        return
     if name in rule.settled and node.target is not block_max:
         return _check_classes(local, node)
     for position, dim in enumerate(read):

@@ -23,6 +23,7 @@ from ...ir.program import Captured, Program, outputs
 from ...ir.symbolic_sizes import sizes_env
 from ...ops.derivatives.inner_gradients import gradient
 from ...ops.rules.table import RULES
+from .counted.counters import is_counter
 from .decompose import decompose, has_parts
 from .derivative_rewrites import of_the_model
 from .document_ids import expect_documents
@@ -121,6 +122,8 @@ class Normalize:
             builder.where = node.meta.get(WHERE, Where())
             if node.op == "placeholder":
                 env[node] = self._leaf(builder, node, captured.symbols)
+                if is_counter(captured, node.meta[LEAF]):
+                    env[node] = builder.call(aten.arange.default, shape(env[node])[0], device=self.device)
             elif node.op == "output":
                 for end in node.args[0]:
                     if not isinstance(env[end], fx.Node):

@@ -17,6 +17,7 @@ from ...ops.attention.operator import attention
 from ...ops.rank_local import dropout
 from .attention_rewrites import masked_attention, scaled_dot_product
 from .bag_rewrites import embedding_bag
+from .counted.rows import CountedRows
 from .derivative_rewrites import DERIVATIVE_REWRITES
 from .list_rewrites import cat
 from .loss_rewrites import cross_entropy, distance, divergence, many_labels, mean, nll, output_dtype
@@ -180,13 +181,21 @@ def _renormalized(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs:
     return builder.call(aten.where.self, builder.reshape(read, [rows, 1]), short, weight)
 
 
+def _index(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """Where an index counts rows, each row is looked up on its own."""
+    counted = CountedRows.of(builder, args[0], args[1])
+    return counted.read() if counted is not None else builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+
 def _index_put(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
     """Where a mask of bools says which elements are written, one value for all of them is torch.where."""
     x, indices, put = args[:3]
     adds = bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
     masks = [i for i in indices if i is not None and value(i).dtype in (torch.bool, torch.uint8)]
     if not masks:
-        return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        counted = CountedRows.of(builder, x, indices)
+        written = None if counted is None else counted.written(put, adds=adds)
+        return written or builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
     if len(indices) > 1 or value(put).numel() != 1:
         raise CompileError(
             "QN101",
@@ -320,6 +329,7 @@ REWRITES: dict[Any, Rewrite] = {
     aten.embedding_bag.padding_idx: embedding_bag,
     **dict.fromkeys([aten.as_strided.default, aten.as_strided_copy.default], as_strided),
     aten.as_strided_scatter.default: as_strided_scatter,
+    aten.index.Tensor: _index,
     aten.index_put.default: _index_put,
     aten.bincount.default: _bincount,
     aten.pad.default: _pad,

@@ -18,6 +18,7 @@ from ...core.annotations import is_float, needs_grad, shape, tensor_inputs, valu
 from ...core.sharding import Shard, Sharding, shard_shape
 from ...ir.builder import GraphBuilder
 from ...ir.program import Axis, Strategy
+from ...ops.derivatives.user_derivatives import arrives, declare_gradient, with_tangent
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rank_local import LOOKUPS, padding_of
 from ...ops.rules.notation import Dims, Factors
@@ -80,10 +81,13 @@ def mixed(node: fx.Node, factors: Factors, chosen: Sequence[Strategy], axes: Seq
     made, alone = [needs_grad(node) and is_float(x) for x in values(node)], True
     for strategy, axis in zip(chosen, axes, strict=True):
         for name in (name for name, unit in strategy.units if unit):
-            read = [_dim(dims, name) for dims in factors.inputs]
+            read = [_dim(dims, name) for dims in factors.inputs[: len(arrives(node))]]
             written = [_dim(dims, name) for dims in factors.outputs]
             every = None not in (*read, *written)
             alone = alone and every
+            if node.target is declare_gradient:  # a parameter's own padding has no other gradient than zeros
+                inputs[1].update(dim for dim in read[1:] if dim is not None)
+                continue
             # the others look at their padding themselves
             if name in factors.settled and node.target is not block_max:
                 continue
@@ -207,6 +211,7 @@ class Padding:
         """Whether an operator that brings nothing together makes zeros of zeros, and reads them in all padding.
         ``read``: its local inputs, and which dims of them have padding."""
         linear = factors.linear == ((0,),) and len(factors.inputs) == 1
+        linear = linear and node.target is not with_tangent  # which also returns a gradient
         if node.target is scaled_cast:  # whatever the scale
             linear, read = True, list(read)[:1]
         sums = node.target in _SUMS and len(factors.inputs) == 2  # and no number

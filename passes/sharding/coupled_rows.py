@@ -8,6 +8,7 @@ from typing import Literal
 from torch import fx
 
 from ...core.annotations import is_getitem, leaf, origin, shape, tensor_inputs
+from ...ops.derivatives.user_derivatives import declare_gradient
 from ...ops.rules.notation import Factors
 
 Value = tuple[fx.Node, int]
@@ -38,6 +39,8 @@ def couplings(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.No
         if whole is not None:
             found[node] = f"{node.target} reads what {whole.target} makes of the whole batch"
             continue
+        if node.target is declare_gradient:
+            continue  # what it returns has no value
         given = [states.get(origin(source)) for source in tensor_inputs(node)]
         if all(state is None for state in given):
             continue

@@ -22,7 +22,6 @@ from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R, S, Shard, gradient, plain
 from ...ir.program import Strategy
 from ...ops.attention.paged import paged_attention
-from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ...ops.experts.scaled_groups import scaled_expert_linear
 from ...ops.filled_rows import fill_rows
 from ...ops.rules.node_factors import argument, opaque
@@ -32,8 +31,8 @@ from ...ops.scaled_products import scaled_matmul
 aten = torch.ops.aten
 _EXACT = frozenset(
     {
-        with_tangent, declare_gradient, after_gradients, paged_attention, aten.nll_loss_forward.default,
-        aten.nll_loss2d_forward.default, fill_rows, scaled_matmul, scaled_expert_linear, aten.histc.default,
+        paged_attention, aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, fill_rows, scaled_matmul,
+        scaled_expert_linear, aten.histc.default,
     }
 )  # fmt: skip
 # raise for some values; norms and cross products do not
@@ -230,9 +229,8 @@ def _joint_ways(
 
 
 def may_pad(node: fx.Node) -> bool:
-    """Whether an operator may see what is no part of the model's tensors: not what a user's backward computes, nor
-    whole numbers that it divides by, nor rows that it counts or whose variance it divides by,
-    nor values that it raises for (a singular matrix)."""
+    """Whether an operator may see what is no part of the model's tensors: not whole numbers that it divides by, nor
+    rows that it counts or whose variance it divides by, nor values that it raises for (a singular matrix)."""
     name = str(node.target).removeprefix("aten.").lstrip("_")
     if _REFUSING.match(name) or node.target in _EXACT or (node.target in _NORMS and not argument(node, "eps")):
         return False

@@ -1,0 +1,127 @@
+"""Whole numbers that are their own place: ``torch.arange(n)``, in any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import fx
+
+from ....core.annotations import Leaf, shape, tensor_inputs, value
+from ....ir.program import Captured
+from ....ops.rules.node_factors import argument
+
+aten = torch.ops.aten
+_OF_NUMBERS = "lifted_tensor_"  # what torch.export calls tensors that are made while it traces
+
+
+@dataclass(frozen=True)
+class CounterPart:
+    """A factor of a dim: the place along ``axis``, divided by ``inside``, modulo ``size``."""
+
+    axis: int
+    inside: int
+    size: int
+
+
+Counter = tuple[CounterPart, ...]  # the digits of a number, the first one the most significant
+
+
+@dataclass(frozen=True)
+class _Counting:
+    """The factors of each dim of a tensor, by their sizes and whether they are digits of its numbers."""
+
+    dims: tuple[tuple[tuple[int, bool], ...], ...]
+
+
+def counter(index: fx.Node, rank: int) -> Counter | None:
+    """The digits of ``index``'s numbers by its own places, as one of ``rank`` dims that it broadcasts to; None where
+    it holds anything else."""
+    counting = _counting(index)
+    if counting is None:
+        return None
+    parts: list[CounterPart] = []
+    for dim, factors in enumerate(counting.dims):
+        for at, (size, digit) in enumerate(factors):
+            if digit:
+                inside = prod(size for size, _ in factors[at + 1 :])
+                parts.append(CounterPart(rank - len(counting.dims) + dim, inside, size))
+    return tuple(parts) or None
+
+
+def is_counter(captured: Captured, leaf: Leaf) -> bool:
+    """Whether a tensor that forward makes of Python numbers is that of ``range(n)``, as ``x[range(n), y]`` makes it."""
+    tensor = captured.tensors.get(leaf.name) if leaf.kind == "constant" else None
+    if tensor is None or not leaf.name.startswith(_OF_NUMBERS):
+        return False
+    if tensor.dtype is not torch.int64 or tensor.dim() != 1 or tensor.device.type == "meta":
+        return False
+    return torch.equal(tensor.cpu(), torch.arange(len(tensor)))
+
+
+def _counting(node: fx.Node) -> _Counting | None:
+    if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+        return _arange(node)
+    if node.target not in _FOLLOWED or value(node).dtype not in (torch.int64, torch.int32):
+        return None
+    source = _counting(tensor_inputs(node)[0])
+    if source is None:
+        return None
+    if node.target is aten.reshape.default:
+        return _regrouped(source, shape(node))
+    if node.target is aten.expand.default:
+        return _expanded(source, shape(node))
+    if node.target is aten.repeat_interleave.self_int:
+        return _each_repeated(source, argument(node, "repeats"), argument(node, "dim"))
+    return source
+
+
+_FOLLOWED = frozenset(
+    {aten.reshape.default, aten.expand.default, aten._to_copy.default, aten.repeat_interleave.self_int}
+)
+
+
+def _arange(node: fx.Node) -> _Counting | None:
+    start, step = argument(node, "start"), argument(node, "step")
+    if start not in (None, 0) or step not in (None, 1) or value(node).is_floating_point():
+        return None
+    (size,) = shape(node)
+    return _Counting((((size, True),) if size != 1 else (),))
+
+
+def _regrouped(source: _Counting, sizes: Sequence[int]) -> _Counting | None:
+    """In other dims; a factor that lies in two of them is two."""
+    left = [factor for dim in source.dims for factor in dim]
+    dims: list[tuple[tuple[int, bool], ...]] = []
+    for wanted in sizes:
+        factors: list[tuple[int, bool]] = []
+        while wanted != 1:
+            if not left:
+                return None
+            size, digit = left.pop(0)
+            if wanted % size == 0:
+                factors.append((size, digit))
+                wanted //= size
+            elif size % wanted == 0:
+                factors.append((wanted, digit))
+                left.insert(0, (size // wanted, digit))
+                wanted = 1
+            else:
+                return None
+        dims.append(tuple(factors))
+    return _Counting(tuple(dims))
+
+
+def _expanded(source: _Counting, sizes: Sequence[int]) -> _Counting:
+    new = len(sizes) - len(source.dims)
+    held = [*[()] * new, *source.dims]
+    grown = [dim if dim or size == 1 else ((size, False),) for dim, size in zip(held, sizes, strict=True)]
+    return _Counting(tuple(grown))
+
+
+def _each_repeated(source: _Counting, times: int, dim: int) -> _Counting:
+    dims = list(source.dims)
+    dims[dim] = (*dims[dim], *(((times, False),) if times != 1 else ()))
+    return _Counting(tuple(dims))
