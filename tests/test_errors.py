@@ -322,7 +322,7 @@ MESSAGES: dict[str, str] = {
     "empty batch": (
         "QN102 the batch does not fit the program\n"
         "  the batch holds no tensor\n"
-        "  fix: pass a tuple or a dict of tensors"
+        "  fix: pass a tuple or a dict of tensors that have rows"
     ),
     "batch does not divide": (
         "QN106 the batch does not divide\n"

@@ -116,11 +116,11 @@ def test_a_change_after_compile_is_followed(before: Callable[[Any, int], None]) 
 def test_the_same_settings_again_take_the_same_program() -> None:
     net = Net(_weighed)
     program = quintnet.compile(net, Mesh(dp=1), (X,))
-    first = program._programs.get("train", (X,), 8)
+    first = program._programs.get("train", (X,))
     net.beta = 3.0
-    other = program._programs.get("train", (X,), 8)
+    other = program._programs.get("train", (X,))
     net.beta = 0.5
-    assert program._programs.get("train", (X,), 8) is first and other is not first
+    assert program._programs.get("train", (X,)) is first and other is not first
 
 
 def test_another_part_is_refused() -> None:

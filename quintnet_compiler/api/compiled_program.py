@@ -23,7 +23,7 @@ from ..driver.variants import Programs
 from ..equivalence.module_copy import module_copy
 from ..equivalence.module_training import model_inputs
 from ..equivalence.verify import VerifyReport, VerifySubject, verify_program
-from ..ir.batch_form import FlatBatch, batch_size_of, plain_batch
+from ..ir.batch_form import plain_batch
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan, precision_of
 from ..runtime.backends.absent import AbsentBackend, refuse_absent
@@ -196,11 +196,11 @@ class CompiledProgram(ProgramGeneration):
 
     def _subject(self, batch: Any) -> VerifySubject:
         programs = self._programs
-        program = programs.get("train", batch, batch_size_of(batch))
+        program = programs.get("train", batch)
         task, tensors = self._task, programs.now(programs.captured["train"].tensors)
         try:
             inputs = model_inputs(batch, task.loss_fn)
-            outputs: DistributedProgram | str = programs.get("outputs", inputs, batch_size_of(inputs))
+            outputs: DistributedProgram | str = programs.get("outputs", inputs)
             tensors = {**programs.now(programs.captured["outputs"].tensors), **tensors}
         except CompileError as error:
             outputs = error.message
@@ -234,13 +234,13 @@ class CompiledProgram(ProgramGeneration):
     def _compiled(self, batch: Any) -> CompiledProgram:
         self._require_open()
         self._batch = plain_batch(batch)
-        self._get(self._task.primary_kind, self._batch, batch_size_of(batch))
+        self._get(self._task.primary_kind, self._batch)
         return self
 
-    def _get(self, kind: str, batch: Any, rows: int) -> DistributedProgram:
+    def _get(self, kind: str, batch: Any, ways: int = 1) -> DistributedProgram:
         start = time.perf_counter()
         try:
-            return self._programs.get(kind, batch, rows)
+            return self._programs.get(kind, batch, ways)
         finally:
             self._compiling += time.perf_counter() - start
 
@@ -365,9 +365,8 @@ class CompiledProgram(ProgramGeneration):
 
     def _run_here(self, kind: str, batch: Any, local: bool, recorder: Recorder | None) -> list[Tensor]:
         refuse_autocast(self._task.device)
-        given = FlatBatch.of(batch)
-        rows = given.rows * (self.mesh.data_ways if local else 1)
-        program = self._programs.known(kind, given, rows) or self._get(kind, given.batch, rows)
+        given, ways = self._programs.flat(batch), self.mesh.data_ways if local else 1
+        program = self._programs.known(kind, given, ways * given.rows) or self._get(kind, given.batch, ways)
         if kind == "train" and not local:
             self._batch = given.batch
         backend = self._state()

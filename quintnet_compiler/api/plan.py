@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..core.mesh import Mesh
 from ..core.progress import bar
 from ..core.replaced import new_garbage_only, one_thread
 from ..cost_models.cluster import Cluster
-from ..ir.batch_form import FlatBatch, plain_batch
+from ..ir.batch_form import BatchForm, FlatBatch, RowsElsewhere, plain_batch
 from ..ir.plan import Plan, check_host_parameters, check_plan, read_plan
 from ..ops.rules.notation import Rule, table
 from ..ops.rules.table import RULES
@@ -172,13 +173,17 @@ def _planner(
     check_schedule(pinned.schedule, pinned.virtual_stages if decided else None)
     check_host_parameters(pinned)
     batch = plain_batch(batch)
-    captured = capture(model, batch, loss_fn, once=not pinned.parameters)  # a plan may single blocks out
+    traced = partial(capture, model, batch, loss_fn, once=not pinned.parameters)  # a plan may single blocks out
+    try:
+        captured = traced()
+    except RowsElsewhere as elsewhere:
+        captured = traced(form=BatchForm.of(batch, FlatBatch.of(batch, {elsewhere.structure: elsewhere.leaf}).rows))
     book = {**RULES, **table(rules)}
     unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
     found = FlatBatch.of(batch)
     machine = PricedCluster(cluster, unknown, reserve, backend == REPLAYS)
     tokens = tokens_of(found.leaves)
-    return Planner.of(captured, found.rows, machine, pinned, book, tokens, goal, found.leaves)
+    return Planner.of(captured, captured.form.rows_in(batch), machine, pinned, book, tokens, goal, found.leaves)
 
 
 def _with_rings_in_order(planner: Planner, among: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -32,7 +32,7 @@ from ..core.names import check_batch_names, check_names
 from ..core.replaced import for_this_thread, new_garbage_only, one_thread
 from ..guards.python_objects import objects_kept
 from ..huggingface.registries import traced_as_few_nodes
-from ..ir.batch_form import ROWS, BatchForm, TensorForm, batch_size_of, plain_batch
+from ..ir.batch_form import ROWS, BatchForm, RowsElsewhere, TensorForm, batch_size_of, plain_batch
 from ..ir.program import Captured
 from ..weights.quantized import check_quantized
 from .batch_norms import cumulative_averages, one_process
@@ -125,14 +125,14 @@ def _capture(
         if isinstance(module, nn.Module):
             check_parts(module)
             check_names(module)
-    size = batch_size_of(batch)
+    form = form or BatchForm.of(batch, batch_size_of(batch))
+    size = form.rows_in(batch)
     materialise(StepModule(model, loss_fn, want, call), batch, training=training)
     for module in (model, loss_fn):
         if isinstance(module, nn.Module):
             check_shapes(module)
             check_quantized(module)
     device = device_of(model)
-    form = form or BatchForm.of(batch, size)
     sample = _sample(form, batch, device)
     changing = call is None
     step = StepModule(model, loss_fn, want, call, buffers=changing)
@@ -181,6 +181,9 @@ def _capture(
                 raise UnseenUsed from error
             if isinstance(error, QuintNetError):
                 raise _placed(error) from error.__cause__
+            elsewhere = None if form.lengths else _rows_elsewhere(exported_as, batch, size, device, error)
+            if elsewhere is not None:
+                raise RowsElsewhere(form.structure, *elsewhere, _place(error)) from error
             if not _fixes_the_batch(error) or form.lengths:
                 raise _untraceable(error) from error
             # a loss over pairs of rows, say: a program of this very batch size
@@ -333,6 +336,35 @@ def _varying(
             raise
         form = replace(form, limits={**form.limits, **limits})
     return exported_as(sample, _dynamic(form)), form
+
+
+def _rows_elsewhere(
+    exported_as: Callable[[Any, Any], torch.export.ExportedProgram],
+    batch: Any,
+    size: int,
+    device: torch.device,
+    error: Exception,
+) -> tuple[int, str] | None:
+    """Of a batch that cannot be traced for any number of its ``size`` rows, because of ``error``: the first tensor
+    whose dim 0, of another size, may be that of the rows, by its place among the leaves and its path; None if there is
+    none. Where the model's code fixes ``size``, which may be what it wants of its rows, more must speak for the other
+    tensor: it is the first one, or has more dims, or more tensors have its size."""
+    paths, _ = pytree.tree_flatten_with_path(batch)
+    tensors = [(leaf, path, x) for leaf, (path, x) in enumerate(paths) if isinstance(x, Tensor) and x.dim() > 0]
+    sizes = [x.shape[0] for _, _, x in tensors]
+    dims = max((x.dim() for _, _, x in tensors if x.shape[0] == size), default=0)
+    tried = {size, 1}
+    for leaf, path, x in tensors:
+        other = x.shape[0]
+        likely = x is tensors[0][2] or x.dim() > dims or sizes.count(other) > sizes.count(size)
+        if other in tried or not (likely or not _fixes_the_batch(error)):
+            continue
+        tried.add(other)
+        form = BatchForm.of(batch, other)
+        with contextlib.suppress(Exception):
+            exported_as(_sample(form, batch, device), _dynamic(form))
+            return leaf, f"batch{pytree.keystr(path)}"
+    return None
 
 
 def _dynamic(form: BatchForm) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..ir.batch_form import ROWS, BatchForm, FlatBatch
 from ..ir.distributed_program import DistributedProgram
@@ -78,12 +77,11 @@ class CapturedVersions:
             kept.insert(0, kept.pop(kept.index(fits[0])))
         return fits
 
-    def alike(self, kind: str, batch: Any) -> tuple[Version, BatchForm] | None:
-        """A version of the module as it is now for other lengths than those of ``batch``, and the form of both."""
-        given = FlatBatch.of(batch)
+    def alike(self, kind: str, given: FlatBatch) -> tuple[Version, BatchForm] | None:
+        """A version of the module as it is now for other lengths than those of a batch, and the form of both."""
         for version in self._kept.get(kind, []):
             known = version.captured.form
-            wider = known.widened(BatchForm.of(batch, given.rows, known))
+            wider = known.widened(BatchForm.of(given.batch, given.rows, known))
             if wider is None or wider.sizes(given) is None:
                 continue
             if not version.fixed and version.captured.only_rows is None and version.holds:

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from ..capture.capture import capture
 from ..capture.modes import modes_left, modes_of_a_trace
 from ..capture.versions import CapturedVersions, Version
+from ..compat.torch import pytree
 from ..core.errors import CompileError, CompileWarning, InputError
 from ..core.mesh import Mesh
 from ..equivalence.module_check import ModuleCheck
 from ..equivalence.module_step import Owner
 from ..equivalence.module_training import model_inputs
 from ..equivalence.verdict import Verdict
-from ..ir.batch_form import ROWS, BatchForm, FlatBatch, batch_size_of, plain_batch
+from ..ir.batch_form import ROWS, BatchForm, FlatBatch, RowsElsewhere, plain_batch
 from ..ir.distributed_program import DistributedProgram
 from ..ir.program import Captured
 from ..runtime.backends.split_parameters import home_of
@@ -50,6 +51,7 @@ class Programs:
         self._versions = CapturedVersions()
         self._unread = UnreadState()
         self._proven: set[Hashable] = set()
+        self._rows_at: dict[pytree.TreeSpec, int] = {}  # which leaf has the rows, of some structures of batches
         self._any_length: WeakKeyDictionary[Version, dict[int, LengthPrograms]] = WeakKeyDictionary()
         self._primary: Compiled | None = None
         self._parameters: Mapping[str, Tensor] = {}
@@ -80,19 +82,31 @@ class Programs:
             self.captured[kind] = fits[0].captured
         return made
 
-    def get(self, kind: str, batch: Any, size: int) -> DistributedProgram:
-        """The program for ``size`` rows of batches like this one.
+    def flat(self, batch: Any) -> FlatBatch:
+        """A batch taken apart, with its number of rows."""
+        return FlatBatch.of(batch, self._rows_at)
+
+    def get(self, kind: str, batch: Any, ways: int = 1) -> DistributedProgram:
+        """The program for batches like this one.
 
         Args:
             kind: ``"train"``, ``"evaluate"`` (both give the loss) or ``"outputs"``.
+            ways: how many data ranks have a batch of their own.
 
         Raises:
             CompileError: whatever makes it impossible; QN102 for outputs of what is to be trained, and was not yet.
             InputError: QN102 if there are no rows, QN106 if they do not divide.
         """
+        try:
+            return self._get(kind, batch, ways * self.flat(batch).rows)
+        except RowsElsewhere as elsewhere:
+            self._rows_at[elsewhere.structure] = elsewhere.leaf
+            return self._get(kind, batch, ways * self.flat(batch).rows)
+
+    def _get(self, kind: str, batch: Any, size: int) -> DistributedProgram:
         if size == 0:
             raise InputError("QN102", "the batch has no rows", fix="leave empty batches out")
-        made = self.known(kind, FlatBatch.of(batch), size)
+        made = self.known(kind, self.flat(batch), size)
         if made is not None:
             return made
         with modes_left():
@@ -108,7 +122,7 @@ class Programs:
             if kind == self.task.primary_kind:
                 return self.primary.program
         version = self._capture(kind, batch, size)
-        sizes = version.sizes(FlatBatch.of(batch), size) or {}
+        sizes = version.sizes(self.flat(batch), size) or {}
         if (made := version.get(sizes)) is not None:  # what changed made no difference
             return made
         found = self._further_sizes(kind, version, sizes, training=training)
@@ -229,10 +243,10 @@ class Programs:
         brought = version.captured.brought
         modules = modules_of(task) if brought is None else {**modules_of(task), "loss_fn": brought}
         self.slots = Slots(modules, primary.program.state)
-        self._versions.keep(task.primary_kind, version, version.sizes(FlatBatch.of(batch), size) or {}, primary.program)
+        self._versions.keep(task.primary_kind, version, version.sizes(self.flat(batch), size) or {}, primary.program)
 
     def _capture(self, kind: str, batch: Any, size: int) -> Version:
-        fits = self._versions.look(kind, FlatBatch.of(batch), size)
+        fits = self._versions.look(kind, self.flat(batch), size)
         version = self._further(kind, batch) if fits is None else fits[0]
         self.captured[kind] = version.captured
         return version
@@ -244,19 +258,23 @@ class Programs:
         Raises:
             CompileError: see :func:`capture`; also says in what the batch differs from the first one.
         """
-        other = self._versions.alike(kind, batch)
+        given = self.flat(batch)
+        other = self._versions.alike(kind, given)
         if other is not None:
             with contextlib.suppress(CompileError):
                 captured = self._traced(kind, batch, other[1])
-                if captured.form.sizes(FlatBatch.of(batch)) is not None:
+                if captured.form.sizes(given) is not None:
                     return self._versions.add(kind, captured)
         first = self._versions.first(kind)
-        form = BatchForm.of(batch, batch_size_of(batch), None if first is None else first.form)
+        like = first or self._versions.first(self.task.primary_kind)
+        form = BatchForm.of(batch, given.rows, None if like is None else like.form)
         difference = "" if first is None else form.difference(first.form)
         if first is not None and first.only_rows is not None and not difference:
             difference = f"the first batch had {first.only_rows} rows, and the model's code fixes their number"
         try:
             captured = self._traced(kind, batch, form)
+        except RowsElsewhere:
+            raise
         except CompileError as error:
             text = f"{error.message}\n  {difference}" if difference else error.message
             raise CompileError(error.code, text, where=error.where, fix=error.fix) from error
@@ -308,7 +326,7 @@ class Programs:
 
     def difference(self, kind: str, batch: Any) -> CompileError | None:
         """What the module does otherwise than what was captured of it; None if nothing."""
-        return self._check(kind, self._capture(kind, batch, batch_size_of(batch)).captured, batch).difference()
+        return self._check(kind, self._capture(kind, batch, self.flat(batch).rows).captured, batch).difference()
 
     def _check(self, kind: str, captured: Captured, batch: Any) -> ModuleCheck:
         task = self.task

@@ -16,7 +16,6 @@ from ..capture.capture import capture
 from ..compat.torch import pytree
 from ..core.annotations import leaf, num_bytes, values
 from ..core.errors import CheckWarning, CompileError, QuintNetError
-from ..ir.batch_form import batch_size_of
 from ..ir.program import Captured
 from ..ops.rules.notation import Rule
 from ..runtime.state.module_parameters import has_values
@@ -75,7 +74,7 @@ class ModuleCheck:
         """Both sides on the fewest rows with which the model works. ``counts``: of rows, which are tried in order."""
         device = next((x.device for x in self.owner.tensors.values()), torch.device("cpu"))
         failed: Exception | None = None
-        size = batch_size_of(self.batch)
+        size = self.captured.form.rows_in(self.batch)
         for rows in counts or dict.fromkeys((_few(self.batch, size, self.captured.only_rows), size)):
             batch = _rows(self.batch, size, rows, device)
             try:
@@ -173,7 +172,7 @@ class ModuleCheck:
         """Whether the very program is right in float64, on these rows or, where float64 does not decide, on more."""
         if not exact_differences(sides, DECIDES):
             return not wrong_operators(sides)
-        size = batch_size_of(self.batch)
+        size = self.captured.form.rows_in(self.batch)
         rows = min(size, MORE * sides.rows)
         if rows > sides.rows and self.captured.only_rows is None:
             with contextlib.suppress(Exception):

@@ -14,7 +14,6 @@ from ..capture.batch_norms import one_process
 from ..capture.step_module import LossFn, loss_of
 from ..compat.torch import pytree
 from ..core.errors import CompileError, QuintNetError
-from ..ir.batch_form import batch_size_of
 from ..ir.distributed_program import DistributedProgram
 from .module_copy import module_copy
 from .plain_control_flow import in_python
@@ -166,7 +165,8 @@ def batches_of(program: DistributedProgram, batch: Any) -> list[Any]:
     """
     if program.batches == 1:
         return [batch]
-    rows, ranks, count = batch_size_of(batch), program.mesh.data_ways, program.batches
+    captured = program.source.local.staged.sharded.program.captured
+    rows, ranks, count = captured.form.rows_in(batch), program.mesh.data_ways, program.batches
 
     def own(x: Tensor, index: int) -> Tensor:
         if not x.dim() or x.shape[0] != rows:

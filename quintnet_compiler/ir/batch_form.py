@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compat.torch import pytree
-from ..core.errors import CompileError
+from ..core.errors import CompileError, Where
 
 ROWS = "rows"
 SHORTEST = 2  # code often does something else with one position
@@ -35,7 +36,8 @@ def plain_batch(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """A batch, its leaves and its structure, and the size of dim 0 of its first tensor: taken apart once a step."""
+    """A batch, its leaves and its structure, and how many rows it has, see :func:`rows_among`: taken apart once a
+    step."""
 
     batch: tuple[Any, ...] | dict[str, Any]
     leaves: list[Any]
@@ -43,27 +45,77 @@ class FlatBatch:
     rows: int
 
     @classmethod
-    def of(cls, batch: Any) -> FlatBatch:
-        """Raises: CompileError QN102 if it is neither a tuple (or list) nor a mapping, or has no tensor with a dim."""
+    def of(cls, batch: Any, rows_at: Mapping[pytree.TreeSpec, int] = MappingProxyType({})) -> FlatBatch:
+        """``rows_at``: which leaf has the rows, of batches of some structures.
+
+        Raises:
+            CompileError: QN102 if it is neither a tuple (or list) nor a mapping, or has no tensor with a dim.
+        """
         plain = plain_batch(batch)
         leaves, structure = pytree.tree_flatten(plain)
-        for x in leaves:
-            if isinstance(x, Tensor) and x.dim() > 0:
-                return cls(plain, leaves, structure, x.shape[0])
-        raise CompileError("QN102", "the batch holds no tensor", fix="pass a tuple or a dict of tensors")
+        if rows_at and structure in rows_at:
+            leaf = leaves[rows_at[structure]]
+            if isinstance(leaf, Tensor) and leaf.dim() > 0:
+                return cls(plain, leaves, structure, leaf.shape[0])
+        sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
+        if sizes:
+            return cls(plain, leaves, structure, rows_among(sizes))
+        raise CompileError("QN102", _without_rows(leaves), fix="pass a tuple or a dict of tensors that have rows")
 
     @property
     def tensors(self) -> list[Tensor]:
         return [x for x in self.leaves if isinstance(x, Tensor)]
 
 
+def rows_among(sizes: Sequence[int]) -> int:
+    """Return how many rows a batch has whose tensors have these sizes of dim 0.
+
+    It is the first one, unless that tensor stands alone (a temperature, weights of classes, a mask of positions) and
+    others agree: where no other tensor has its size, the size of the last tensor counts if another one shares it; and
+    a size of 1 is that of no rows beside a larger one. A model that cannot run with other sizes there says more, see
+    :class:`RowsElsewhere`.
+
+    >>> rows_among([8, 8]), rows_among([8, 5]), rows_among([1, 8]), rows_among([5, 8, 8])
+    (8, 8, 8, 8)
+    """
+    first, last = sizes[0], sizes[-1]
+    if sizes.count(first) > 1:
+        return first
+    if sizes.count(last) > 1:
+        return last
+    return next((size for size in sizes if size > 1), first) if first == 1 else first
+
+
+def _without_rows(leaves: Sequence[Any]) -> str:
+    """Why a batch has no rows."""
+    if any(isinstance(x, Tensor) for x in leaves):
+        return "no tensor of the batch has a dim, whose size would be the number of rows"
+    kinds = ", ".join(dict.fromkeys(type(x).__name__ for x in leaves))
+    return f"the batch holds no tensor, but {kinds}" if kinds else "the batch holds no tensor"
+
+
 def batch_size_of(batch: Any) -> int:
-    """The size of dim 0 of the first tensor of ``batch``.
+    """The number of rows of ``batch``, see :func:`rows_among`.
 
     Raises:
         CompileError: QN102 if there is no tensor with a dim.
     """
     return FlatBatch.of(batch).rows
+
+
+class RowsElsewhere(CompileError):
+    """The number of rows is not the size that was taken for it: a model cannot be traced with other sizes there, and
+    can with other sizes of dim 0 of another tensor. ``structure``: of the batch; ``leaf``: that tensor's place."""
+
+    def __init__(self, structure: pytree.TreeSpec, leaf: int, path: str, where: Where) -> None:
+        super().__init__(
+            "QN101",
+            "the model's code does not run with other sizes of dim 0 of what was taken for the rows of the batch; it "
+            f"does with other sizes of dim 0 of {path}",
+            where=where,
+            fix=f"put {path}, or another tensor that has rows, first in the batch",
+        )
+        self.structure, self.leaf = structure, leaf
 
 
 @dataclass(frozen=True)
@@ -111,6 +163,14 @@ class BatchForm:
             return TensorForm(x.dtype, (ROWS, *x.shape[1:]) if has_rows else tuple(x.shape))
 
         return cls(structure, tuple(map(form, leaves, before)))
+
+    def rows_in(self, batch: Any) -> int:
+        """The number of rows of a batch of this form."""
+        for x, form in zip(pytree.tree_leaves(batch), self.leaves, strict=True):
+            if isinstance(form, TensorForm) and form.sizes[:1] == (ROWS,):
+                rows: int = x.shape[0]
+                return rows
+        return batch_size_of(batch)
 
     def sizes(self, given: FlatBatch) -> Mapping[str, int] | None:
         """The sizes that vary, by name, if a batch has this form; else None."""

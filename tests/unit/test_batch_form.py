@@ -30,6 +30,24 @@ def test_only_rows_vary_at_first() -> None:
     assert form.sizes(FlatBatch.of(tuple(_batch().values()))) is None
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [
+        ((8, 8), 8), ((8, 5), 8), ((1, 8), 8), ((8, 1), 8), ((5, 8, 8), 8), ((6, 8, 5, 8), 8), ((1,), 1), ((1, 1), 1),
+        ((8, 16, 16, 8), 8), ((1, 5, 1), 1),
+    ],
+)  # fmt: skip
+def test_rows_of_tensors_that_disagree(sizes: tuple[int, ...], rows: int) -> None:
+    assert batch_size_of(tuple(torch.zeros(size, 2) for size in sizes)) == rows
+
+
+def test_rows_where_a_trace_found_them() -> None:
+    batch = (torch.zeros(5), torch.zeros(8, 2))
+    given = FlatBatch.of(batch)
+    found = FlatBatch.of(batch, {given.structure: 1})
+    assert given.rows == 5 and found.rows == 8 and BatchForm.of(batch, 8).rows_in(batch) == 8
+
+
 def test_a_tensor_has_rows_as_in_the_first_batch() -> None:
     first = BatchForm.of(_batch(scale=torch.ones(8)), 4)
     later = BatchForm.of(_batch(8, scale=torch.ones(8)), 8, first)
