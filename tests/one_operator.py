@@ -33,6 +33,7 @@ from quintnet_compiler.ir.program import (
     StagedProgram,
     Strategy,
 )
+from quintnet_compiler.ir.result_form import ResultForm
 from quintnet_compiler.ops.collectives import SIZED, share
 from quintnet_compiler.ops.rank_local import RANKED
 from quintnet_compiler.ops.rules.notation import Factors, Rule
@@ -293,9 +294,8 @@ def operator_program(sample: Sample, known: Reference) -> OneOperator:
 def as_program(builder: GraphBuilder) -> Program:
     """A finished graph as a program that was never captured."""
     nothing = pytree.tree_structure(())
-    return Program(
-        Captured(builder.graph, {}, {}, BatchForm(nothing, ()), nothing, training=True), builder.graph, MODE, 1
-    )
+    captured = Captured(builder.graph, {}, {}, BatchForm(nothing, ()), ResultForm(nothing, ()), training=True)
+    return Program(captured, builder.graph, MODE, 1)
 
 
 def sharded(one: OneOperator, axes: Sequence[Axis], chosen: Sequence[Strategy]) -> ShardedProgram:

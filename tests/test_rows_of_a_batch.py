@@ -95,5 +95,5 @@ def test_a_trace_that_says_where_rows_are_says_so_where_it_is_all_there_is() -> 
 
 def test_a_plan_for_a_batch_whose_rows_come_later() -> None:
     loss, batch = CASES["weights alone"]
-    report = quintnet.plan(Net(loss), quintnet.Cluster("h100", nodes=1), batch)
+    report = quintnet.plan(Net(loss).double(), quintnet.Cluster("h100", nodes=1), batch)
     assert report is not None

@@ -123,8 +123,9 @@ class CompiledProgram(ProgramGeneration):
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's outputs for global inputs, whole and the same on every rank; evaluation mode, no gradients."""
         batch = kwargs if kwargs else inputs
-        leaves = self._run("outputs", batch, False)
-        return pytree.tree_unflatten(leaves, self._programs.captured["outputs"].output_spec)
+        tensors, captured = self._run("outputs", batch, False), self._programs.captured["outputs"]
+        sizes = captured.form.sizes(self._programs.flat(batch)) or {}
+        return captured.output_spec.result(tensors, captured.symbols, sizes)
 
     # -- proof
 

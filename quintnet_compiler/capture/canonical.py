@@ -17,6 +17,7 @@ from ..core.annotations import Leaf
 from ..core.errors import CompileError, Where
 from ..ir.batch_form import ROWS, BatchForm, TensorForm
 from ..ir.program import Captured
+from ..ir.result_form import ResultForm
 from .block_reuse import Skipped, Unseen
 from .changes.mutations import changed_state
 from .changes.stored_results import store
@@ -40,6 +41,7 @@ def canonical(
     training: bool,
     skipped: Skipped,
     form: BatchForm,
+    output_spec: ResultForm,
     only_rows: int | None = None,
     assigned: frozenset[str] | None = None,
     every: bool = False,
@@ -122,8 +124,7 @@ def canonical(
             new.meta = {"val": node.meta.get("val"), WHERE: where_of(node)}
             env[node] = new
     store(graph, [kept[name] for name in changed])
-    output_spec = exported.call_spec.out_spec
-    assert output_spec is not None
+    output_spec.check(symbols)
     state = types.MappingProxyType(tensors)
     like = types.MappingProxyType({name: tuple(names) for name, names in skipped.like.items()})
     return Captured(

@@ -33,6 +33,7 @@ from ..core.replaced import for_this_thread, new_garbage_only, one_thread
 from ..guards.python_objects import objects_kept
 from ..huggingface.registries import traced_as_few_nodes
 from ..ir.batch_form import ROWS, BatchForm, RowsElsewhere, TensorForm, batch_size_of, plain_batch
+from ..ir.containers import as_lists
 from ..ir.program import Captured
 from ..weights.quantized import check_quantized
 from .batch_norms import cumulative_averages, one_process
@@ -204,6 +205,7 @@ def _capture(
             training,
             skipped,
             form,
+            step.result,
             rows,
             assigned=assigned,
             every=not once,
@@ -376,7 +378,7 @@ def _dynamic(form: BatchForm) -> Any:
         else None
         for leaf in form.leaves
     ]
-    return pytree.tree_unflatten(leaves, form.structure)
+    return as_lists(pytree.tree_unflatten(leaves, form.structure))
 
 
 @contextlib.contextmanager
@@ -434,6 +436,10 @@ def _untraceable(error: Exception) -> CompileError:
     elif "is mutated in the forward method" in reason:  # a plain tensor attribute
         name = reason.partition("Constant ")[2].partition(" ")[0].removeprefix("model.")
         return CompileError("QN110", f"the forward pass changes the tensor {name!r}; a program would not", where=where)
+    elif "Unsupported input type" in reason:
+        kind = reason.partition("<class '")[2].partition("'>")[0].rpartition(".")[2]
+        reason = f"the batch holds an object of the class {kind}, of whose content nothing is known"
+        return CompileError("QN102", reason, fix="make it a dataclass or a NamedTuple, or pass a dict")
     elif "_ctc_loss" in reason:
         reason = "targets of ctc_loss one behind the other: where those of a row begin depends on values of the lengths"
         fix = "padded targets [rows, longest], as torch.nn.utils.rnn.pad_sequence(targets, batch_first=True) makes them"

@@ -15,6 +15,8 @@ from ..core.errors import CompileError
 from ..guards.attribute_reads import Read
 from ..guards.function_reads import trainable
 from ..guards.guards import Guards, global_modes, guards_of
+from ..ir.containers import rebuilt
+from ..ir.result_form import ResultForm
 from .block_reuse import Unseen
 from .changes.saved_tensors import unchanged_since_saved
 from .loss_lines import LossLines
@@ -32,6 +34,7 @@ class _Seen:
     trace: WatchedTrace | None = None
     changed: bool = False  # whether forward changed plain data
     refuse: bool = False
+    result: ResultForm | None = None
     begin: Callable[[], None] | None = None  # called when a trace begins
     done: Callable[[], None] | None = None  # called when the user's code has run
 
@@ -103,7 +106,8 @@ class StepModule(nn.Module):
             check(made)
         if self.seen.done is not None:
             self.seen.done()
-        return made
+        self.seen.result, tensors = ResultForm.of(made)
+        return tensors
 
     def made(self, batch: Any) -> Any:
         """The loss, or what the model returns, without regard to what a trace needs.
@@ -112,8 +116,9 @@ class StepModule(nn.Module):
             CompileError: QN103 for a loss function beside a dict, all of which the model takes.
         """
         if self.call is not None:
-            return self.call(self.model, batch)
+            return self.call(self.model, rebuilt(batch))
         loss = self.compute if self.compute is not None else getattr(self, "loss_fn", None)
+        batch = rebuilt(batch)
         if isinstance(batch, dict):
             if self.want == "loss" and loss is not None:
                 raise CompileError(
@@ -160,6 +165,12 @@ class StepModule(nn.Module):
             self.seen.refuse = True
             export()
         return exported
+
+    @property
+    def result(self) -> ResultForm:
+        """The form of what the latest trace returned."""
+        assert self.seen.result is not None, "nothing was traced"
+        return self.seen.result
 
     @property
     def used_unseen(self) -> bool:
@@ -247,11 +258,26 @@ def loss_of(out: Any) -> Any:
         out = out["loss"]
     elif not isinstance(out, Tensor) and getattr(out, "loss", None) is not None:
         out = out.loss
-    if not isinstance(out, Tensor) or out.dim() != 0:
-        found = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        raise CompileError(
-            "QN103",
-            f"the model returned {found} where a scalar loss is needed",
-            fix="give loss_fn=, or return the loss (or an object with .loss)",
-        )
-    return out
+    if isinstance(out, Tensor) and all(isinstance(size, int) and size == 1 for size in out.shape):
+        return out.reshape(()) if out.dim() else out  # of one element, PyTorch's backward takes any shape
+    message, fix = _no_loss(out)
+    raise CompileError("QN103", message, fix=fix)
+
+
+def _no_loss(out: Any) -> tuple[str, str]:
+    """Why what a model returned is no loss, and what to do."""
+    needed = "where a scalar loss is needed"
+    if isinstance(out, Tensor):
+        shape = tuple(out.shape)
+        return f"the model returned a tensor of shape {shape} {needed}", "give loss_fn=, or return .mean() or .sum()"
+    usual = "give loss_fn=, or return the loss (or an object with .loss)"
+    if not isinstance(out, (tuple, list)):
+        return f"the model returned a {type(out).__name__} {needed}", usual
+    parts = [f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}" for x in out]
+    scalars = [i for i, x in enumerate(out) if isinstance(x, Tensor) and x.dim() == 0]
+    message = f"the model returned a {type(out).__name__} of {', '.join(parts)} {needed}"
+    if not scalars:
+        return message, usual
+    hook = f"model.register_forward_hook(lambda module, inputs, outputs: outputs[{scalars[0]}])"
+    which = "" if len(scalars) == 1 else f", and {' and '.join(map(str, scalars[1:]))} likewise"
+    return message, f"if element {scalars[0]} is the loss{which}: {hook}, before you compile"

@@ -15,6 +15,7 @@ from ..capture.modes import evaluating
 from ..capture.step_module import LossFn, loss_of
 from ..compat.torch import pytree
 from ..compat.torch_hooks import accumulation_hooks, node_class
+from ..ir.containers import rebuilt
 from .made_leaves import MadeLeaves
 from .plain_control_flow import in_python
 from .reference import same_numbers
@@ -45,6 +46,7 @@ class Owner:
             return self._called(batch)
 
     def _called(self, batch: Any) -> Any:
+        batch = rebuilt(batch)
         if isinstance(batch, dict):
             out = self.model(**batch)
         elif self.want == "loss" and self.loss_fn is not None:

@@ -14,6 +14,7 @@ from ..capture.batch_norms import one_process
 from ..capture.step_module import LossFn, loss_of
 from ..compat.torch import pytree
 from ..core.errors import CompileError, QuintNetError
+from ..ir.containers import rebuilt
 from ..ir.distributed_program import DistributedProgram
 from .module_copy import module_copy
 from .plain_control_flow import in_python
@@ -89,6 +90,7 @@ class ModuleTraining:
         return found.is_floating_point()
 
     def _loss(self, batch: Any) -> Tensor:
+        batch = rebuilt(batch)
         inputs = model_inputs(batch, self.loss_fn)
         with in_python():
             out = self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)

@@ -19,6 +19,7 @@ from ..compat.torch import pytree
 from ..core.annotations import needs_grad, values
 from ..core.errors import CompileError
 from ..guards.python_objects import objects_kept
+from ..ir.containers import rebuilt
 from ..ir.distributed_program import DistributedProgram
 from ..ops.rank_local import DRAWS
 from ..runtime.backends.local import LocalBackend
@@ -256,7 +257,7 @@ def _outputs(
     if isinstance(subject.outputs, str):
         return [], [f"outputs were not compared: {subject.outputs}"]
     inputs = model_inputs(batch, subject.loss_fn)
-    asked, how = module.inputs(inputs), Run()
+    asked, how = rebuilt(module.inputs(inputs)), Run()
     ours = backend.run(subject.outputs, _tensors(inputs), how)
     masks = _masks(subject.outputs, how.seed, how.step)
     with failing("evaluation"), evaluating(module.model), in_python(), masks:

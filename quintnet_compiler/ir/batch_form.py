@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,26 +12,26 @@ from torch import Tensor
 
 from ..compat.torch import pytree
 from ..core.errors import CompileError, Where
+from .containers import held
 
 ROWS = "rows"
 SHORTEST = 2  # code often does something else with one position
 
 
 def plain_batch(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
-    """A batch as a plain tuple or dict.
+    """A batch as a plain tuple or dict, with what torch.export takes apart; see :mod:`.containers`.
 
     Raises:
         CompileError: QN102 if it is neither a tuple (or list), nor a mapping.
     """
     if isinstance(batch, (tuple, list)):
-        return tuple(batch)
+        return tuple(map(held, batch))
     if isinstance(batch, Mapping):
-        return dict(batch)
-    raise CompileError(
-        "QN102",
-        f"the batch is a {type(batch).__name__}",
-        fix="pass what one step consumes: a tuple (arguments) or a dict (keyword arguments)",
-    )
+        return {name: held(value) for name, value in batch.items()}
+    fix = "pass what one step consumes: a tuple (arguments) or a dict (keyword arguments)"
+    if type(batch) in pytree.SUPPORTED_NODES or is_dataclass(batch):
+        fix = f"pass a tuple, which holds it as the model's first argument: ({type(batch).__name__}(...),)"
+    raise CompileError("QN102", f"the batch is a {type(batch).__name__}", fix=fix)
 
 
 @dataclass(frozen=True)

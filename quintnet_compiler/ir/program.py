@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx, nn
 
-from ..compat.torch import FakeTensorMode, pytree
+from ..compat.torch import FakeTensorMode
 from ..core.absent_gpu import AbsentGpu
 from ..core.annotations import Leaf, leaf
 from ..core.axes import Role
@@ -18,6 +18,7 @@ from ..core.precision import Precision
 from ..core.sharding import AxisType, Sharding
 from ..guards.guards import Guards
 from .batch_form import BatchForm
+from .result_form import ResultForm
 
 TILE_BYTES = 32 * 2**20  # of a mask of attention: large enough to keep a device busy, and little of its memory
 BUCKET_MIB = 25.0  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
@@ -30,7 +31,8 @@ class Captured:
     ``tensors`` holds the module's own parameters, buffers and constants under their original names; ``aliases``
     maps every further name of a tied parameter to the one that is kept. ``guards``: what must be as it was for the
     graph to be that of the module. ``form``: of the batches that it serves; ``symbols``: what it calls the sizes that
-    are symbols in the graph. ``only_rows``: the batch size, where the model's code fixes it.
+    are symbols in the graph. ``output_spec``: of what the model
+    returns. ``only_rows``: the batch size, where the model's code fixes it.
     ``changed``: the buffers and parameters that forward changes; the graph's last outputs are their new values.
     ``assigned``: the buffers of them in whose place forward puts another tensor. ``brought``: a module with what the
     loss function uses and the model does not have.
@@ -40,7 +42,7 @@ class Captured:
     tensors: Mapping[str, Tensor]
     aliases: Mapping[str, str]
     form: BatchForm
-    output_spec: pytree.TreeSpec
+    output_spec: ResultForm
     training: bool
     only_rows: int | None = None
     symbols: Mapping[str, str] = field(default_factory=dict)

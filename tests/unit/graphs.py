@@ -15,6 +15,7 @@ from quintnet_compiler.core.annotations import Leaf
 from quintnet_compiler.ir.batch_form import BatchForm
 from quintnet_compiler.ir.builder import GraphBuilder, aten
 from quintnet_compiler.ir.program import Axis, Captured, Program, Strategy
+from quintnet_compiler.ir.result_form import ResultForm
 from quintnet_compiler.ops.rules.notation import Factors
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.sharding.axis_view import AxisView, Wishes
@@ -42,7 +43,12 @@ def program(to: GraphBuilder, *outputs: fx.Node, rows: int = 8) -> Program:
     """The graph, ended, as a program that was never captured."""
     to.output(outputs)
     nothing = pytree.tree_structure(())
-    return Program(Captured(to.graph, {}, {}, BatchForm(nothing, ()), nothing, training=True), to.graph, to.mode, rows)
+    return Program(
+        Captured(to.graph, {}, {}, BatchForm(nothing, ()), ResultForm(nothing, ()), training=True),
+        to.graph,
+        to.mode,
+        rows,
+    )
 
 
 def linear(rows: int = 8, features: int = 6, results: int = 4) -> tuple[Program, dict[str, fx.Node]]:

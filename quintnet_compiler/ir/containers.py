@@ -1,0 +1,183 @@
+"""Containers of a batch that torch.export does not take: dataclasses, mappings and sequences of other classes, and what
+is registered as a container.
+
+They travel as one kind of container, :class:`Held`, with the same tensors, and are made again where the model is
+called. What is not taken apart is what a batch holds as one thing: a tensor, a number, text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..compat.torch import pytree
+from ..core.errors import CompileError
+
+_SINGLE = frozenset({Tensor, int, float, bool, complex, str, bytes, type(None)})
+_BUILT_IN = frozenset({tuple, list, dict, OrderedDict, defaultdict, deque})  # torch.export takes them apart
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recipe:
+    """How an object is made of its parts. ``context``: what a registered container has beside them."""
+
+    kind: type
+    keys: tuple[Any, ...]
+    context: Any = None
+
+
+class Held:
+    """The parts of an object of another class, in order."""
+
+    def __init__(self, recipe: _Recipe, parts: Sequence[Any]) -> None:
+        self.recipe, self.parts = recipe, list(parts)
+
+    def __repr__(self) -> str:
+        pairs = zip(self.recipe.keys, self.parts, strict=True)
+        return f"{self.recipe.kind.__name__}({', '.join(f'{key}={part!r}' for key, part in pairs)})"
+
+
+def _flatten(held: Held) -> tuple[list[Any], _Recipe]:
+    return held.parts, held.recipe
+
+
+def _flatten_with_keys(held: Held) -> tuple[list[tuple[Any, Any]], _Recipe]:
+    keys = [pytree.MappingKey(key) for key in held.recipe.keys]
+    return list(zip(keys, held.parts, strict=True)), held.recipe
+
+
+def _unflatten(parts: Iterable[Any], recipe: _Recipe) -> Held:
+    return Held(recipe, list(parts))
+
+
+pytree.register_pytree_node(Held, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
+
+
+def held(batch: Any) -> Any:
+    """Return ``batch`` with :class:`Held` in the place of containers of other classes.
+
+    Raises:
+        CompileError: QN102 for a mapping or a sequence that its own class does not make again of its parts.
+    """
+    if type(batch) in _SINGLE or isinstance(batch, Held):
+        return batch
+    if type(batch) in (tuple, list):
+        return _same_or_new(batch, type(batch)(map(held, batch)))
+    if type(batch) in _BUILT_IN or _is_named_tuple(batch):
+        return _parts_replaced(batch, held)
+    taken = _taken_apart(batch)
+    return batch if taken is None else Held(taken[0], [held(part) for part in taken[1]])
+
+
+def rebuilt(batch: Any) -> Any:
+    """Return ``batch`` with the objects that :func:`held` took apart, of its parts of now."""
+    if type(batch) in _SINGLE:
+        return batch
+    if isinstance(batch, Held):
+        return _made(batch.recipe, [rebuilt(part) for part in batch.parts])
+    if type(batch) in _BUILT_IN or _is_named_tuple(batch):
+        return _parts_replaced(batch, rebuilt)
+    return batch
+
+
+def as_lists(batch: Any) -> Any:
+    """Return ``batch`` with a list in the place of each :class:`Held`: how torch.export wants to be told of it."""
+    if isinstance(batch, Held):
+        return [as_lists(part) for part in batch.parts]
+    if type(batch) in (tuple, list):
+        return type(batch)(map(as_lists, batch))
+    if type(batch) in _BUILT_IN or _is_named_tuple(batch):
+        return _parts_replaced(batch, as_lists)
+    return batch
+
+
+def _same_or_new(old: Any, new: Any) -> Any:
+    return old if all(a is b for a, b in zip(old, new, strict=True)) else new
+
+
+def _parts_replaced(container: Any, change: Callable[[Any], Any]) -> Any:
+    """A built-in container with each of its parts changed."""
+    parts, structure = pytree.tree_flatten(container, is_leaf=lambda x: x is not container)
+    changed = [change(part) for part in parts]
+    same = all(a is b for a, b in zip(parts, changed, strict=True))
+    return container if same else pytree.tree_unflatten(changed, structure)
+
+
+def _is_named_tuple(x: Any) -> bool:
+    return isinstance(x, tuple) and hasattr(type(x), "_fields")
+
+
+def _taken_apart(x: Any) -> tuple[_Recipe, list[Any]] | None:
+    """How an object is made, and of what; None for one that is not taken apart."""
+    kind = type(x)
+    if isinstance(x, Tensor):
+        return None
+    if kind in pytree.SUPPORTED_NODES:
+        parts, context = pytree.SUPPORTED_NODES[kind].flatten_fn(x)
+        return _Recipe(kind, _keys(x, len(parts)), context), list(parts)
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        values = _attributes(x)
+        return _Recipe(kind, tuple(values)), list(values.values())
+    if isinstance(x, Mapping):
+        return _checked(x, _Recipe(kind, tuple(x)), [x[key] for key in x])
+    if isinstance(x, (list, tuple)):
+        return _checked(x, _Recipe(kind, tuple(range(len(x)))), list(x))
+    return None
+
+
+def _keys(x: Any, count: int) -> tuple[Any, ...]:
+    """What the parts of a registered container are called."""
+    if dataclasses.is_dataclass(x):
+        names = tuple(field.name for field in dataclasses.fields(x))
+        if len(names) == count:
+            return names
+    return tuple(x) if isinstance(x, Mapping) and len(x) == count else tuple(range(count))
+
+
+def _attributes(x: Any) -> dict[str, Any]:
+    """All attributes of a dataclass's instance, those that are no fields too."""
+    names = [field.name for field in dataclasses.fields(x) if hasattr(x, field.name)]
+    return {**{name: getattr(x, name) for name in names}, **getattr(x, "__dict__", {})}
+
+
+def _checked(x: Any, recipe: _Recipe, parts: list[Any]) -> tuple[_Recipe, list[Any]]:
+    """Raises: CompileError QN102 if the class does not make the same again."""
+    try:
+        again = _made(recipe, parts)
+        same = type(again) is type(x) and _listed(again) == _listed(x)
+    except Exception as error:  # a constructor may raise anything
+        raise _refused(recipe.kind) from error
+    if not same:
+        raise _refused(recipe.kind)
+    return recipe, parts
+
+
+def _listed(x: Any) -> list[tuple[Any, int]]:
+    pairs = [(key, x[key]) for key in x] if isinstance(x, Mapping) else list(enumerate(x))
+    return [(key, id(part)) for key, part in pairs]
+
+
+def _refused(kind: type) -> CompileError:
+    return CompileError(
+        "QN102",
+        f"the batch holds a {kind.__name__}, which {kind.__name__}(its content) does not make again",
+        fix="pass a dict, a list, or a dataclass with the same content",
+    )
+
+
+def _made(recipe: _Recipe, parts: list[Any]) -> Any:
+    kind = recipe.kind
+    if kind in pytree.SUPPORTED_NODES:
+        return pytree.SUPPORTED_NODES[kind].unflatten_fn(parts, recipe.context)
+    if dataclasses.is_dataclass(kind):
+        x = object.__new__(kind)
+        for name, part in zip(recipe.keys, parts, strict=True):
+            object.__setattr__(x, name, part)
+        return x
+    if issubclass(kind, Mapping):
+        return kind(dict(zip(recipe.keys, parts, strict=True)))  # type: ignore[call-arg]
+    return kind(parts)
