@@ -13,6 +13,17 @@ from ...core.annotations import shape, value
 from ...ir.builder import GraphBuilder
 
 aten = torch.ops.aten
+
+
+def instance_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """With running statistics in evaluation it is a batch norm of these: each element on its own."""
+    x, weight, bias, mean, variance, of_inputs, momentum, eps = args[:8]
+    if of_inputs or mean is None:
+        return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    frozen = aten._native_batch_norm_legit_no_training.default
+    return builder.getitem(builder.call(frozen, x, weight, bias, mean, variance, momentum, eps), 0)
+
+
 NARROW = (torch.float16, torch.bfloat16)
 
 

@@ -21,7 +21,7 @@ from .counted.rows import CountedRows
 from .derivative_rewrites import DERIVATIVE_REWRITES
 from .list_rewrites import cat
 from .loss_rewrites import cross_entropy, distance, divergence, many_labels, mean, nll, output_dtype
-from .norm_rewrites import batch_norm
+from .norm_rewrites import batch_norm, instance_norm
 from .random_rewrites import RANDOM_REWRITES, Rewrite, random_calls
 from .stride_rewrites import as_strided, as_strided_scatter
 
@@ -295,6 +295,7 @@ REWRITES: dict[Any, Rewrite] = {
         _filled,
     ),
     aten.cat.default: cat,
+    aten.instance_norm.default: instance_norm,
     aten._conj.default: _called(aten._conj_physical.default),
     aten._neg_view.default: _called(aten.neg.default),
     aten.zero.default: _filled,

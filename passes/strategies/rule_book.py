@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from ...core.annotations import facts, is_float, is_getitem, leaf, needs_grad, origin, tensor_inputs, values
+from ...compat.torch import OpOverload
+from ...core.annotations import facts, is_float, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R, S, Shard, gradient, plain
 from ...ir.program import Strategy
@@ -25,7 +26,7 @@ from ...ops.attention.paged import paged_attention
 from ...ops.experts.scaled_groups import scaled_expert_linear
 from ...ops.filled_rows import fill_rows
 from ...ops.rules.node_factors import argument, opaque
-from ...ops.rules.notation import Dims, Factors, Rule
+from ...ops.rules.notation import Dims, Factors, Rule, rule
 from ...ops.scaled_products import scaled_matmul
 
 aten = torch.ops.aten
@@ -45,6 +46,51 @@ _DIVISIONS = frozenset(
 Value = tuple[fx.Node, int]  # an operator and which of its outputs
 Cut = tuple[int, int]  # dim and k: a boundary inside a dim at which S(dim, k) may start
 Place = tuple[str, int, int]  # a factor, its dim, and the product of the factors outside it in that dim
+
+
+class MissingRule(CompileError):
+    """QN202: an operator has no rule. ``row_rule``: the one that it has if it computes each row on its own, rows being
+    dim 0 of its first result and of all tensors that are as long there; None if that is no dim."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__("QN202", f"{node.target} has no sharding rule", where=facts(node).where)
+        self.row_rule = _row_rule(node)
+
+
+@dataclass(frozen=True)
+class RowRule:
+    """A rule in notation, and how a user writes it."""
+
+    target: object
+    text: str
+    whole: str
+
+    @property
+    def rule(self) -> Rule:
+        return rule(self.target, self.text, whole=self.whole)
+
+    def __str__(self) -> str:
+        name = str(self.target).replace(".", "::", 1)
+        return f'quintnet.rule("{name}", "{self.text}"' + (f', whole="{self.whole}")' if self.whole else ")")
+
+
+def _row_rule(node: fx.Node) -> RowRule | None:
+    made = [tuple(x.shape) for x in values(node) if x is not None]
+    shapes = [*(shape(x) for x in tensor_inputs(node)), *made]
+    rows = made[0][:1] if made else ()
+    if not rows or not isinstance(node.target, OpOverload):
+        return None
+    whole: list[str] = []
+
+    def tensor(number: int, sizes: tuple[int, ...]) -> str:
+        names = ["b" if d == 0 and sizes[:1] == rows else f"t{number}d{d}" for d in range(len(sizes))]
+        whole.extend(name for name in names if name != "b")
+        return " ".join(names)
+
+    sides = [tensor(i, sizes) for i, sizes in enumerate(shapes)]
+    count = len(tensor_inputs(node))
+    text = f"{', '.join(sides[:count])} -> {', '.join(sides[count:])}"
+    return RowRule(node.target, text, " ".join(whole))
 
 
 @dataclass(frozen=True)
@@ -73,21 +119,21 @@ class RuleBook:
 
     def _fitted(self, node: fx.Node) -> Hashable | None:
         """All that a rule in notation reads of an operator; None for a rule that may read more."""
-        rule = self.rules.get(node.target)
-        if rule is None or not rule.text:
+        known = self.rules.get(node.target)
+        if known is None or not known.text:
             return None
         given = (x for source in tensor_inputs(node) for x in values(source))
         return node.target, tuple(tuple(x.shape) for x in given), tuple(tuple(x.shape) for x in values(node))
 
     def factors_of(self, node: fx.Node) -> Factors:
         """Of one operator. Raises: CompileError QN202 if it has no rule."""
-        rule = self.rules.get(node.target)
-        if rule is None:
+        known = self.rules.get(node.target)
+        if known is None:
             if self.unknown == "replicate":
                 return opaque(node)
-            raise CompileError("QN202", f"{node.target} has no sharding rule", where=facts(node).where)
+            raise MissingRule(node)
         try:
-            return rule.factors(node)
+            return known.factors(node)
         except (ValueError, IndexError, TypeError, AssertionError) as error:
             raise CompileError(
                 "QN202", f"the rule of {node.target} does not fit here: {error}", where=facts(node).where

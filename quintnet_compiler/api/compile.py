@@ -18,12 +18,13 @@ from ..driver.task import CHECKS, Task
 from ..huggingface.parallel_plan import hf_plan
 from ..ir.plan import Plan, PlanOptions, check_plan, read_plan
 from ..ir.plan_options import decided, lists_options
-from ..ops.rules.notation import Rule, table
+from ..ops.rules.notation import Rule, user_rules
 from ..ops.rules.table import RULES
 from ..runtime.execute.engines import EngineName, check_engine
 from ..runtime.launch.world import device_for, enter_world
 from .compiled_program import CompiledProgram
 from .plan import plan as make_plan
+from .wrapped_models import refuse_wrapped
 
 
 @lists_options
@@ -95,6 +96,7 @@ def compile(
     given = decided("compile", options)
     if not isinstance(model, nn.Module):
         raise CompileError("QN105", f"a {type(model).__name__} is not a model", fix="pass an nn.Module")
+    refuse_wrapped(model, loss_fn)
     if not isinstance(mesh, (Mesh, Cluster)):
         raise CompileError("QN201", f"a {type(mesh).__name__} is not a mesh", fix="pass quintnet.Mesh(dp=2, tp=2)")
     check_engine(backend)
@@ -110,7 +112,7 @@ def compile(
         chosen = read_plan(own).changed(given)
     check_plan(chosen, mesh)
     enter_world(mesh)
-    book = {**RULES, **table(rules)}
+    book = {**RULES, **user_rules(rules)}
     where, absent = device_for(model, device, gpu)
     task = Task(
         model, loss_fn, mesh, chosen, book, where, check_finite, training, backend, check, tune_process, absent,

@@ -19,7 +19,7 @@ from ..core.replaced import new_garbage_only, one_thread
 from ..cost_models.cluster import Cluster
 from ..ir.batch_form import BatchForm, FlatBatch, RowsElsewhere, plain_batch
 from ..ir.plan import Plan, check_host_parameters, check_plan, read_plan
-from ..ops.rules.notation import Rule, table
+from ..ops.rules.notation import Rule, user_rules
 from ..ops.rules.table import RULES
 from ..planner.asking import Question, listed, plan_model
 from ..planner.estimate import Estimate
@@ -29,6 +29,7 @@ from ..planner.search import Objective, SearchEffort
 from ..planner.workload import Goal, tokens_of, with_length
 from ..runtime.execute.engines import REPLAYS, EngineName, check_engine
 from ..schedules.synthesis import check_schedule
+from .wrapped_models import refuse_wrapped
 
 Given = Plan | Mapping[str, Any] | str | Path | None
 
@@ -168,6 +169,7 @@ def _planner(
         raise CompileError(
             "QN201", f"a {type(cluster).__name__} is not a cluster", fix='pass quintnet.Cluster("h100", nodes=8)'
         )
+    refuse_wrapped(model, loss_fn)
     check_engine(backend)
     decided = "virtual_stages" in pinned.model_fields_set
     check_schedule(pinned.schedule, pinned.virtual_stages if decided else None)
@@ -178,7 +180,7 @@ def _planner(
         captured = traced()
     except RowsElsewhere as elsewhere:
         captured = traced(form=BatchForm.of(batch, FlatBatch.of(batch, {elsewhere.structure: elsewhere.leaf}).rows))
-    book = {**RULES, **table(rules)}
+    book = {**RULES, **user_rules(rules)}
     unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
     found = FlatBatch.of(batch)
     machine = PricedCluster(cluster, unknown, reserve, backend == REPLAYS)

@@ -102,12 +102,13 @@ class StepModule(nn.Module):
             self.seen.begin()
         check = unchanged_since_saved((name.removeprefix("model"), module) for name, module in self.named_children())
         made = self.made(batch)
-        if self.want == "loss":
-            check(made)
         if self.seen.done is not None:
             self.seen.done()
         self.seen.result, tensors = ResultForm.of(made)
-        return tensors
+        if self.want != "loss":
+            return tensors
+        check(made)
+        return made
 
     def made(self, batch: Any) -> Any:
         """The loss, or what the model returns, without regard to what a trace needs.

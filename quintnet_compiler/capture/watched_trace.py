@@ -25,6 +25,7 @@ from .block_reuse import Unseen, UnseenUsed
 from .changes.assigned_data import put_data
 from .modes import uncompiled
 from .raising_checks import checks_pass
+from .tables_by_type import tables_by_type
 from .traced_as import TRACED_AS
 
 _TRACED = (FakeTensor, FunctionalTensor)
@@ -85,6 +86,7 @@ class WatchedTrace:
 
         def watched() -> Any:
             with (
+                tables_by_type(self._python_values()),
                 self.reads.recording(),
                 _Tensors(self, stands_for),
                 checks_pass(_is_real, self.own),
@@ -110,6 +112,11 @@ class WatchedTrace:
         if refused:
             raise _refusal(refused, line)
         return result
+
+    def _python_values(self) -> list[Any]:
+        """What forward may look up in: variables of functions, and attributes of modules."""
+        variables = [variable.value for variable in self.variables]
+        return [*variables, *(vars(module) for root in self.roots.values() for module in root.modules())]
 
     def _meet(self) -> None:
         for label, root in self.roots.items():

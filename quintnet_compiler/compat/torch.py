@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._C._dynamo.guards import assert_size_stride
 from torch._decomp import get_decompositions
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as TorchFakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 __all__ = [
     "pytree",  # nested batches and outputs as lists of leaves; instead: optree, or torch.export's public registry
     "OpOverload",  # the type of operators, for isinstance; instead: type(torch.ops.aten.add.Tensor)
+    "OpOverloadPacket",  # all overloads of an operator, for isinstance; instead: type(torch.ops.aten.add)
     "HigherOrderOperator",  # the type of cond, scan and autocast in a trace; instead: any other callable target
     "FakeTensorMode",  # shapes and strides without values; instead: tensors on the meta device
     "FakeTensor",  # tells tensors of a trace from real ones; instead: the mode's own record of what it made
@@ -46,7 +48,7 @@ __all__ = [
     "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
     "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "NEEDS_VALUES",
-    "OLD_CHOLESKY", "views_untracked",
+    "OLD_CHOLESKY", "custom_operator", "views_untracked",
 ]  # fmt: skip
 
 # What a trace raises where code asks for a value that it does not know; instead: the names of their classes.
@@ -54,6 +56,12 @@ NEEDS_VALUES = (DataDependentOutputException, GuardOnDataDependentSymNode)
 
 # Autograd runs beside a trace as it does in the plain module; instead: removing the nodes that were made meanwhile.
 unrecorded: Callable[[], contextlib.AbstractContextManager[Any]] = disable_proxy_modes_tracing
+
+
+def custom_operator(made: Any) -> OpOverload | None:
+    """The operator of what torch.library.custom_op or triton_op returns; None of anything else. Instead:
+    torch.ops.lib.op.default."""
+    return made._opoverload if isinstance(made, CustomOpDef) else None
 
 
 def recording() -> bool:

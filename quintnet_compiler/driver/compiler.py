@@ -34,6 +34,7 @@ from ..passes.sharding.replicated import unsplit
 from ..passes.sharding.shard_parameters import stored_whole, storing_axes
 from ..passes.stages.cut_stages import CutStages, boundaries, parameter_stages, stage_times
 from ..passes.stages.follow_stages import FollowStages
+from ..passes.strategies.rule_book import MissingRule, RowRule
 from ..schedules.kinds import forward_only
 from ..schedules.schedule import Schedule
 from ..schedules.synthesis import schedule_of
@@ -95,6 +96,9 @@ class Compiled:
         return runner.programs
 
 
+MOST_RULES = 8  # of operators that are tried to be split by their rows
+
+
 @one_thread()
 @new_garbage_only()
 def compile_program(captured: Captured, request: Request, runner: Runner, *, training: bool = True) -> Compiled:
@@ -115,15 +119,46 @@ def _tried(request: Request, compiled: Callable[[Request], Any]) -> Iterator[Non
     except CompileError as error:
         if error.code != "QN202" or request.plan.unknown_ops != "error":
             raise
+        replicated = replace(request, plan=request.plan.changed({"unknown_ops": "replicate"}))
         try:
-            compiled(replace(request, plan=request.plan.changed({"unknown_ops": "replicate"})))
+            compiled(replicated)
         except Exception as other:  # of whatever kind: it is told, and the first error is the answer
             what = other.code if isinstance(other, CompileError) else f"{type(other).__name__}:"
             cause = getattr(other, "message", str(other))
             text = f'{error.message}\n  unsplit, with plan={{"unknown_ops": "replicate"}}: {what} {cause}'
-            raise CompileError(error.code, text, where=error.where) from error
+            fix = _rules_tried(error, request, compiled) or _whole_batches_tried(replicated, compiled)
+            fix = fix or error.fix or "write that line with operators of torch, which have rules"
+            raise CompileError(error.code, text, where=error.where, fix=fix) from error
         fix = 'run it unsplit: plan={"unknown_ops": "replicate"}'
         raise CompileError(error.code, error.message, where=error.where, fix=fix) from error
+
+
+def _rules_tried(error: CompileError, request: Request, compiled: Callable[[Request], Any]) -> str:
+    """What to write where operators without a rule compute each row on its own; "" where that does not compile."""
+    added: list[RowRule] = []
+    while isinstance(error, MissingRule) and error.row_rule is not None and len(added) < MOST_RULES:
+        added.append(error.row_rule)
+        rules = {**request.rules, **{one.target: one.rule for one in added}}
+        try:
+            compiled(replace(request, rules=rules))
+        except CompileError as other:
+            error = other
+            continue
+        except Exception:  # of whatever kind: it is no fix
+            return ""
+        return f"if it computes each row on its own: rules=[{', '.join(map(str, added))}]"
+    return ""
+
+
+def _whole_batches_tried(request: Request, compiled: Callable[[Request], Any]) -> str:
+    """What to write where operators without a rule run on whole batches; "" where that does not compile."""
+    if request.plan.microbatches == 1:
+        return ""
+    try:
+        compiled(replace(request, plan=request.plan.changed({"microbatches": 1})))
+    except Exception:  # of whatever kind: it is no fix
+        return ""
+    return 'run it unsplit: plan={"unknown_ops": "replicate", "microbatches": 1}'
 
 
 def _compiled(captured: Captured, request: Request, runner: Runner, *, training: bool) -> Compiled:

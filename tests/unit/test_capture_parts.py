@@ -223,13 +223,13 @@ def test_the_version_of_the_module_as_it_is_now() -> None:
     switches[1].on = False
     assert kept.look("train", flat, 4) == (first, {"rows": 4}) and kept.difference("train") == ""
     assert kept.look("train", FlatBatch.of((torch.zeros(4, 5),)), 4) is None
-    other = kept.alike("train", (torch.zeros(2, 5),))
+    other = kept.alike("train", FlatBatch.of((torch.zeros(2, 5),)))
     assert other is not None and other[0] is first and other[1].sizes(FlatBatch.of((torch.zeros(8, 9),))) == {
         "rows": 8, "length0": 9,
     }  # fmt: skip
     switches[0].on = False
     assert kept.look("train", flat, 4) is None and kept.difference("train") == "scale is 2 and was 1"
-    assert kept.alike("train", (torch.zeros(2, 5),)) is None
+    assert kept.alike("train", FlatBatch.of((torch.zeros(2, 5),))) is None
 
 
 def test_the_programs_that_were_used_last_are_kept() -> None:
@@ -256,8 +256,9 @@ def test_a_step_is_the_model_and_its_loss() -> None:
     assert step._step((torch.ones(2), torch.zeros(2))).item() == 1
     assert set(dict(StepModule(nn.Linear(1, 1), nn.MSELoss(), "loss", None).named_children())) == {"model", "loss_fn"}
     outputs = StepModule(nn.Identity(), F.mse_loss, "outputs", None)
-    assert outputs._step((torch.ones(2),)).tolist() == [1, 1]
+    assert outputs._step((torch.ones(2),))[0].tolist() == [1, 1]
     assert loss_of({"loss": torch.tensor(2.0)}).item() == 2
+    assert loss_of(torch.ones(1, 1)).shape == ()
     with pytest.raises(CompileError, match="QN103"):
         loss_of(torch.zeros(2))
 

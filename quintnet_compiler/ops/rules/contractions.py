@@ -71,7 +71,7 @@ def lu_solve(node: fx.Node) -> Factors:
 
 
 def einsum(node: fx.Node) -> Factors:
-    """The equation is a rule. One that repeats a letter in a tensor runs unsplit: all letters are whole."""
+    """The equation is a rule. A letter that one tensor has twice (a diagonal) is whole."""
     equation = argument(node, "equation").replace(" ", "")
     operands = tensor_inputs(node)
     inputs, arrow, output = equation.partition("->")
@@ -86,7 +86,14 @@ def einsum(node: fx.Node) -> Factors:
         terms = [*inputs.split(","), output]
         sizes: dict[str, int] = {}
         tensors = [_letters(term, shape(n), sizes) for term, n in zip(terms, (*operands, node), strict=True)]
-        return Factors(tuple(tensors[:-1]), (tensors[-1],), sizes, frozenset(sizes))
+        twice = {letter for term in terms for letter in term.replace("...", "") if term.count(letter) > 1}
+        alike = all(
+            tuple(sizes[name] for (name,) in dims) == shape(n)
+            for dims, n in zip(tensors, (*operands, node), strict=True)
+        )
+        linear = tuple((i,) for i in range(len(operands)))
+        whole = frozenset(twice if twice and alike else sizes)  # of dims that broadcast nothing is said
+        return Factors(tuple(tensors[:-1]), (tensors[-1],), sizes, whole, linear=linear if alike else ())
 
 
 def _letters(term: str, dims: Sequence[int], sizes: dict[str, int]) -> Dims:

@@ -17,7 +17,9 @@ from typing import Any, Literal
 
 from torch import fx
 
+from ...compat.torch import OpOverload
 from ...core.annotations import shape, tensor_inputs, values
+from .targets import operator_of
 
 # "matmul": a product, whose size follows from the factors; "attention"; "view": moves nothing; "memory": bound by the
 # bytes that it reads and writes
@@ -288,7 +290,8 @@ def rule(
     """A sharding rule in factor notation, like an einsum: a factor that the result lacks is summed over.
 
     Args:
-        target: the operator, such as ``torch.ops.aten.linear.default``.
+        target: the operator, such as ``torch.ops.aten.linear.default``; ``torch.ops.lib.op`` or ``"lib::op"`` where it
+            has one overload; or what ``torch.library.custom_op`` and ``triton_op`` return.
         text: factors of each dim of the tensor inputs and outputs, in the order in which the call has them, those in
             lists and tuples too (``[b n, b k]``: brackets may mark them). ``...`` stands for leading dims that
             broadcast; ``(h d)`` for a dim that has several factors, the outermost first; a number for a dim of that
@@ -307,7 +310,8 @@ def rule(
     ((('b',), ('s',), ('3', 'h', 'd')),)
 
     Raises:
-        ValueError: if the text is malformed, or an option names a factor or an input that the text lacks.
+        ValueError: if the text is malformed, or an option names a factor or an input that the text lacks; if there is
+            no operator of a name, or several.
     """
     options = {"whole": whole, "linear": linear, "additive": additive, "contiguous": contiguous}
     notation = Notation.parse(text, whole=whole, linear=linear, additive=additive, contiguous=contiguous)
@@ -315,7 +319,7 @@ def rule(
     def factors(node: fx.Node) -> Factors:
         return notation.fit([shape(n) for n in tensor_inputs(node)], [tuple(v.shape) for v in values(node)])
 
-    return Rule(target, factors, shape_arg, text, options, work or notation.work)
+    return Rule(operator_of(target), factors, shape_arg, text, options, work or notation.work)
 
 
 def table(*rules: Rule | Iterable[Rule]) -> dict[Any, Rule]:
@@ -330,4 +334,20 @@ def table(*rules: Rule | Iterable[Rule]) -> dict[Any, Rule]:
             if one.target in found:
                 raise ValueError(f"two rules for {one.target}")
             found[one.target] = one
+    return found
+
+
+def user_rules(rules: Iterable[Rule]) -> Mapping[Any, Rule]:
+    """Return a user's rules by operator.
+
+    Raises:
+        ValueError: if two are of one operator, or one is of none.
+    """
+    found = table(rules)
+    for target in found:
+        if not isinstance(target, OpOverload):
+            raise ValueError(
+                f"a rule of {target!r}, which is no operator: write torch.ops.lib.op.default, or 'lib::op' of an "
+                "operator that is registered"
+            )
     return found

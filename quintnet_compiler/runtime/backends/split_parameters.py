@@ -106,6 +106,11 @@ def home_of(module: nn.Module) -> Home | None:
     return next((home for part in module.modules() if (home := part.__dict__.get(_HOME)) is not None), None)
 
 
+def split_parameter(module: nn.Module) -> str | None:
+    """The first parameter of a module that is a DTensor, if there is one."""
+    return next((name for name, x in module.named_parameters() if isinstance(x, DTensor)), None)
+
+
 def refuse_split(tensors: Mapping[str, Tensor]) -> None:
     """Raises: RunError QN113 if somebody else has split a parameter."""
     split = next((name for name, x in tensors.items() if isinstance(x, DTensor)), None)
