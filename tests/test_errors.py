@@ -295,7 +295,7 @@ MESSAGES: dict[str, str] = {
     "no loss": (
         "QN103 there is no scalar loss\n"
         "  the model returned a tensor of shape (sN, 8) where a scalar loss is needed\n"
-        "  fix: give loss_fn=, or return the loss (or an object with .loss)"
+        "  fix: give loss_fn=, or return .mean() or .sum() of it"
     ),
     "a dict beside a loss function": (
         "QN103 there is no scalar loss\n"
@@ -307,7 +307,7 @@ MESSAGES: dict[str, str] = {
     "loss of every row": (
         "QN103 there is no scalar loss\n"
         "  the model returned a tensor of shape (sN,) where a scalar loss is needed\n"
-        "  fix: give loss_fn=, or return the loss (or an object with .loss)"
+        "  fix: give loss_fn=, or return .mean() or .sum() of it"
     ),
     "batch is a tensor": (
         "QN102 the batch does not fit the program\n"

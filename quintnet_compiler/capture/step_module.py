@@ -270,7 +270,10 @@ def _no_loss(out: Any) -> tuple[str, str]:
     needed = "where a scalar loss is needed"
     if isinstance(out, Tensor):
         shape = tuple(out.shape)
-        return f"the model returned a tensor of shape {shape} {needed}", "give loss_fn=, or return .mean() or .sum()"
+        return (
+            f"the model returned a tensor of shape {shape} {needed}",
+            "give loss_fn=, or return .mean() or .sum() of it",
+        )
     usual = "give loss_fn=, or return the loss (or an object with .loss)"
     if not isinstance(out, (tuple, list)):
         return f"the model returned a {type(out).__name__} {needed}", usual

@@ -127,7 +127,7 @@ def _tried(request: Request, compiled: Callable[[Request], Any]) -> Iterator[Non
             cause = getattr(other, "message", str(other))
             text = f'{error.message}\n  unsplit, with plan={{"unknown_ops": "replicate"}}: {what} {cause}'
             fix = _rules_tried(error, request, compiled) or _whole_batches_tried(replicated, compiled)
-            fix = fix or error.fix or "write that line with operators of torch, which have rules"
+            fix = fix or error.fix or "write that line with other operators"
             raise CompileError(error.code, text, where=error.where, fix=fix) from error
         fix = 'run it unsplit: plan={"unknown_ops": "replicate"}'
         raise CompileError(error.code, error.message, where=error.where, fix=fix) from error
