@@ -30,7 +30,7 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         "QN102": ErrorEntry(
             "the batch does not fit the program",
             "There was no batch yet, a batch is neither a tuple nor a dict of tensors, has no rows, or holds NumPy "
-            "arrays, or ranks were given different batches.",
+            "arrays or objects of other classes, or ranks were given different batches.",
             "Give compile a batch, or call prepare(batch); read the same data on every rank.",
         ),
         "QN103": ErrorEntry(
@@ -49,7 +49,7 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         "QN105": ErrorEntry(
             "the model uses something that is not supported yet",
             "The model uses something that would not give the unsplit model's gradients (hooks without a result, "
-            "other random generators, ...), so it is refused rather than approximated.",
+            "other random generators, models that another library has split, ...), so it is refused rather than approximated.",
             "The message names what and where; it suggests what to use instead.",
         ),
         "QN106": ErrorEntry(
