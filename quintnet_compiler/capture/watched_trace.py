@@ -23,9 +23,9 @@ from ..guards.guards import Roots, TraceReads
 from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
 from .block_reuse import Unseen, UnseenUsed
 from .changes.assigned_data import put_data
+from .changes.tables_by_type import tables_by_type
 from .modes import uncompiled
 from .raising_checks import checks_pass
-from .tables_by_type import tables_by_type
 from .traced_as import TRACED_AS
 
 _TRACED = (FakeTensor, FunctionalTensor)

@@ -49,7 +49,8 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         "QN105": ErrorEntry(
             "the model uses something that is not supported yet",
             "The model uses something that would not give the unsplit model's gradients (hooks without a result, "
-            "other random generators, models that another library has split, ...), so it is refused rather than approximated.",
+            "other random generators, models that another library has split, ...), so it is refused rather than "
+            "approximated.",
             "The message names what and where; it suggests what to use instead.",
         ),
         "QN106": ErrorEntry(

@@ -22,7 +22,7 @@ _BUILT_IN = frozenset({tuple, list, dict, OrderedDict, defaultdict, deque})  # t
 
 
 @dataclasses.dataclass(frozen=True)
-class _Recipe:
+class _Construction:
     """How an object is made of its parts. ``context``: what a registered container has beside them."""
 
     kind: type
@@ -33,25 +33,25 @@ class _Recipe:
 class Held:
     """The parts of an object of another class, in order."""
 
-    def __init__(self, recipe: _Recipe, parts: Sequence[Any]) -> None:
-        self.recipe, self.parts = recipe, list(parts)
+    def __init__(self, construction: _Construction, parts: Sequence[Any]) -> None:
+        self.construction, self.parts = construction, list(parts)
 
     def __repr__(self) -> str:
-        pairs = zip(self.recipe.keys, self.parts, strict=True)
-        return f"{self.recipe.kind.__name__}({', '.join(f'{key}={part!r}' for key, part in pairs)})"
+        pairs = zip(self.construction.keys, self.parts, strict=True)
+        return f"{self.construction.kind.__name__}({', '.join(f'{key}={part!r}' for key, part in pairs)})"
 
 
-def _flatten(held: Held) -> tuple[list[Any], _Recipe]:
-    return held.parts, held.recipe
+def _flatten(held: Held) -> tuple[list[Any], _Construction]:
+    return held.parts, held.construction
 
 
-def _flatten_with_keys(held: Held) -> tuple[list[tuple[Any, Any]], _Recipe]:
-    keys = [pytree.MappingKey(key) for key in held.recipe.keys]
-    return list(zip(keys, held.parts, strict=True)), held.recipe
+def _flatten_with_keys(held: Held) -> tuple[list[tuple[Any, Any]], _Construction]:
+    keys = [pytree.MappingKey(key) for key in held.construction.keys]
+    return list(zip(keys, held.parts, strict=True)), held.construction
 
 
-def _unflatten(parts: Iterable[Any], recipe: _Recipe) -> Held:
-    return Held(recipe, list(parts))
+def _unflatten(parts: Iterable[Any], construction: _Construction) -> Held:
+    return Held(construction, list(parts))
 
 
 pytree.register_pytree_node(Held, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
@@ -78,7 +78,7 @@ def rebuilt(batch: Any) -> Any:
     if type(batch) in _SINGLE:
         return batch
     if isinstance(batch, Held):
-        return _made(batch.recipe, [rebuilt(part) for part in batch.parts])
+        return _made(batch.construction, [rebuilt(part) for part in batch.parts])
     if type(batch) in _BUILT_IN or _is_named_tuple(batch):
         return _parts_replaced(batch, rebuilt)
     return batch
@@ -111,21 +111,21 @@ def _is_named_tuple(x: Any) -> bool:
     return isinstance(x, tuple) and hasattr(type(x), "_fields")
 
 
-def _taken_apart(x: Any) -> tuple[_Recipe, list[Any]] | None:
+def _taken_apart(x: Any) -> tuple[_Construction, list[Any]] | None:
     """How an object is made, and of what; None for one that is not taken apart."""
     kind = type(x)
     if isinstance(x, Tensor):
         return None
     if kind in pytree.SUPPORTED_NODES:
         parts, context = pytree.SUPPORTED_NODES[kind].flatten_fn(x)
-        return _Recipe(kind, _keys(x, len(parts)), context), list(parts)
+        return _Construction(kind, _keys(x, len(parts)), context), list(parts)
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         values = _attributes(x)
-        return _Recipe(kind, tuple(values)), list(values.values())
+        return _Construction(kind, tuple(values)), list(values.values())
     if isinstance(x, Mapping):
-        return _checked(x, _Recipe(kind, tuple(x)), [x[key] for key in x])
+        return _checked(x, _Construction(kind, tuple(x)), [x[key] for key in x])
     if isinstance(x, (list, tuple)):
-        return _checked(x, _Recipe(kind, tuple(range(len(x)))), list(x))
+        return _checked(x, _Construction(kind, tuple(range(len(x)))), list(x))
     return None
 
 
@@ -144,16 +144,16 @@ def _attributes(x: Any) -> dict[str, Any]:
     return {**{name: getattr(x, name) for name in names}, **getattr(x, "__dict__", {})}
 
 
-def _checked(x: Any, recipe: _Recipe, parts: list[Any]) -> tuple[_Recipe, list[Any]]:
+def _checked(x: Any, construction: _Construction, parts: list[Any]) -> tuple[_Construction, list[Any]]:
     """Raises: CompileError QN102 if the class does not make the same again."""
     try:
-        again = _made(recipe, parts)
+        again = _made(construction, parts)
         same = type(again) is type(x) and _listed(again) == _listed(x)
     except Exception as error:  # a constructor may raise anything
-        raise _refused(recipe.kind) from error
+        raise _refused(construction.kind) from error
     if not same:
-        raise _refused(recipe.kind)
-    return recipe, parts
+        raise _refused(construction.kind)
+    return construction, parts
 
 
 def _listed(x: Any) -> list[tuple[Any, int]]:
@@ -169,15 +169,15 @@ def _refused(kind: type) -> CompileError:
     )
 
 
-def _made(recipe: _Recipe, parts: list[Any]) -> Any:
-    kind = recipe.kind
+def _made(construction: _Construction, parts: list[Any]) -> Any:
+    kind = construction.kind
     if kind in pytree.SUPPORTED_NODES:
-        return pytree.SUPPORTED_NODES[kind].unflatten_fn(parts, recipe.context)
+        return pytree.SUPPORTED_NODES[kind].unflatten_fn(parts, construction.context)
     if dataclasses.is_dataclass(kind):
         x = object.__new__(kind)
-        for name, part in zip(recipe.keys, parts, strict=True):
+        for name, part in zip(construction.keys, parts, strict=True):
             object.__setattr__(x, name, part)
         return x
     if issubclass(kind, Mapping):
-        return kind(dict(zip(recipe.keys, parts, strict=True)))  # type: ignore[call-arg]
+        return kind(dict(zip(construction.keys, parts, strict=True)))  # type: ignore[call-arg]
     return kind(parts)

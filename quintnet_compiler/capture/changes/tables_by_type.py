@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..compat.torch import FakeTensor, FunctionalTensor
+from ...compat.torch import FakeTensor, FunctionalTensor
 
 _OF_A_TRACE = (FakeTensor, FunctionalTensor)
 DEPTH = 3  # of tables in objects that hold them
