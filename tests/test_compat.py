@@ -94,6 +94,7 @@ BY_OTHER_TESTS: Mapping[str, str] = MappingProxyType(
         "_tensor_name": "unit/test_unfollowed_parts.py",
         "_raw_saved": "unit/test_second_runs.py",
         "_sequence_nr": "unit/test_second_runs.py",
+        "_opoverload": "test_rules_of_users.py",
         "_assert_async": "test_frontier_diagnoses.py",
         "_assert_scalar": "test_frontier_diagnoses.py",
         "_get_backend": "test_collectives.py",
