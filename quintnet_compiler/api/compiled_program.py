@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -20,11 +21,13 @@ from ..core.mesh import Mesh
 from ..driver.generation.decoding import Decoding
 from ..driver.task import Task
 from ..driver.variants import Programs
+from ..driver.whole_loss.total import PartTotals
 from ..equivalence.module_copy import module_copy
 from ..equivalence.module_training import model_inputs
 from ..equivalence.verify import VerifyReport, VerifySubject, verify_program
 from ..ir.batch_form import plain_batch
 from ..ir.distributed_program import DistributedProgram
+from ..ir.loss_parts import LossParts
 from ..ir.plan import Plan, precision_of
 from ..runtime.backends.absent import AbsentBackend, refuse_absent
 from ..runtime.backends.backend import Backend, refuse_unset
@@ -41,6 +44,23 @@ from ..simulation.measured import measured_timeline, shown_ranks
 from ..simulation.timeline import Timeline
 from ..weights.meta_buffers import with_buffers
 from .program_generation import ProgramGeneration
+
+_CALLS = {"train": "a step", "evaluate": "evaluate", "parts": "evaluate", "outputs": "calling the program"}
+
+
+class LossTotal:
+    """The loss of the batches that were added, as if they were one, see :meth:`CompiledProgram.evaluate_together`."""
+
+    def __init__(self, program: CompiledProgram) -> None:
+        self._program, self._totals = program, PartTotals()
+
+    def add(self, batch: Any) -> None:
+        """Evaluate a global batch."""
+        self._totals.add(*self._program._evaluated_parts(batch))
+
+    def loss(self) -> Tensor:
+        """A scalar in float64 on the CPU."""
+        return self._totals.loss()
 
 
 class CompiledProgram(ProgramGeneration):
@@ -119,6 +139,41 @@ class CompiledProgram(ProgramGeneration):
     def evaluate(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
         """The loss of one global batch with the model in evaluation mode; no gradients."""
         return self._run("evaluate", batch, batch_is_local)[0]
+
+    def evaluate_together(self, batches: Iterable[Any]) -> Tensor:
+        """The loss that :meth:`evaluate` gives for all these batches as if they were one batch, whose rows there may be
+        no memory for: sums over rows are added up, and means are over all that they are over (labels that are not
+        ignored, rows, elements). A scalar in float64 on the CPU, the same on every rank.
+
+        Raises:
+            CompileError: QN108, before anything runs, if the loss takes something else of all rows.
+            InputError: QN102 if there are no batches, or what belongs to no row differs between them.
+        """
+        total = self.loss_total()
+        for batch in batches:
+            total.add(batch)
+        return total.loss()
+
+    def loss_total(self) -> LossTotal:
+        """What :meth:`evaluate_together` adds batches to, for loops that do more with each batch."""
+        return LossTotal(self)
+
+    def require_parts(self, batch: Any) -> None:
+        """Raises: CompileError QN108 if :meth:`evaluate_together` cannot be given batches like this one."""
+        self._programs.captured_parts(batch)
+
+    @property
+    def latest_batch(self) -> Any:
+        """The batch that the program was compiled with, or the latest that it trained on; None if there is none."""
+        return self._batch
+
+    def _evaluated_parts(self, batch: Any) -> tuple[LossParts, list[Tensor], Mapping[str, int]]:
+        """What the loss of a batch is computed from, the loss and the values of that, and the batch's sizes."""
+        results = self._run("parts", batch, False)
+        captured = self._programs.captured["parts"]
+        sizes = captured.form.sizes(FlatBatch.of(batch))
+        assert captured.parts is not None and sizes is not None
+        return captured.parts, results, sizes
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's outputs for global inputs, whole and the same on every rank; evaluation mode, no gradients."""
@@ -332,7 +387,7 @@ class CompiledProgram(ProgramGeneration):
         self, kind: str, batch: Any, local: bool, recorder: Recorder | None = None, *, name: str = ""
     ) -> list[Tensor]:
         self._require_open()
-        self._require_device({"train": "a step", "evaluate": "evaluate", "outputs": "calling the program"}[kind])
+        self._require_device(_CALLS[kind])
         if self._apart is not None:
             raise RunError(
                 "QN401",

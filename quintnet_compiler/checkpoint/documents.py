@@ -49,6 +49,7 @@ OptimizerNote = TypedDict(
         "options": list[dict[StrictStr, Any]],
         "of": dict[StrictStr, NonNegativeInt],
         "values": dict[StrictStr, dict[StrictStr, Any]],
+        "groups": NotRequired[list[NonNegativeInt]],
     },
 )
 
@@ -82,7 +83,8 @@ def read_state(checkpoint: CheckpointFiles) -> StateNote:
     """Raises: Damaged if the document is not what :mod:`.storage` writes."""
     found: StateNote = _read(checkpoint, STATE, _STATE)
     optimizer = found.get("optimizer")
-    if optimizer and any(number >= len(optimizer["options"]) for number in optimizer["of"].values()):
+    numbers = [*optimizer["of"].values(), *optimizer.get("groups", ())] if optimizer else []
+    if optimizer and any(number >= len(optimizer["options"]) for number in numbers):
         raise Damaged(f"{STATE} has a parameter with options that it does not have")
     return found
 

@@ -3,8 +3,10 @@ differently."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.distributed import dtensor_over
 from ..core.empty_storage import is_of_other_ranks
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, CheckpointWarning
 from ..runtime.state.whole_optimizer import WholeOptimizer
 from .parts import SavedPart
 from .values import decoded, encoded, path_of
@@ -53,7 +55,16 @@ def stored(optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace
 
         if found := encoded_state(name, optimizer.state.get(place.parameter, {}), put):
             values[name] = found
-    return tensors, {"class": _kind(optimizer), "options": options, "values": values}
+    return tensors, {"class": _kind(optimizer), "options": options, "values": values, "groups": _groups(optimizer)}
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """For each group: its options, and whether it has parameters on this rank."""
+    notes = []
+    for index, group in enumerate(optimizer.param_groups):
+        options = {key: plain(x, f"option {key} of group {index}") for key, x in group.items() if key != "params"}
+        notes.append({"options": options, "here": any(not is_of_other_ranks(p) for p in group["params"])})
+    return notes
 
 
 def encoded_state(name: str, state: Mapping[Any, Any], put: Callable[[str, str, Tensor], None]) -> dict[str, Any]:
@@ -100,17 +111,27 @@ def _part(x: Tensor, place: ParameterPlace, what: str, optimizer: torch.optim.Op
 
 
 def merged(notes: Sequence[Note]) -> Note:
-    """Of all ranks: each knows its own parameters; equal options are written once."""
+    """Of all ranks: each knows its own parameters; equal options are written once. ``groups``: which options each group
+    had, if all ranks made as many."""
     options: list[Any] = []
     of: dict[str, int] = {}
     values: dict[str, Any] = {}
+
+    def number(one: Mapping[str, Any]) -> int:
+        if one not in options:
+            options.append(one)
+        return options.index(one)
+
     for note in notes:
         values |= note["values"]
         for name, found in note["options"].items():
-            if found not in options:
-                options.append(found)
-            of[name] = options.index(found)
-    return {"class": notes[0]["class"], "options": options, "of": of, "values": values}
+            of[name] = number(found)
+    merged_note = {"class": notes[0]["class"], "options": options, "of": of, "values": values}
+    if all("groups" in note for note in notes) and len({len(note["groups"]) for note in notes}) == 1:
+        columns = zip(*(note["groups"] for note in notes), strict=True)
+        chosen = [next((group for group in column if group["here"]), column[0]) for column in columns]
+        merged_note["groups"] = [number(group["options"]) for group in chosen]
+    return merged_note
 
 
 def restored(
@@ -118,8 +139,10 @@ def restored(
     places: Mapping[str, ParameterPlace],
     note: Note,
     saved: Mapping[str, TensorStorageMetadata],
+    others: Mapping[int, str] = MappingProxyType({}),
 ) -> tuple[dict[str, SavedPart], Callable[[], None]]:
-    """Memory to read ``saved`` tensors into, and what then makes them (and all else) the optimizer's state.
+    """Memory to read ``saved`` tensors into, and what then makes them (and all else) the optimizer's state. ``others``:
+    names of parameters that other ranks have, by id.
 
     Raises:
         CheckpointError: QN602 if it is not the state of such an optimizer for these parameters.
@@ -165,6 +188,12 @@ def restored(
             used.add(_memory(made[path]))
         states[name] = decoded_state(note["values"].get(name, {}), made)
 
+    absent = [(i, group) for i, group in enumerate(optimizer.param_groups) if id(group) not in seen]
+    for index, group in absent:
+        options = _options_elsewhere(optimizer, index, note, others)
+        if options is not None:
+            changes.append((group, options))
+
     def finish() -> None:
         for group, options in changes:
             for key, x in options.items():
@@ -176,6 +205,33 @@ def restored(
                 optimizer.state[places[name].parameter] = state
 
     return targets, finish
+
+
+def _options_elsewhere(
+    optimizer: torch.optim.Optimizer, index: int, note: Note, others: Mapping[int, str]
+) -> dict[str, Any] | None:
+    """The saved options of a group without parameters on this rank: those of its parameters on other ranks, else those
+    of the group that was in its place; None, with a warning, if the checkpoint does not say.
+
+    Raises:
+        CheckpointError: QN602 if there were more or fewer groups.
+    """
+    group = optimizer.param_groups[index]
+    names = [others[id(p)] for p in group["params"] if id(p) in others]
+    number = next((note["of"][name] for name in names if name in note["of"]), None)
+    if number is None and "groups" not in note:
+        text = f"group {index} of the optimizer has no parameters on this rank, and the checkpoint does not say what "
+        warnings.warn(CheckpointWarning(f"{text}options such a group had: it keeps its own"), stacklevel=2)
+        return None
+    if number is None and len(note["groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            "QN602",
+            f"the optimizer has {len(optimizer.param_groups)} groups, and had {len(note['groups'])} when it was saved; "
+            f"group {index} has no parameters on this rank, so which one it was is not known",
+            fix="make the optimizer's groups as they were",
+        )
+    options: dict[str, Any] = note["options"][note["groups"][index] if number is None else number]
+    return options
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from ..core.empty_storage import is_of_other_ranks
 from ..core.errors import CheckpointError, CheckpointWarning
 from ..weights.files import INDEX, METADATA, SINGLE, conversion, refuse_all, shown
 from .documents import IndexEntry, StateNote, check_tensors, read_index, read_state
@@ -156,7 +157,7 @@ def read(
             if "optimizer" not in note:
                 raise CheckpointError("QN602", f"{shown(str(checkpoint))} has no optimizer", fix="leave optimizer= out")
             mine = {n.removeprefix(OPTIMIZER): x for n, x in saved.items() if n.startswith(OPTIMIZER)}
-            room, finish = restored(optimizer, places, note["optimizer"], mine)
+            room, finish = restored(optimizer, places, note["optimizer"], mine, _names_elsewhere(subject.model))
             targets |= {f"{OPTIMIZER}{name}": part for name, part in room.items()}
     alone = not dist.is_initialized() or dist.get_world_size() == 1
 
@@ -203,6 +204,11 @@ def _parts(subject: WeightsSubject) -> tuple[dict[str, SavedPart], dict[str, Par
                 places[spec.name] = ParameterPlace(parameters[spec.name], shape, positions)
                 assert local_of(parameters[spec.name]).shape == tensor.shape
     return parts, places
+
+
+def _names_elsewhere(model: nn.Module) -> dict[int, str]:
+    """The parameters that other ranks have, by id."""
+    return {id(p): name for name, p in model.named_parameters() if is_of_other_ranks(p)}
 
 
 def _merged(step: int, notes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -37,6 +37,7 @@ from .program_cache import ProgramCache
 from .shared_parameters import join_program
 from .task import Task, modules_of
 from .unread_state import UnreadState
+from .whole_loss.split import in_parts
 
 MANY = 8  # captures of a kind, after which a user hears of it
 
@@ -90,7 +91,8 @@ class Programs:
         """The program for batches like this one.
 
         Args:
-            kind: ``"train"``, ``"evaluate"`` (both give the loss) or ``"outputs"``.
+            kind: ``"train"``, ``"evaluate"`` (both give the loss), ``"outputs"``, or ``"parts"``: the loss in evaluation
+                mode, and what it is computed from, see :mod:`.whole_loss`.
             ways: how many data ranks have a batch of their own.
 
         Raises:
@@ -298,7 +300,7 @@ class Programs:
         )
         if self._primary is not None:
             self._refuse_other_parameters(captured)
-        return captured
+        return in_parts(captured) if kind == "parts" else captured
 
     def _refuse_other_parameters(self, captured: Captured) -> None:
         """Raises: CompileError QN112 if a parameter is not in the place where the program that leads has it."""
@@ -317,10 +319,18 @@ class Programs:
         there = {} if self.slots is None else self.slots.now
         return {name: there.get(name, x) for name, x in tensors.items()}
 
+    def captured_parts(self, batch: Any) -> Captured:
+        """The loss of batches like this one in parts, see :mod:`.whole_loss`.
+
+        Raises:
+            CompileError: QN108 if it has none.
+        """
+        return self._capture("parts", batch, batch_size_of(batch)).captured
+
     def _compare(self, kind: str, captured: Captured, batch: Any, *, first: bool) -> None:
         """Compare what was captured with the module itself, if the task asks for it."""
         task = self.task
-        if task.check == "off" or (task.check == "first" and not first):
+        if kind == "parts" or task.check == "off" or (task.check == "first" and not first):
             return
         self.verdict.judge(self._check(kind, captured, batch).difference)
 

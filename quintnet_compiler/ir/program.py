@@ -18,6 +18,7 @@ from ..core.precision import Precision
 from ..core.sharding import AxisType, Sharding
 from ..guards.guards import Guards
 from .batch_form import BatchForm
+from .loss_parts import LossParts
 from .result_form import ResultForm
 
 TILE_BYTES = 32 * 2**20  # of a mask of attention: large enough to keep a device busy, and little of its memory
@@ -31,11 +32,10 @@ class Captured:
     ``tensors`` holds the module's own parameters, buffers and constants under their original names; ``aliases``
     maps every further name of a tied parameter to the one that is kept. ``guards``: what must be as it was for the
     graph to be that of the module. ``form``: of the batches that it serves; ``symbols``: what it calls the sizes that
-    are symbols in the graph. ``output_spec``: of what the model
-    returns. ``only_rows``: the batch size, where the model's code fixes it.
+    are symbols in the graph. ``output_spec``: of what the model returns. ``only_rows``: the batch size, where the model's code fixes it.
     ``changed``: the buffers and parameters that forward changes; the graph's last outputs are their new values.
     ``assigned``: the buffers of them in whose place forward puts another tensor. ``brought``: a module with what the
-    loss function uses and the model does not have.
+    loss function uses and the model does not have. ``parts``: what the results behind the loss are, if there are any.
     """
 
     graph: fx.Graph
@@ -51,6 +51,7 @@ class Captured:
     changed: tuple[str, ...] = ()
     assigned: frozenset[str] = frozenset()
     brought: nn.Module | None = field(default=None, compare=False, repr=False)
+    parts: LossParts | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def result_dtypes(self) -> tuple[torch.dtype, ...]:

@@ -19,7 +19,18 @@ Metric = Callable[[Any, Any], tuple[float, float]]
 
 def accuracy(outputs: Tensor, labels: Tensor) -> tuple[float, float]:
     """Rows whose largest logit (in the last dim) is the label's, and the number of rows; labels of -100 do not
-    count."""
+    count.
+
+    Raises:
+        CompileError: QN108 if outputs are not logits for each label.
+    """
+    if not isinstance(outputs, Tensor) or not isinstance(labels, Tensor) or outputs.shape[:-1] != labels.shape:
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (outputs, labels)]
+        raise CompileError(
+            "QN108",
+            f"accuracy compares logits [..., classes] with labels [...], and got {shapes[0]} and {shapes[1]}",
+            fix="give a metric of your own: lambda outputs, labels: quintnet.accuracy(outputs.logits, labels)",
+        )
     counts = labels != -100
     return float(((outputs.argmax(-1) == labels) & counts).sum()), float(counts.sum())
 

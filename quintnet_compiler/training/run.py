@@ -30,6 +30,7 @@ from .batches import BatchSampler
 from .config import TrainConfig
 from .measures import Metric
 from .trainer import History, Trainer
+from .validation import LossWeight
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class TrainTask:
         val_data: the same for validation.
         loss_fn: as in :func:`quintnet.compile`.
         metrics: metrics of the model's outputs in validation, by name.
+        loss_weight: how much the loss of a validation batch counts, see :class:`Trainer`.
         perplexity: also report e to the power of the validation loss.
         collate: makes a batch of samples.
         start: gives the program its initial values if the module is on the meta device (``load_pretrained``,
@@ -53,6 +55,7 @@ class TrainTask:
     val_data: Dataset[Any] | None = None
     loss_fn: LossFn | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    loss_weight: LossWeight | None = None
     perplexity: bool = False
     collate: Callable[[list[Any]], Any] = default_collate
     start: Callable[[CompiledProgram], None] | None = None
@@ -95,6 +98,7 @@ def run(config: TrainConfig) -> History:
         validate_every=config.val_interval,
         patience=config.patience,
         metrics=task.metrics,
+        loss_weight=task.loss_weight,
         perplexity=task.perplexity,
         checkpoint_folder=config.checkpoint_dir,
         save_every=config.save_interval,

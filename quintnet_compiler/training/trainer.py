@@ -34,7 +34,7 @@ from .loggers import ConsoleLogger, JsonLogger, TensorBoardLogger
 from .measures import Metric, device_flops, memory_gib
 from .save_interval import SaveInterval
 from .time_report import RunTime, Stopwatch
-from .validation import validate
+from .validation import LossWeight, require_validation, validate
 
 
 @dataclass
@@ -72,6 +72,8 @@ class Trainer:
         validate_every: steps between validations; None: after every epoch.
         patience: stop after this many validations whose loss was not below the best one; None: never.
         metrics: metrics of the model's outputs in validation, by name.
+        loss_weight: how much the loss of a validation batch counts: ``lambda batch: ...``. None: the loss is that of
+            all batches as if they were one, see :meth:`CompiledProgram.evaluate_together`.
         perplexity: also report e to the power of the validation loss.
         checkpoint_folder: where to save checkpoints, and to resume from if it has one.
         save_every: steps between checkpoints; None: after every epoch; ``"auto"``: as many as lose the least time to
@@ -106,6 +108,7 @@ class Trainer:
     validate_every: int | None = None
     patience: int | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    loss_weight: LossWeight | None = None
     perplexity: bool = False
     checkpoint_folder: str | Path | None = None
     save_every: int | Literal["auto"] | None = None
@@ -143,9 +146,13 @@ class Trainer:
             Preempted: if a scheduler asked for it; everything is saved.
             RunError: QN501 on every rank if a loss or gradient is not finite; the last checkpoint is whole.
             CheckpointError: QN601 to QN603, see :meth:`CompiledProgram.load` and ``save``.
+            CompileError: QN108 before the first step, if there is no validation loss for batches like those of
+                training.
             RunError: QN306 if signals are to be handled outside of the main thread.
         """
         self.watch, self.told = self._stopwatch(), [*self._loggers(), *self.callbacks]
+        if self.val_loader is not None:
+            require_validation(self.program, self.metrics, self.loss_weight)
         with self._preemptible() as end_of_step:
             try:
                 with self.watch.on("restart"):
@@ -180,9 +187,9 @@ class Trainer:
         return self.watch.run
 
     def validate(self) -> dict[str, float]:
-        """Mean loss (and metrics) over the validation data."""
+        """Loss and metrics of the validation data, see :func:`.validation.validate`."""
         assert self.val_loader is not None, "there is no val_loader"
-        found = validate(self.program, self.val_loader, self.metrics)
+        found = validate(self.program, self.val_loader, self.metrics, self.loss_weight)
         if self.perplexity:
             found["perplexity"] = math.exp(min(found["loss"], 700.0))
         return found

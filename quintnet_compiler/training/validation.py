@@ -1,9 +1,10 @@
-"""A pass over validation data, whose last batch may have any number of rows."""
+"""A pass over validation data: its loss is the program's own evaluation."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,80 +12,108 @@ from torch import Tensor
 
 from ..api.compiled_program import CompiledProgram
 from ..compat.torch import pytree
-from ..core.errors import InputError
-from ..ir.batch_form import batch_size_of, plain_batch
+from ..core.errors import CompileError, InputError
+from ..ir.batch_form import plain_batch
 from .measures import Metric
 
+LossWeight = Callable[[Any], float]
+LABELS = "labels"  # the key of a dict whose value metrics compare outputs with
 
-def validate(program: CompiledProgram, batches: Iterable[Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Means over all rows (or over all labels that count, where labels are classes).
+
+def validate(
+    program: CompiledProgram,
+    batches: Iterable[Any],
+    metrics: Mapping[str, Metric],
+    loss_weight: LossWeight | None = None,
+) -> dict[str, float]:
+    """The loss of all batches as if they were one (see :meth:`CompiledProgram.evaluate_together`), and each metric's
+    sum over all batches, divided by the sum of its counts.
+
+    Args:
+        loss_weight: how much the loss of a batch counts; then the loss is the weighted mean of ``program.evaluate``.
 
     Raises:
-        InputError: QN102 if there are no batches; QN106 if a model that computes its own loss, from something else than
-            ``labels`` of classes, gets a batch that does not divide over data ranks.
+        CompileError: QN108 if losses of batches cannot be put together, or metrics have no labels.
+        InputError: QN102 if there are no batches.
     """
+    total = program.loss_total() if loss_weight is None else _WeightedMean(program, loss_weight)
     sums: dict[str, float] = defaultdict(float)
     counts: dict[str, float] = defaultdict(float)
-
-    def add(name: str, total: float, count: float) -> None:
-        sums[name] += total
-        counts[name] += count
-
     for batch in batches:
-        given = plain_batch(batch)
-        if program.loss_fn is None or isinstance(given, dict):
-            labels = _classes(given)
-            count = float(batch_size_of(batch)) if labels is None else _counted(labels)
-            add("loss", count * float(program.evaluate(_filled(program, given))), count)
-            continue
-        *inputs, labels = given
-        outputs = _outputs(program, tuple(inputs))
-        with torch.no_grad():
-            loss = program.loss_fn(outputs, labels.to(_device_of(outputs)))
-            count = _counted(labels)
-            add("loss", count * float(loss), count)
+        total.add(batch)
+        if metrics:
+            outputs, labels = _outputs_and_labels(program, batch)
             for name, metric in metrics.items():
-                add(name, *metric(outputs, labels.to(_device_of(outputs))))
-    if not counts:
-        raise InputError("QN102", "the validation data has no batches", fix="give val_loader at least one batch")
-    return {name: total / max(counts[name], 1.0) for name, total in sums.items()}
+                value, count = metric(outputs, labels)
+                sums[name] += float(value)
+                counts[name] += float(count)
+    values = {name: sums[name] / counts[name] if counts[name] else math.nan for name in sums}
+    return {"loss": float(total.loss()), **values}
 
 
-def _outputs(program: CompiledProgram, inputs: tuple[Any, ...]) -> Any:
-    """The model's outputs for any number of rows: filled up with the first one, whose outputs are dropped."""
-    rows = batch_size_of(inputs)
-    found = program(*_more_rows(inputs, -rows % program.mesh.data_ways))
-    return pytree.tree_map(lambda x: x[:rows] if isinstance(x, Tensor) else x, found)
+def require_validation(
+    program: CompiledProgram, metrics: Mapping[str, Metric], loss_weight: LossWeight | None = None
+) -> None:
+    """Refuse now what :func:`validate` would refuse, if validation batches are like those of training.
+
+    Raises:
+        CompileError: QN108.
+    """
+    batch = program.latest_batch
+    if batch is None:
+        return
+    if loss_weight is None:
+        program.require_parts(batch)
+    if metrics:
+        _labels(batch)
 
 
-def _filled(program: CompiledProgram, batch: Any) -> Any:
-    """With rows that divide: more of the first one, whose labels do not count."""
-    rows = batch_size_of(batch)
-    more = -rows % program.mesh.data_ways
-    if not more or _classes(batch) is None:
-        return batch
-    found = _more_rows(batch, more)
-    found["labels"][rows:] = -100
-    return found
+class _WeightedMean:
+    """The mean of losses by the weights that a user gives."""
+
+    def __init__(self, program: CompiledProgram, weight: LossWeight) -> None:
+        self.program, self.weight = program, weight
+        self.sum = self.count = 0.0
+
+    def add(self, batch: Any) -> None:
+        weight = float(self.weight(batch))
+        loss = float(self.program.evaluate(batch))
+        self.sum += weight * loss if weight else 0.0
+        self.count += weight
+
+    def loss(self) -> float:
+        if not self.count:
+            raise InputError(
+                "QN102",
+                "the validation data has no batches, or their weights are 0",
+                fix="give val_loader at least one batch with a weight above 0",
+            )
+        return self.sum / self.count
 
 
-def _more_rows(batch: Any, count: int) -> Any:
-    rows = batch_size_of(batch)
-
-    def fill(x: Any) -> Any:
-        return torch.cat([x, x[:1].expand(count, *x.shape[1:])]) if isinstance(x, Tensor) and len(x) == rows else x
-
-    return pytree.tree_map(fill, batch) if count else batch
-
-
-def _classes(batch: Any) -> Tensor | None:
-    labels = batch.get("labels") if isinstance(batch, dict) else None
-    return labels if isinstance(labels, Tensor) and labels.dtype is torch.int64 else None
+def _outputs_and_labels(program: CompiledProgram, batch: Any) -> tuple[Any, Any]:
+    plain, labels = plain_batch(batch), _labels(batch)
+    if isinstance(plain, dict):
+        outputs = program(**plain)
+    else:
+        outputs = program(*(plain[:-1] if program.loss_fn is not None else plain))
+    device = next((x.device for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)), torch.device("cpu"))
+    return outputs, pytree.tree_map_only(Tensor, lambda x: x.to(device), labels)
 
 
-def _counted(labels: Tensor) -> float:
-    return float((labels != -100).sum()) if labels.dtype is torch.int64 else float(len(labels))
+def _labels(batch: Any) -> Any:
+    """What a batch says that outputs should be.
 
-
-def _device_of(outputs: Any) -> torch.device:
-    return next((x.device for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)), torch.device("cpu"))
+    Raises:
+        CompileError: QN108 for a dict without ``labels``.
+    """
+    plain = plain_batch(batch)
+    if not isinstance(plain, dict):
+        return plain[-1]
+    if LABELS not in plain:
+        raise CompileError(
+            "QN108",
+            f"metrics compare outputs with {LABELS!r}, and the batch has {', '.join(map(str, plain))}",
+            fix=f"name the labels {LABELS!r}, or leave metrics out",
+        )
+    return plain[LABELS]

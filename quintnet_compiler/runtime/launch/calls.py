@@ -22,7 +22,9 @@ from .rank_status import OTHERS, described, of_communication
 P = ParamSpec("P")
 T = TypeVar("T")
 Self = TypeVar("Self", bound="Labelled")
-NAMES = {"train": "step", "evaluate": "evaluate", "outputs": "program(...)"}  # what runs of a program are called
+NAMES = {  # what runs of a program are called
+    "train": "step", "evaluate": "evaluate", "parts": "evaluate_together", "outputs": "program(...)"
+}  # fmt: skip
 
 
 def running(

@@ -1,0 +1,115 @@
+"""Over how many items the reductions of losses average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...compat.torch import OpOverload
+
+aten = torch.ops.aten
+MEAN, SUM = 1, 2  # of the argument ``reduction``, as operators take it
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What an operator that reduces rows computes: a sum, or the mean of ``count`` items (a size, or a new node)."""
+
+    kind: str
+    count: Any = None
+
+
+def reduction_of(node: fx.Node, add: Callable[..., fx.Node]) -> Reduction | None:
+    """What ``node``, which reduces rows, computes; None if that is neither a sum nor a mean.
+
+    ``add(target, *args)`` adds a node to the graph, behind what it reads.
+    """
+    target: Any = node.target
+    if target in _SUMS:
+        return Reduction("sum")
+    arguments = arguments_of(node)
+    if target in (aten.mean.default, aten.mean.dim):
+        return Reduction("mean", _numel(arguments["self"]) // _numel(node))
+    items = _ITEMS.get(target)
+    reduced = arguments.get("reduction", MEAN)
+    if items is None or reduced not in (MEAN, SUM):
+        return None
+    return Reduction("sum") if reduced == SUM else Reduction("mean", items(arguments, add))
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operator by name, defaults among them."""
+    if not isinstance(node.target, OpOverload):
+        return {}
+    schema = node.target._schema.arguments
+    given = {argument.name: x for argument, x in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    return {argument.name: argument.default_value for argument in schema if argument.has_default_value()} | given
+
+
+def _numel(node: fx.Node) -> Any:
+    return prod(node.meta["val"].shape)
+
+
+def _classes(arguments: Mapping[str, Any], add: Callable[..., fx.Node]) -> Any:
+    """Labels that are not ignored, or the sum of their weights; for probabilities, the number of items."""
+    target, weight = arguments["target"], arguments["weight"]
+    value: Tensor = target.meta["val"]
+    if value.is_floating_point():
+        logits = arguments["self"].meta["val"]
+        return prod(value.shape) // logits.shape[1 if logits.dim() > 1 else 0]
+    counts = add(aten.ne.Scalar, target, arguments["ignore_index"])
+    if weight is None:
+        return add(aten.sum.default, counts)
+    classes = add(aten.mul.Tensor, target, counts)  # 0 for those that are ignored
+    column = add(aten.unsqueeze.default, weight, 1)
+    weights = add(aten.squeeze.dim, add(aten.embedding.default, column, classes), -1)
+    return add(aten.sum.default, add(aten.mul.Tensor, weights, counts))
+
+
+def _elements(arguments: Mapping[str, Any], add: Callable[..., fx.Node]) -> Any:
+    operands = [x.meta["val"] for x in arguments.values() if isinstance(x, fx.Node)]
+    return prod(torch.broadcast_shapes(*(x.shape for x in operands if isinstance(x, Tensor))))
+
+
+def _rows(arguments: Mapping[str, Any], add: Callable[..., fx.Node]) -> Any:
+    """Losses of whole rows."""
+    return next(x for x in arguments.values() if isinstance(x, fx.Node)).meta["val"].shape[0]
+
+
+_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default, aten.count_nonzero.dim_IntList}
+_ITEMS: Mapping[Any, Callable[[Mapping[str, Any], Callable[..., fx.Node]], Any]] = {
+    **dict.fromkeys(
+        (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default),
+        _classes,
+    ),
+    **dict.fromkeys(
+        (
+            aten.mse_loss.default,
+            aten.l1_loss.default,
+            aten.smooth_l1_loss.default,
+            aten.huber_loss.default,
+            aten.binary_cross_entropy.default,
+            aten.binary_cross_entropy_with_logits.default,
+            aten.kl_div.default,
+            aten.soft_margin_loss.default,
+            aten.hinge_embedding_loss.default,
+            aten.margin_ranking_loss.default,
+            aten.poisson_nll_loss.default,
+        ),
+        _elements,
+    ),
+    **dict.fromkeys(
+        (
+            aten.cosine_embedding_loss.default,
+            aten.triplet_margin_loss.default,
+            aten.multi_margin_loss.default,
+            aten.multilabel_margin_loss.default,
+        ),
+        _rows,
+    ),
+}

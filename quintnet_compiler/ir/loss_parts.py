@@ -1,0 +1,56 @@
+"""A loss as a function of sums and means over the rows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import SymInt, fx
+
+Kind = Literal["sum", "mean", "fixed", "additive size", "fixed size"]
+
+
+@dataclass(frozen=True)
+class LossPart:
+    """A value that a loss is computed from.
+
+    Attributes:
+        name: what it is, for people.
+        kind: ``sum`` and ``mean`` over rows; ``fixed``: the same for all batches, as of parameters alone; the sizes are
+            numbers that the code computes of shapes.
+        output: which result of the program it is; None for sizes.
+        count: over how many a mean is, if that is a size.
+        count_output: which result of the program that is, if it depends on values.
+        size: of sizes, the number itself.
+    """
+
+    name: str
+    kind: Kind
+    output: int | None = None
+    count: Any = None
+    count_output: int | None = None
+    size: Any = None
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """The parts of a loss, and ``combine``, a graph with a placeholder for each that returns the loss. ``symbols``:
+    the names of sizes in a batch's form, by symbol."""
+
+    parts: tuple[LossPart, ...]
+    combine: fx.GraphModule
+    symbols: Mapping[str, str]
+
+
+def number_at(size: Any, sizes: Mapping[str, int], symbols: Mapping[str, str]) -> float:
+    """The value of an expression of sizes, for a batch of these ``sizes`` (by name)."""
+    if not hasattr(size, "node"):
+        return float(size)
+    expression = size.node.expr
+    return float(expression.subs({symbol: sizes[symbols[str(symbol)]] for symbol in expression.free_symbols}))
+
+
+def depends_on(size: Any, symbol: str) -> bool:
+    """Whether an expression of sizes has this symbol."""
+    return isinstance(size, SymInt) and any(str(each) == symbol for each in size.node.expr.free_symbols)
