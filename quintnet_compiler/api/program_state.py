@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -207,6 +208,10 @@ class ProgramState(abc.ABC):
         """Scale all gradients so that their global L2 norm is at most ``max_norm``. Returns the norm before."""
         with frequent("clip_grad_norm", self._label):
             return self._state().clip_grad_norm(self._primary().program, max_norm)
+
+    def grad_norm(self) -> Tensor:
+        """The global L2 norm of all gradients, those of other stages among them."""
+        return self.clip_grad_norm(math.inf)
 
     @property
     def loss_scale(self) -> float:

@@ -91,8 +91,8 @@ class Programs:
         """The program for batches like this one.
 
         Args:
-            kind: ``"train"``, ``"evaluate"`` (both give the loss), ``"outputs"``, or ``"parts"``: the loss in evaluation
-                mode, and what it is computed from, see :mod:`.whole_loss`.
+            kind: ``"train"``, ``"evaluate"`` (both give the loss), ``"outputs"``, or ``"parts"``: the loss in
+                evaluation mode, and what it is computed from, see :mod:`.whole_loss`.
             ways: how many data ranks have a batch of their own.
 
         Raises:

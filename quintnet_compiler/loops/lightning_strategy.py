@@ -19,19 +19,28 @@ from ..api.compiled_program import CompiledProgram
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..runtime.launch.world import judges, world_size
+from .handed_gradients import differentiable
+from .joined_optimizers import joined
+from .together import wait_for_all
 
 PROGRAM, LOOP = "program", "loop.ckpt"  # in a checkpoint's folder: parameters and optimizer state; the rest
 
 
 class ProgramPrecision(Precision):  # type: ignore[misc]
-    """Clips by the norm of all gradients, those of other stages among them."""
+    """Clips by the norm of all of an optimizer's gradients, those of other stages among them."""
 
     def __init__(self, strategy: MeshStrategy) -> None:
         super().__init__()
         self.strategy = strategy
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        others = [(p, p.grad) for p in self.strategy.program.parameters() if id(p) not in own]
+        for p, _ in others:
+            p.grad = None
         self.strategy.program.clip_grad_norm(clip_val)
+        for p, grad in others:
+            p.grad = grad
 
 
 class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
@@ -46,7 +55,8 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             return loss
 
     Every rank runs the same loop (``devices=1``) and reads the same whole batches. ``step`` computes gradients while
-    the Trainer trains, and the loss alone while it evaluates. A checkpoint is a folder that any layout reads.
+    the Trainer trains, and the loss alone while it evaluates. What ``training_step`` returns may be any function of the
+    results of ``step``, and is what is differentiated. A checkpoint is a folder that any layout reads.
 
     Args:
         mesh: of all processes that a launcher started, or of ranks in this one.
@@ -74,8 +84,6 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._options = dict(options or {})
         self._program: CompiledProgram | None = None
         self._resumed = Path()
-        self._parts = 1
-        self._found: list[tuple[Any, Any]] = []  # gradients of the last step, which backward hands over
         self._training: Callable[[], bool] = lambda: False
 
     @property
@@ -85,7 +93,7 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return self._program
 
     def step(self, batch: Any) -> Tensor:
-        """The loss of a whole batch; with gradients while the Trainer trains."""
+        """The loss of a whole batch; while the Trainer trains, its ``backward`` adds to the parameters' ``grad``."""
         if not self._training():
             return self.program.evaluate(batch).detach()
         parameters = list(self.program.parameters())
@@ -93,10 +101,10 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         for p in parameters:
             p.grad = None
         loss = self.program.step(batch).detach().as_subclass(Tensor)
-        self._found = [(p, p.grad) for p in parameters if p.grad is not None]
+        gradients = [(p, p.grad) for p in parameters if p.grad is not None]
         for p, grad in zip(parameters, before, strict=True):
             p.grad = grad
-        return loss
+        return differentiable(loss, gradients)
 
     # -- what the Trainer asks of a strategy
 
@@ -108,6 +116,9 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     @property
     def is_global_zero(self) -> bool:
         return judges()
+
+    def barrier(self, name: str | None = None) -> None:
+        wait_for_all()
 
     def model_to_device(self) -> None:
         """A program puts parts where its ranks run."""
@@ -122,7 +133,6 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 f"{', '.join(others[:3])} of the LightningModule are not in its {self._name!r}",
                 fix="put all parameters into one module, and name it: MeshStrategy(mesh, batch, model=...)",
             )
-        self._parts = trainer.accumulate_grad_batches
         self._training = lambda: trainer.training
         if self._program is None:
             model = getattr(module, self._name)
@@ -138,15 +148,6 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Hand over what ``step`` computed: the Trainer sets gradients to zero in between."""
-        with torch.no_grad():
-            for p, grad in self._found:
-                mine = grad / self._parts if self._parts > 1 else grad  # the mean over batches that are accumulated
-                p.grad = mine if p.grad is None else p.grad + mine
-        self._found = []
-        return closure_loss
-
     # -- checkpoints
 
     @property
@@ -161,10 +162,11 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         folder = Path(filepath)
-        optimizer = self.optimizers[0] if self.optimizers else None
-        self.program.save(folder / PROGRAM, step=checkpoint["global_step"], optimizer=optimizer, keep=1)
+        step = checkpoint["global_step"]
+        self.program.save(folder / PROGRAM, step=step, optimizer=joined(self.optimizers), keep=1)
         if judges():
             self.checkpoint_io.save_checkpoint(checkpoint, folder / LOOP, storage_options=storage_options)
+        self.barrier()  # the folder is there for all
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._resumed = Path(checkpoint_path)
@@ -176,8 +178,9 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self.program.load(self._resumed / PROGRAM, optimizer=self.optimizers[0])
+            self.program.load(self._resumed / PROGRAM, optimizer=joined(self.optimizers))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if judges():
             shutil.rmtree(filepath, ignore_errors=True)
+        self.barrier()
