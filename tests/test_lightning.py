@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import quintnet
-
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
 ROWS, WIDTH, CLASSES = 24, 8, 5
 LAYOUTS: list[dict[str, Any]] = [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "tp": 2, "zero": 3}]

@@ -216,6 +216,61 @@ def test_it_stops_when_validation_gets_no_better(tmp_path: Path) -> None:
     assert [(line["step"], line["kind"]) for line in lines] == [(n, "validation") for n in (1, 2, 3)]
 
 
+def test_the_rate_is_reduced_on_a_plateau_of_the_validation(tmp_path: Path) -> None:
+    """Beside a loop by hand, and after a run that was cut off between two validations."""
+
+    def trainer(**options: Any) -> quintnet.Trainer:
+        made = _trainer({"dp": 2}, scheduler=None, validate_every=2, epochs=2, console=False, **options)
+        made.optimizer.param_groups[0]["lr"] = 0.5
+        made.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(made.optimizer, patience=0, factor=0.1)
+        return made
+
+    torch.manual_seed(0)
+    model, data, sampler = MLP().double(), _data(), quintnet.BatchSampler(ROWS, 8, seed=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
+    x, labels = _data(13, 1)[:]
+    losses: list[float] = []
+    for epoch in range(2):
+        sampler.start_at(epoch * ROWS)
+        for chosen in sampler:
+            loss = F.cross_entropy(model(data[chosen][0]), data[chosen][1])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            if len(losses) % 2 == 0:
+                scheduler.step(float(F.cross_entropy(model(x), labels).detach()))
+    whole = trainer()
+    assert whole.fit().losses == pytest.approx(losses, rel=1e-9)
+    rates = [group["lr"] for made in (optimizer, whole.optimizer) for group in made.param_groups]
+    assert rates[0] == rates[1] < 0.5
+    folder = {"checkpoint_folder": tmp_path}
+    begun = trainer(max_steps=5, **folder).fit().losses
+    assert begun + trainer(**folder).fit().losses == pytest.approx(losses, rel=1e-9)
+
+
+def test_what_a_trainer_cannot_do_is_known_when_it_is_made(tmp_path: Path) -> None:
+    class Given:
+        def step(self, metric: float) -> None:
+            raise AssertionError
+
+    made = _trainer({"dp": 2})
+    given = (made.program, made.optimizer, made.train_loader)
+    with pytest.raises(quintnet.RunError, match="take turns in this process"):
+        quintnet.Trainer(*given, measure_step=3)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(made.optimizer)
+    with pytest.raises(quintnet.CompileError, match="there is no val_loader"):
+        quintnet.Trainer(*given, scheduler=plateau)
+    with pytest.raises(quintnet.CompileError, match=r"Given.step needs metric[\s\S]*in a callback"):
+        quintnet.Trainer(*given, scheduler=Given())  # type: ignore[arg-type]
+    odd = torch.optim.lr_scheduler.LambdaLR(made.optimizer, lambda step: 1.0)
+    odd.hidden = {1, 2}  # type: ignore[attr-defined]
+    with pytest.raises(quintnet.CheckpointError, match="which JSON cannot hold"):
+        quintnet.Trainer(*given, scheduler=odd, checkpoint_folder=tmp_path)
+
+
 def test_each_logged_step_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _trainer({"dp": 1}, max_steps=4, log_every=2, log_folder=tmp_path, measure_step=3).fit()
     assert Timeline.load(tmp_path / "timeline.json").ranks == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,8 @@ def test_a_plain_checkpoint_is_not_resumed(tmp_path: Path) -> None:
 
 REPLACED = {
     "_clip_grad_norm", "_get_grad_norm", "_load_best_model", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
-    "_move_model_to_device", "_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_wrap_model",
+    "_move_model_to_device", "_save", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_rng_state",
+    "_wrap_model",
 }  # fmt: skip
 
 
@@ -210,3 +212,73 @@ def test_two_processes(mesh: quintnet.Mesh, rows: int, tmp_path: Path) -> None:
     assert state["global_step"] == 6 and state["is_world_process_zero"]
     again = quintnet.launch(_run, 2, args=(folder, mesh, rows, f"{folder}/checkpoint-4"), timeout=300)
     assert_same(as_logs(again[0]), known, first=5)
+
+
+class Learnable(Texts):
+    """Each evaluation is better than the one before."""
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        ids = (torch.arange(12) + row) % 29
+        return {"input_ids": ids, "labels": ids}
+
+
+def _best(folder: str, mesh: quintnet.Mesh | None, slow: bool = False) -> tuple[str, list[float], float]:
+    """Which checkpoint was best, the evaluations, and the sum of a parameter at the end. ``slow``: rank 0 is."""
+    if slow and torch.distributed.get_rank() == 0:
+        plain = Path.mkdir
+
+        def late(self: Path, *args: Any, **kwargs: Any) -> None:
+            if self.name.startswith("checkpoint-"):
+                time.sleep(1)  # others would look for the folder meanwhile
+            plain(self, *args, **kwargs)
+
+        Path.mkdir = late  # type: ignore[method-assign]
+    options = {**LOOP, "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    options |= {"save_total_limit": 1, "warmup_steps": 0, "learning_rate": 5e-3, "gradient_accumulation_steps": 1}
+    rows = 4 if mesh is None else 4 // mesh.data_ways
+    arguments = transformers.TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=rows, per_device_eval_batch_size=rows, **options
+    )
+    kind: Any = transformers.Trainer if mesh is None else MeshTrainer
+    trainer = kind(
+        language_model(), arguments, train_dataset=Learnable(16), eval_dataset=Learnable(8),
+        compute_metrics=accuracy, callbacks=[transformers.EarlyStoppingCallback(2)],
+        **({} if mesh is None else {"mesh": mesh}),
+    )  # fmt: skip
+    trainer.train()
+    weight: Any = trainer.model.state_dict()["model.embed_tokens.weight"]
+    whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    return Path(trainer.state.best_model_checkpoint).name, losses, float(whole.double().sum())
+
+
+def test_all_ranks_load_the_best_model(tmp_path: Path) -> None:
+    """It is the last one, and rank 0 writes it slowly."""
+    name, losses, weight = _best(str(tmp_path / "plain"), None)
+    for rank in quintnet.launch(_best, 2, args=(str(tmp_path / "ours"), quintnet.Mesh(dp=2), True), timeout=300):
+        assert rank[0] == name == "checkpoint-8"
+        assert rank[1] == pytest.approx(losses, rel=2e-5) and rank[2] == pytest.approx(weight, rel=1e-4)
+
+
+def test_smoothed_labels_are_the_models_loss(tmp_path: Path) -> None:
+    """What the refusal of label_smoothing_factor says."""
+
+    def smoothed(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+        pairs = logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1)
+        return torch.nn.functional.cross_entropy(*pairs, label_smoothing=0.1)
+
+    changes = {"gradient_accumulation_steps": 1, "save_strategy": "no", "max_steps": 4, "eval_steps": 2}
+    options = {**LOOP, **changes, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    found = []
+    for mesh in (None, quintnet.Mesh(tp=2)):
+        more: dict[str, Any] = {"label_smoothing_factor": 0.1} if mesh is None else {}
+        arguments = transformers.TrainingArguments(output_dir=str(tmp_path), **options, **more)
+        model, given = language_model(), {"train_dataset": Texts(22), "eval_dataset": Texts(10)}
+        if mesh is None:
+            trainer = transformers.Trainer(model, arguments, **given)
+        else:
+            model.loss_function = smoothed
+            trainer = MeshTrainer(model, arguments, **given, mesh=mesh)
+        trainer.train()
+        found.append(logs_of(trainer))
+    assert_same(found[1], found[0])

@@ -313,3 +313,30 @@ def test_metrics_with_weights_below_one() -> None:
     found = validate(program, batches, {"weighted": weighted, "accuracy": quintnet.accuracy})
     assert found["weighted"] == pytest.approx(total / count, rel=1e-9)
     assert found["accuracy"] == pytest.approx(float((model(x).argmax(-1) == labels).double().mean()))
+
+
+def _sequences(loss: Loss) -> tuple[quintnet.CompiledProgram, tuple[Tensor, Tensor], float]:
+    torch.manual_seed(0)
+    model, batch = Classifier().double(), _rows(4, 0, 5)
+    expected = float(loss(model(batch[0]), batch[1]).detach())
+    return _compiled(model, batch, {"dp": 2}, loss), batch, expected
+
+
+def test_buckets_are_told_what_pads_labels() -> None:
+    def per_token(z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-100)
+
+    program, batch, expected = _sequences(per_token)
+    for values, text in ((None, "is a sequence, and what pads it"), ({0: 0}, "whether 1"), ({0: 0, 1: 0}, "the loss")):
+        trainer = _trainer(program, [batch], buckets=8, bucket_values=values)
+        with pytest.raises(quintnet.CompileError, match=text):
+            trainer.fit()
+        assert trainer.history.step == 0
+    trainer = _trainer(program, [batch], buckets=8, bucket_values={0: 0, 1: -100})
+    assert trainer.fit().losses == pytest.approx([expected], rel=1e-9)
+
+
+def test_buckets_of_a_model_that_reads_what_is_padded_are_refused() -> None:
+    program, batch, _ = _sequences(lambda z, y: F.cross_entropy(z.mean(1), y[:, 0]))
+    with pytest.raises(quintnet.CompileError, match="does not leave out what is padded"):
+        _trainer(program, [batch], buckets=8, bucket_values={0: 0, 1: -100}).fit()

@@ -32,6 +32,7 @@ from ..ir.plan import Plan, precision_of
 from ..runtime.backends.absent import AbsentBackend, refuse_absent
 from ..runtime.backends.backend import Backend, refuse_unset
 from ..runtime.backends.backends import open_backend
+from ..runtime.backends.local import require_measure
 from ..runtime.backends.split_parameters import Home, home_of, refuse_split, settle
 from ..runtime.execute.engines import ENGINES
 from ..runtime.execute.executor import Run
@@ -135,6 +136,11 @@ class CompiledProgram(ProgramGeneration):
         told = self._state().told(recorder.found.to_json() if shown else "")
         program = self._primary().program
         return loss, measured_timeline(program, [text for text in told if text], self._task.device)
+
+    def require_measure(self) -> None:
+        """Raises: RunError QN301 if :meth:`measure` cannot measure here."""
+        if not self._spread:
+            require_measure(self.mesh)
 
     def evaluate(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
         """The loss of one global batch with the model in evaluation mode; no gradients."""

@@ -18,7 +18,7 @@ _FLAGS = {
     "bf16_full_eval": "evaluate in the precision of training",
     "torch_compile": "options={'backend': 'inductor'}",
     "auto_find_batch_size": "quintnet.plan(model, cluster, batch) says what fits",
-    "label_smoothing_factor": "compute the loss in the model's forward",
+    "label_smoothing_factor": "model.loss_function = a function that gives label_smoothing to cross_entropy",
     "predict_with_generate": "program.generate after training",
     "activation_offloading": "options={'recompute': 'full'}",
     "eval_use_gather_object": "return tensors",

@@ -20,6 +20,7 @@ from ..ir.plan import Plan
 from ..runtime.launch.world import judges, world_size
 from .one_process import arguments_of_one_process, as_one_process, first_of
 from .refused import refuse_arguments, refuse_plan
+from .together import wait_for_all
 
 FOLDER = "quintnet"  # in checkpoint-N: parameters and optimizer state, in parts
 SCHEDULER = "scheduler.pt"
@@ -193,8 +194,13 @@ class TrainerMixin:
             self.program.save_pretrained(part)
         elif judges():
             me.model.save_pretrained(part)
-        if not judges():
-            return
+        if judges():
+            self._move(part, folder)
+        wait_for_all()  # ranks look whether the folder is there, to agree which is the best
+
+    def _move(self, part: Path, folder: Path) -> None:
+        """Rank 0 puts what is in ``part`` into ``folder``, beside what a Trainer has there."""
+        me = self._me
         folder.mkdir(parents=True, exist_ok=True)
         for file in part.iterdir():
             if (folder / file.name).is_dir():
@@ -205,6 +211,10 @@ class TrainerMixin:
         if processing is not None:
             processing.save_pretrained(folder)
         torch.save(self._given, folder / "training_args.bin")
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        wait_for_all("the end of a checkpoint")  # rank 0 has removed those that are too many
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         me = self._me

@@ -4,54 +4,155 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..api.compiled_program import CompiledProgram
+from ..compat.torch import pytree
 from ..core.errors import CompileError, InputError
 from ..ir.batch_form import plain_batch
+from ..ir.plan import precision_of
 
-PADDING: Mapping[Any, float] = {"labels": -100}  # what cross entropy does not count; all else is padded with 0
+IDS, MASK = "input_ids", "attention_mask"
+PADDING: Mapping[Any, float] = MappingProxyType(  # integers [rows, length] under the names that transformers gives them
+    {IDS: 0, MASK: 0, "token_type_ids": 0, "position_ids": 0, "labels": -100}
+)
+NEAR = {torch.float64: 1e-9, torch.float32: 1e-3}  # losses that are equal but for rounding, relative; in 16 bits:
+NEAR_16 = 5e-2
+Values = Mapping[Any, float | None]
 
 
 def pad_to_bucket(
-    batch: Any, buckets: int | Sequence[int] = 64, *, values: Mapping[Any, float] | None = None
+    batch: Any, buckets: int | Sequence[int] = 64, *, values: Values | None = None
 ) -> dict[str, Any] | tuple[Any, ...]:
     """Pad the sequences of a batch at their ends to the next of a few lengths.
 
-    Every tensor ``[rows, length, ...]`` is padded, where ``length`` is that of ``input_ids``, or of the first tensor
-    with two dims. A model computes the same loss then if it leaves out what is padded, as transformers' models do with
-    ``attention_mask`` and labels of -100 (and causal models with such labels alone).
+    Sequences are tensors ``[rows, length, ...]`` that ``values`` names, and in a dict with ``input_ids`` integers
+    ``[rows, length]`` under transformers' names (``attention_mask``, ``token_type_ids``, ``position_ids`` with 0,
+    ``labels`` with -100). A model computes the same loss then if it leaves out what is padded, as transformers' models
+    do with ``attention_mask`` and labels of -100 (and causal models with such labels alone).
 
     Args:
         batch: a dict or a tuple, with the same lengths on every rank.
         buckets: lengths are rounded up to a multiple of it; or all lengths that there may be.
-        values: what tensors are padded with, by their key (or position, in a tuple); by default -100 for ``labels`` and
-            0 for all others.
+        values: what sequences are padded with, by their key (or position, in a tuple); None for a tensor that is no
+            sequence, whatever its shape.
 
     Returns:
         A dict or a tuple; tensors that need no padding are those of ``batch``.
 
     Raises:
-        CompileError: QN108 for buckets that are not positive.
-        InputError: QN102 if no tensor has two dims, or the batch is longer than the longest bucket.
+        CompileError: QN108 for buckets that are not positive; if nothing says what is a sequence, or whether a tensor
+            with several dims is one.
+        InputError: QN102 if sequences have different lengths, or are longer than the longest bucket.
     """
-    given = plain_batch(batch)
-    items: dict[Any, Any] = dict(given) if isinstance(given, dict) else dict(enumerate(given))
-    first = items.get("input_ids", next((x for x in items.values() if isinstance(x, Tensor) and x.dim() > 1), None))
-    if not isinstance(first, Tensor) or first.dim() < 2:
-        raise InputError("QN102", "no tensor of the batch is [rows, length, ...]", fix="pad batches of sequences only")
-    length = first.shape[1]
-    missing, fill = _bucket(length, buckets) - length, {**PADDING, **(values or {})}
+    plain = plain_batch(batch)
+    items: dict[Any, Any] = dict(plain) if isinstance(plain, dict) else dict(enumerate(plain))
+    padding = _padding(items, values or {})
+    length = _length(items, padding)
+    missing = _bucket(length, buckets) - length
+    _refuse_unnamed(items, padding)
+    padded = {key: _padded(x, missing, padding.get(key)) for key, x in items.items()}
+    return padded if isinstance(plain, dict) else tuple(padded.values())
 
-    def padded(key: Any, x: Any) -> Any:
-        if not missing or not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] != length:
-            return x
-        return F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing), value=fill.get(key, 0))
 
-    found = {key: padded(key, x) for key, x in items.items()}
-    return found if isinstance(given, dict) else tuple(found.values())
+@dataclass
+class PaddedBatches:
+    """Pads the batches that a program trains on. The first one that becomes longer is evaluated both ways."""
+
+    program: CompiledProgram
+    buckets: int | Sequence[int]
+    values: Values | None = None
+    local: bool = False
+    proven: bool = False
+
+    def __call__(self, batch: Any) -> Any:
+        """Raises: CompileError QN108, besides what :func:`pad_to_bucket` raises, if padding changes the loss."""
+        padded = pad_to_bucket(batch, self.buckets, values=self.values)
+        before, after = (pytree.tree_leaves(each) for each in (plain_batch(batch), padded))
+        if not self.proven and any(x is not y for x, y in zip(before, after, strict=True)):
+            self._prove(batch, padded)
+            self.proven = True
+        return padded
+
+    def _prove(self, batch: Any, padded: Any) -> None:
+        whole, filled = (self.program.evaluate(each, batch_is_local=self.local) for each in (batch, padded))
+        rounds = precision_of(self.program.plan).rounds
+        near = NEAR_16 if rounds else NEAR.get(whole.dtype, NEAR_16)
+        if not torch.allclose(filled, whole, rtol=near, atol=near, equal_nan=True):
+            raise CompileError(
+                "QN108",
+                f"padded to a bucket, the loss of a batch is {float(filled):.6g}, and {float(whole):.6g} without: the "
+                "model does not leave out what is padded",
+                fix="give the model a mask, labels that do not count (-100), or leave buckets out",
+            )
+
+
+def _padding(items: Mapping[Any, Any], values: Values) -> Values:
+    """What each tensor is padded with, None for those that are no sequences."""
+    unknown = [key for key in values if key not in items]
+    if unknown:
+        raise CompileError(
+            "QN108",
+            f"values names {', '.join(map(repr, unknown))}, and the batch has {', '.join(map(repr, items))}",
+            fix="name the keys of the batch, or positions in a tuple",
+        )
+    known = {key: PADDING[key] for key, x in items.items() if key in PADDING and _is_ids(key, x)}
+    known = known if IDS in known else {}
+    length = items[IDS].shape[1] if IDS in known else None
+    return {key: value for key, value in known.items() if items[key].shape[1] == length} | dict(values)
+
+
+def _is_ids(key: Any, x: Any) -> bool:
+    """Whether it is a number for each position; masks may be of any dtype."""
+    return isinstance(x, Tensor) and x.dim() == 2 and (key == MASK or not x.is_floating_point())
+
+
+def _length(items: Mapping[Any, Any], padding: Values) -> int:
+    """The length of all sequences."""
+    shapes = {key: tuple(items[key].shape) for key, value in padding.items() if value is not None}
+    if not shapes:
+        raise CompileError(
+            "QN108",
+            f"nothing says what of the batch ({', '.join(map(repr, items))}) is a sequence, and what pads it",
+            fix="name each: values={0: 0, 1: -100} for a tuple, values={'x': 0} for a dict; of a Trainer: "
+            "bucket_values={...}",
+        )
+    lengths = {shape[1] if len(shape) > 1 else 0 for shape in shapes.values()}
+    if len(lengths) > 1 or 0 in lengths:
+        raise InputError(
+            "QN102", f"the sequences of the batch are {shapes}", fix="name tensors [rows, length, ...] of one length"
+        )
+    return lengths.pop()
+
+
+def _refuse_unnamed(items: Mapping[Any, Any], padding: Values) -> None:
+    for key, x in items.items():
+        unknown = key not in padding
+        if unknown and isinstance(x, Tensor) and x.dim() > 1:
+            raise CompileError(
+                "QN108",
+                f"nothing says whether {key!r} of the batch, {tuple(x.shape)}, is a sequence of the length of others",
+                fix=f"say what pads it, values={{{key!r}: 0}}, or that it is none, values={{{key!r}: None}}; of a "
+                "Trainer: bucket_values={...}",
+            )
+        if unknown and isinstance(x, (tuple, list, Mapping)):
+            raise CompileError(
+                "QN108",
+                f"{key!r} of the batch is a {type(x).__name__}, and sequences are padded in a flat tuple or dict",
+                fix="pad sequences in the loader's collate_fn",
+            )
+
+
+def _padded(x: Any, missing: int, value: float | None) -> Any:
+    if not missing or value is None:
+        return x
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing), value=value)
 
 
 def _bucket(length: int, buckets: int | Sequence[int]) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..api.compiled_program import CompiledProgram
 from ..checkpoint.documents import read_state
 from ..checkpoint.manifest import Damaged, available
+from ..checkpoint.optimizer_state import plain
 from ..checkpoint.stores.places import folder_at
 from ..checkpoint.training_state import require_number
 from ..compat.torch import pytree
@@ -28,11 +29,12 @@ from ..runtime.launch.consistency import tell
 from ..runtime.launch.preemption import SIGNALS, Preempted
 from ..runtime.launch.world import judges, many
 from .batches import BatchSampler
-from .buckets import pad_to_bucket
+from .buckets import PaddedBatches
 from .callbacks import Callback
 from .loggers import ConsoleLogger, JsonLogger, TensorBoardLogger
 from .measures import Metric, device_flops, memory_gib
 from .save_interval import SaveInterval
+from .schedulers import follows_validation, require_steps
 from .time_report import RunTime, Stopwatch
 from .validation import LossWeight, require_validation, validate
 
@@ -64,10 +66,13 @@ class Trainer:
         train_loader: gives global batches. A DataLoader with a :class:`BatchSampler` resumes at the sample where a run
             was interrupted; others are read again up to there.
         val_loader: read once for each validation; a last batch of any size is fine.
-        scheduler: of the learning rate, stepped after each optimizer step.
+        scheduler: of the learning rate, stepped after each optimizer step; a ReduceLROnPlateau after each validation,
+            with its loss.
         epochs: passes over the data after which ``fit`` ends.
         max_steps: steps after which ``fit`` ends, if that is sooner.
         buckets: lengths to which the sequences of training batches are padded, see :func:`pad_to_bucket`; None: not.
+            The first batch that is padded is evaluated both ways.
+        bucket_values: what sequences are padded with, as ``values`` of :func:`pad_to_bucket`.
         max_grad_norm: the largest global L2 norm of all gradients; None: no clipping.
         validate_every: steps between validations; None: after every epoch.
         patience: stop after this many validations whose loss was not below the best one; None: never.
@@ -104,6 +109,7 @@ class Trainer:
     epochs: int = 1
     max_steps: int | None = None
     buckets: int | Sequence[int] | None = None
+    bucket_values: Mapping[Any, float | None] | None = None
     max_grad_norm: float | None = None
     validate_every: int | None = None
     patience: int | None = None
@@ -127,12 +133,22 @@ class Trainer:
         """
         Raises:
             CheckpointError: QN603 for a number of checkpoints to keep that cannot be.
-            CompileError: QN108 for ``save_every="auto"`` without the mean time between failures.
+            CompileError: QN108 for ``save_every="auto"`` without the mean time between failures, or a scheduler that
+                needs more than there is.
+            RunError: QN301 for a ``measure_step`` where several ranks share this process.
         """
         require_number("keep", self.keep, 1)
+        require_steps(self.scheduler, validation=self.val_loader is not None)
+        if self.scheduler is not None and self.checkpoint_folder is not None:
+            plain(self.scheduler.state_dict(), "the scheduler's state")  # what cannot be saved is refused now
+        if self.measure_step is not None:
+            self.program.require_measure()
         self.interval = SaveInterval(self.save_every, self.mean_time_between_failures, self._everybody)
         self.watch, self.told = Stopwatch(None, lambda: 0.0), list[Callback]()
         self.history = History()
+        self.padded: PaddedBatches | None = None
+        if self.buckets is not None:
+            self.padded = PaddedBatches(self.program, self.buckets, self.bucket_values, self.batch_is_local)
         self.seen = self.in_epoch = self.epoch = self.bad = 0  # samples in all, batches of this epoch, ...
         self.best = math.inf
         self.kept: list[Tensor] = []
@@ -234,7 +250,7 @@ class Trainer:
     def _train(self, batch: Any, start: float) -> tuple[Tensor, dict[str, float] | None]:
         """The loss, and what is to be logged of it."""
         log = self.log_every > 0 and (self.history.step + 1) % self.log_every == 0
-        batch = batch if self.buckets is None else pad_to_bucket(batch, self.buckets)
+        batch = batch if self.padded is None else self.padded(batch)
         try:
             loss = self._loss(batch)
         except RunError:
@@ -245,7 +261,7 @@ class Trainer:
             norm = self.program.clip_grad_norm(self.max_grad_norm if self.max_grad_norm is not None else math.inf)
         rate = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
-        if self.scheduler is not None:
+        if self.scheduler is not None and not follows_validation(self.scheduler):
             self.scheduler.step()
         self.optimizer.zero_grad()
         rows = batch_size_of(batch) * (self.program.mesh.data_ways if self.batch_is_local else 1)
@@ -295,6 +311,8 @@ class Trainer:
         with self.watch.on("validation"):
             found = self.validate()
         self.history.validations.append((self.history.step, found))
+        if follows_validation(self.scheduler):
+            self.scheduler.step(found["loss"])  # type: ignore[union-attr, arg-type]
         self._tell("on_validation", found)
         self.bad = 0 if found["loss"] < self.best else self.bad + 1
         self.best = min(self.best, found["loss"])

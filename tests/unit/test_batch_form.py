@@ -102,7 +102,7 @@ def test_padding_to_buckets() -> None:
     assert found["attention_mask"].sum() == 10 and found["kind"] is batch["kind"] and found["flag"] is True
     assert _padded({"input_ids": ids}, [4, 6, 16])["input_ids"].shape == (2, 6)
     assert _padded({"input_ids": ids}, 5)["input_ids"] is ids
-    features, labels = _padded((torch.ones(2, 5, 3), torch.ones(2)))
+    features, labels = _padded((torch.ones(2, 5, 3), torch.ones(2)), values={0: 0})
     assert features.shape == (2, 8, 3) and float(features.sum()) == 30 and labels.shape == (2,)
 
 
@@ -113,11 +113,31 @@ def test_padding_to_buckets() -> None:
         ((torch.ones(2, 9),), [4, 8], "QN102"),
         ((torch.ones(2, 9),), 0, "QN108"),
         ((torch.ones(2, 9),), [], "QN108"),
+        ((torch.ones(2, 9), torch.ones(2, 9)), 16, r"QN108[\s\S]*whether 1 of the batch"),
+        ((torch.ones(2, 9), {"labels": torch.ones(2, 9)}), 16, r"QN108[\s\S]*collate_fn"),
     ],
 )
 def test_what_cannot_be_padded(batch: tuple[Tensor, ...], buckets: Any, code: str) -> None:
     with pytest.raises(quintnet.QuintNetError, match=code):
-        pad_to_bucket(batch, buckets)
+        pad_to_bucket(batch, buckets, values={0: 0})
+
+
+def test_what_is_a_sequence_is_told() -> None:
+    ids, masks = torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 5, 5)
+    with pytest.raises(quintnet.CompileError, match=r"nothing says what of the batch .0, 1. is a sequence"):
+        pad_to_bucket((ids, ids), 8)
+    for batch, text in (
+        ({"input_ids": ids, "features": masks}, "whether 'features'"),
+        ({"input_ids": ids, "attention_mask": masks}, "whether 'attention_mask'"),
+        ({"input_ids": ids, "labels": torch.ones(2, 5)}, "whether 'labels'"),
+        ({"input_ids": ids, "labels": torch.ones(2, 4, dtype=torch.int64)}, "whether 'labels'"),
+    ):
+        with pytest.raises(quintnet.CompileError, match=text):
+            pad_to_bucket(batch, 8)
+    found = _padded({"input_ids": ids, "labels": torch.ones(2, 5)}, values={"labels": None})
+    assert found["input_ids"].shape == (2, 8) and found["labels"].shape == (2, 5)
+    with pytest.raises(quintnet.CompileError, match="values names 'y'"):
+        pad_to_bucket({"input_ids": ids}, 8, values={"y": 0})
 
 
 @pytest.mark.parametrize(

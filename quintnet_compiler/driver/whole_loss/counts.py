@@ -73,7 +73,8 @@ def _classes(arguments: Mapping[str, Any], add: Callable[..., fx.Node]) -> Any:
 
 def _elements(arguments: Mapping[str, Any], add: Callable[..., fx.Node]) -> Any:
     operands = [x.meta["val"] for x in arguments.values() if isinstance(x, fx.Node)]
-    return prod(torch.broadcast_shapes(*(x.shape for x in operands if isinstance(x, Tensor))))
+    shape: torch.Size = torch.broadcast_shapes(*(x.shape for x in operands))  # type: ignore[no-untyped-call]
+    return prod(shape)
 
 
 def _rows(arguments: Mapping[str, Any], add: Callable[..., fx.Node]) -> Any:

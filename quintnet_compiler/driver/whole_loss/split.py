@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,8 +76,7 @@ class _Split:
         extra = self.results[1 + len(changed) :]
         results = [loss, *extra, *changed]
         self.graph.output(tuple(results))
-        shift = len(changed)
-        parts = tuple(replace(part, **_moved(part, shift)) for part in self.parts)
+        parts = tuple(_moved(part, len(changed)) for part in self.parts)
         found = LossParts(parts, combine, self.captured.symbols)
         return replace(self.captured, graph=self.graph, parts=found)
 
@@ -199,9 +197,11 @@ class _Adder:
         return node
 
 
-def _moved(part: LossPart, shift: int) -> Mapping[str, int]:
-    found = {name: getattr(part, name) for name in ("output", "count_output")}
-    return {name: index - shift if index else index for name, index in found.items() if index is not None}
+def _moved(part: LossPart, shift: int) -> LossPart:
+    """The same, where results behind the loss come ``shift`` places earlier."""
+    output = part.output - shift if part.output else part.output
+    count = part.count_output - shift if part.count_output else part.count_output
+    return replace(part, output=output, count_output=count)
 
 
 def _name(node: fx.Node) -> str:

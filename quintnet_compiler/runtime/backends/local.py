@@ -31,6 +31,16 @@ from .backend import Caches, Ready, clip, gradients_of, home_of, not_known, refu
 from .whole_state import WholeState
 
 
+def require_measure(mesh: Mesh) -> None:
+    """Raises: RunError QN301 if several ranks in this process would be measured."""
+    if mesh.size > 1:
+        raise RunError(
+            "QN301",
+            f"the {mesh.size} ranks of {mesh} take turns in this process: their times say nothing",
+            fix="measure in processes: quintnet measure, quintnet.launch or torchrun",
+        )
+
+
 class LocalBackend(WholeState):
     """All ranks in this process. Parameters are whole, and the module's own."""
 
@@ -91,12 +101,8 @@ class LocalBackend(WholeState):
         recorder: Recorder | None = None,
     ) -> list[Tensor]:
         """As :meth:`Backend.run`; ``watch``: who looks at each rank from inside."""
-        if recorder is not None and self.mesh.size > 1:
-            raise RunError(
-                "QN301",
-                f"the {self.mesh.size} ranks of {self.mesh} take turns in this process: their times say nothing",
-                fix="measure in processes: quintnet measure, quintnet.launch or torchrun",
-            )
+        if recorder is not None:
+            require_measure(self.mesh)
         if how.local and self.mesh.data_ways > 1:
             raise InputError(
                 "QN102",
