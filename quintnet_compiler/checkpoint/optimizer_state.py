@@ -195,6 +195,8 @@ def restored(
             changes.append((group, options))
 
     def finish() -> None:
+        if isinstance(optimizer, WholeOptimizer):
+            optimizer.loaded()
         for group, options in changes:
             for key, x in options.items():
                 _set(group, key, x)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...compat.torch import OpOverload
+from ...compat.torch import OpOverload, schema
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2  # of the argument ``reduction``, as operators take it
@@ -46,9 +46,9 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments of an operator by name, defaults among them."""
     if not isinstance(node.target, OpOverload):
         return {}
-    schema = node.target._schema.arguments
-    given = {argument.name: x for argument, x in zip(schema, node.args, strict=False)} | dict(node.kwargs)
-    return {argument.name: argument.default_value for argument in schema if argument.has_default_value()} | given
+    formal = schema(node.target).arguments
+    actual = {argument.name: x for argument, x in zip(formal, node.args, strict=False)} | dict(node.kwargs)
+    return {argument.name: argument.default_value for argument in formal if argument.has_default_value()} | actual
 
 
 def _numel(node: fx.Node) -> Any:

@@ -15,6 +15,7 @@ from ...core.mesh import Mesh
 from ...core.sharding import local_shape
 from ...ir.distributed_program import StateSpec
 from ...ir.program import Axis
+from ..launch.consistency import tell
 from ..state.module_parameters import local_of
 from ..state.true_part import with_padding, without_padding
 from ..state.whole_optimizer import Pairs
@@ -36,14 +37,24 @@ class AllHere:
     """Where all ranks are in this process, parameters are whole."""
 
     label = ""
+    apart = False
 
     def owner(self, parameter: nn.Parameter) -> None:
         """All ranks."""
+
+    def here(self, parameter: nn.Parameter) -> bool:
+        return True
+
+    def told(self, text: str) -> tuple[str, ...]:
+        return (text,)
 
     def stand_ins(self, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
         return {id(p): p for p in parameters}
 
     def collect(self, pairs: Pairs) -> None:
+        """They have them."""
+
+    def fetch(self, pairs: Pairs) -> None:
         """They have them."""
 
     def spread(self, pairs: Pairs) -> None:
@@ -54,9 +65,16 @@ class AllOnHost:
     """Where all ranks are in this process, copies of parameters in memory of the host."""
 
     label = ""
+    apart = False
 
     def owner(self, parameter: nn.Parameter) -> None:
         """All ranks."""
+
+    def here(self, parameter: nn.Parameter) -> bool:
+        return True
+
+    def told(self, text: str) -> tuple[str, ...]:
+        return (text,)
 
     def stand_ins(self, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
         made = {id(p): nn.Parameter(host_copy(p.detach(), p.device), requires_grad=p.requires_grad) for p in parameters}
@@ -71,10 +89,14 @@ class AllOnHost:
                 copy.grad = host_copy(p.grad, p.device)
         self._wait([p for p, _ in pairs])
 
+    def fetch(self, pairs: Pairs) -> None:
+        for p, copy in pairs:
+            copy.copy_(local_of(p), non_blocking=True)
+        self._wait([p for p, _ in pairs])
+
     def spread(self, pairs: Pairs) -> None:
         for p, copy in pairs:
-            if p.grad is not None:
-                p.copy_(copy, non_blocking=True)
+            p.copy_(copy, non_blocking=True)
             copy.grad = None
 
     def _wait(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -110,6 +132,7 @@ class OneOwnerEach:
     device: torch.device
     label: str = ""
     host: bool = False
+    apart: bool = True
 
     def __post_init__(self) -> None:
         stages: dict[int, list[int]] = {}
@@ -124,6 +147,12 @@ class OneOwnerEach:
 
     def owner(self, parameter: nn.Parameter) -> int:
         return self.owners[id(parameter)]
+
+    def here(self, parameter: nn.Parameter) -> bool:
+        return self.owners.get(id(parameter)) == self.transport.rank
+
+    def told(self, text: str) -> tuple[str, ...]:
+        return tell(text, self.device)
 
     def stand_ins(self, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
         mine = [p for p in parameters if id(p) in self.specs]
@@ -140,9 +169,14 @@ class OneOwnerEach:
         for p in parameters:
             made[id(p)] = nn.Parameter(self._room(p), requires_grad=p.requires_grad)
         with torch.no_grad():
-            for some in self._together([(p, made[id(p)]) for p in mine]):
-                self._take(some)
+            self.fetch([(p, made[id(p)]) for p in mine])
         return made
+
+    def fetch(self, pairs: Pairs) -> None:
+        for some in self._together(pairs):
+            self._take(some)
+        if self.host:
+            await_copies(self.device)
 
     def collect(self, pairs: Pairs) -> None:
         there = [(p, whole) for p, whole in pairs if p.grad is not None]
@@ -163,8 +197,10 @@ class OneOwnerEach:
         return [[pair] for pair in pairs] if self.host else [pairs]
 
     def _room(self, p: nn.Parameter) -> Tensor:
-        if self.owners.get(id(p)) != self.transport.rank:
-            return torch.empty(p.shape, dtype=p.dtype, device="meta")
+        if not self.here(p):
+            # one element on the device where others are: an optimizer may make tensors beside the first of a group
+            place = torch.device("cpu") if self.host else self.device
+            return torch.zeros((), dtype=p.dtype, device=place).expand(p.shape)
         if self.host:
             return host_room(p.shape, p.dtype, self.device)
         return torch.empty(p.shape, dtype=p.dtype, device=self.device)
@@ -172,19 +208,17 @@ class OneOwnerEach:
     def _spread(self, pairs: Pairs) -> None:
         waits: list[Pending] = []
         for p, whole in pairs:
-            if p.grad is not None:
-                spec, part = self.specs[id(p)], local_of(p)
-                into = part.new_empty(local_shape(spec.shape, spec.sharding, self.sizes), device=self.device)
-                parts = None
-                if not whole.is_meta:
-                    there = whole.to(self.device, non_blocking=True)
-                    cut = [slices.take_all(there, spec.sharding, self.sizes, place) for place in self.places]
-                    parts = [x.contiguous() for x in cut]
-                waits.append(self.transport.scatter_parts(parts, into, self.ranks, self.owners[id(p)]))
+            spec, part = self.specs[id(p)], local_of(p)
+            into = part.new_empty(local_shape(spec.shape, spec.sharding, self.sizes), device=self.device)
+            parts = None
+            if self.here(p):
+                there = whole.to(self.device, non_blocking=True)
+                cut = [slices.take_all(there, spec.sharding, self.sizes, place) for place in self.places]
+                parts = [x.contiguous() for x in cut]
+            waits.append(self.transport.scatter_parts(parts, into, self.ranks, self.owners[id(p)]))
         for p, _ in pairs:
-            if p.grad is not None:
-                into = waits.pop(0)()
-                local_of(p).copy_(without_padding(into, local_of(p).shape))
+            into = waits.pop(0)()
+            local_of(p).copy_(without_padding(into, local_of(p).shape))
         if self.host:
             for _, whole in pairs:
                 whole.grad = None
