@@ -112,5 +112,5 @@ def test_totals_of_parts() -> None:
     totals.add(parts, [torch.tensor(3.0), torch.tensor(1.0), torch.tensor(8.0)], {})
     totals.add(parts, [torch.tensor(4.0), torch.tensor(3.0), torch.tensor(4.0)], {})
     assert float(totals.loss()) == (1.0 + 3.0) / 2 + 12 / 8
-    with pytest.raises(CompileError, match="the parts of a loss give 4.0, and the loss is 5.0"):
+    with pytest.raises(CompileError, match=r"the parts of a loss give 4.0, and the loss is 5.0"):
         totals.add(parts, [torch.tensor(5.0), torch.tensor(3.0), torch.tensor(4.0)], {})

@@ -9,6 +9,7 @@ from torch import Tensor, nn, optim
 from quintnet_compiler.core.errors import RunError
 from quintnet_compiler.runtime.backends.whole_parameters import AllHere, AllOnHost
 from quintnet_compiler.runtime.state import split_updates
+from quintnet_compiler.runtime.state.plain_update import plain_updates
 from quintnet_compiler.runtime.state.whole_optimizer import Pairs, WholeOptimizer
 
 
@@ -93,6 +94,29 @@ def test_what_it_refuses() -> None:
     ):
         with pytest.raises(RunError, match="QN113"):
             call()
+
+
+def test_an_update_is_compared_with_that_of_a_plain_copy() -> None:
+    small, large, other = (nn.Parameter(torch.ones(n)) for n in (2, 5, 3))
+    for p in (small, large, other):
+        p.grad = torch.ones_like(p)
+    inner = optim.SGD([{"params": [large, small]}, {"params": [other], "lr": 0.5}], lr=1.0)
+    groups = [{"params": [large, small]}, {"params": [other], "lr": 0.5}]
+    inner.param_groups[1]["lr"] = 0.25  # by a scheduler
+    updates = plain_updates(lambda p: optim.SGD(p, lr=1.0), groups, inner, lambda p: p is not large)
+    assert [update.parameter for update in updates] == [small, other]
+    assert updates[1].after.tolist() == [0.75] * 3 and small.tolist() == [1.0, 1.0]
+    inner.step()
+    assert [update.difference() for update in updates] == ["", ""]
+    with torch.no_grad():
+        other.sub_(0.1)
+    assert "changed by at most 0.35, and a plain copy with an optimizer of its own by 0.25" in updates[1].difference()
+
+    def both(parameters: list[nn.Parameter]) -> optim.Optimizer:
+        first, second = parameters
+        return optim.SGD([first, second], lr=1.0)
+
+    assert plain_updates(both, None, inner, lambda p: True) == []  # it is not made for one alone
 
 
 @pytest.mark.parametrize("split", [False, True])
