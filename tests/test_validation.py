@@ -80,8 +80,15 @@ LOSSES: dict[str, Loss] = {
     "a root": lambda z, y: F.mse_loss(z, F.one_hot(y, CLASSES).to(z.dtype)).sqrt(),
     "two means": lambda z, y: F.cross_entropy(z, _ignored_of(y)) + 0.1 * z.square().mean(),
     "products of means": lambda z, y: F.cross_entropy(z, y) + (z.softmax(-1).mean(0) * z.square().mean(0)).sum(),
+    "balance of experts": lambda z, y: F.cross_entropy(z, y) + _balance(z),
     "divergences": lambda z, y: F.kl_div(z.log_softmax(-1), F.one_hot(y, CLASSES) * 0.9 + 0.02, reduction="batchmean"),
 }
+
+
+def _balance(logits: Tensor) -> Tensor:
+    """As losses of routers are: a product of counts and means over all rows."""
+    counts = torch.histc(logits.argmax(-1).to(logits.dtype), bins=CLASSES, min=0, max=CLASSES - 1)
+    return CLASSES * (counts / logits.shape[0] * logits.softmax(-1).mean(0)).sum()
 
 
 def _ignored_of(labels: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import SymInt, fx
+from torch import SymBool, SymFloat, SymInt, fx
 
 Kind = Literal["sum", "mean", "fixed", "additive size", "fixed size"]
 
@@ -53,4 +53,17 @@ def number_at(size: Any, sizes: Mapping[str, int], symbols: Mapping[str, str]) -
 
 def depends_on(size: Any, symbol: str) -> bool:
     """Whether an expression of sizes has this symbol."""
-    return isinstance(size, SymInt) and any(str(each) == symbol for each in size.node.expr.free_symbols)
+    symbolic = isinstance(size, (SymInt, SymFloat, SymBool))
+    return symbolic and any(str(each) == symbol for each in size.node.expr.free_symbols)
+
+
+def is_multiple_of(size: Any, symbol: str) -> bool:
+    """Whether an expression of sizes is a factor times this symbol, by its values for some numbers."""
+    expression = size.node.expr
+
+    def value(number: int, other: int) -> float:
+        return float(
+            expression.subs({each: number if str(each) == symbol else other for each in expression.free_symbols})
+        )
+
+    return all(value(n, other) == n * value(1, other) for n in (2, 3, 5, 8, 13) for other in (7, 10))

@@ -26,7 +26,7 @@ class _Handed(torch.autograd.Function):
         return loss.detach().clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, arriving: Tensor) -> tuple[None, None, None]:
         factor = float(arriving)
         for parameter, gradient in ctx.gradients:

@@ -33,6 +33,8 @@ def reduction_of(node: fx.Node, add: Callable[..., fx.Node]) -> Reduction | None
     if target in _SUMS:
         return Reduction("sum")
     arguments = arguments_of(node)
+    if target is aten.histc.default and arguments["min"] < arguments["max"]:  # else bins are those of the batch
+        return Reduction("sum")
     if target in (aten.mean.default, aten.mean.dim):
         return Reduction("mean", _numel(arguments["self"]) // _numel(node))
     items = _ITEMS.get(target)

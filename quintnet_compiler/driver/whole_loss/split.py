@@ -12,7 +12,7 @@ from ...capture.places import LEAF, WHERE
 from ...compat.torch import FakeTensor, pytree
 from ...core.errors import CompileError, Where
 from ...ir.batch_form import ROWS
-from ...ir.loss_parts import LossPart, LossParts, depends_on
+from ...ir.loss_parts import LossPart, LossParts, depends_on, is_multiple_of
 from ...ir.program import Captured
 from .counts import reduction_of
 
@@ -111,13 +111,12 @@ class _Split:
 
     def _size(self, node: fx.Node, value: Any, where: Where) -> None:
         if not depends_on(value, self.rows):
-            if isinstance(value, (SymFloat, SymBool)):
+            if isinstance(value, SymBool):
                 raise _refused(f"the loss computes with {value}", where)
             self._add(node, LossPart(_shown(node), "fixed size", size=value))
             return
-        expression, symbol = value.node.expr, next(s for s in value.node.expr.free_symbols if str(s) == self.rows)
-        if (expression.subs(symbol, 2 * symbol) - 2 * expression).simplify() != 0:
-            raise _refused(f"the loss computes with {expression}, which is no multiple of the number of rows", where)
+        if not is_multiple_of(value, self.rows):
+            raise _refused(f"the loss computes with {value}, which is no multiple of the number of rows", where)
         self._add(node, LossPart(_shown(node), "additive size", size=value))
 
     def _reduced(self, node: fx.Node, where: Where) -> None:

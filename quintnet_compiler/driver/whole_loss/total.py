@@ -32,7 +32,7 @@ class PartTotals:
         """
         batch = [_batch_value(part, results, parts, sizes) for part in parts.parts]
         loss, combined = _wide(results[0]), _combined(parts, batch)
-        near = NEAR.get(results[0].dtype, NEAR_16)
+        near = max(NEAR.get(x.dtype, NEAR_16) for x in results if x.is_floating_point())
         if bool(torch.isfinite(combined)) and not torch.allclose(combined, loss, rtol=near, atol=near):
             raise CompileError("QN111", f"the parts of a loss give {float(combined)}, and the loss is {float(loss)}")
         if self.parts is None:
