@@ -211,7 +211,8 @@ class ProgramState(abc.ABC):
 
     def grad_norm(self) -> Tensor:
         """The global L2 norm of all gradients, those of other stages among them."""
-        return self.clip_grad_norm(math.inf)
+        with frequent("grad_norm", self._label):
+            return self._state().clip_grad_norm(self._primary().program, math.inf)
 
     @property
     def loss_scale(self) -> float:
