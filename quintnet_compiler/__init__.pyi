@@ -39,6 +39,7 @@ from .training.callbacks import Callback
 from .training.config import TrainConfig
 from .training.loggers import ConsoleLogger, JsonLogger, TensorBoardLogger, WandbLogger
 from .training.measures import accuracy
+from .training.resume.resumable_loader import ResumableLoader
 from .training.run import TrainTask
 from .training.time_report import RunTime
 from .training.trainer import History, Trainer
@@ -51,6 +52,7 @@ __all__ = [
     "CheckWarning",
     "BatchSampler",
     "Callback",
+    "ResumableLoader",
     "ConsoleLogger",
     "JsonLogger",
     "RunTime",

@@ -38,7 +38,7 @@ from ..runtime.execute.engines import ENGINES
 from ..runtime.execute.executor import Run
 from ..runtime.execute.record import Recorder
 from ..runtime.launch.calls import announced, collective, running
-from ..runtime.launch.world import has_process
+from ..runtime.launch.world import has_process, own_rank
 from ..runtime.state.computed_loss import SettledLoss
 from ..runtime.state.module_parameters import check_fits
 from ..simulation.measured import measured_timeline, shown_ranks
@@ -321,6 +321,22 @@ class CompiledProgram(ProgramGeneration):
     def _spread(self) -> bool:
         """Whether each rank is a process."""
         return has_process(self.mesh, self._task.device)
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks that read different rows with ``batch_is_local=True``; 1 where all ranks of the mesh are
+        in this process, which reads global batches."""
+        return self.mesh.data_ways if self._spread else 1
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this process among :attr:`data_ranks`. Processes that differ along other axes alone (``tp``,
+        ``pp``, ``cp``) have the same one, and read the same rows::
+
+            DistributedSampler(data, num_replicas=program.data_ranks, rank=program.data_rank)
+            datasets.distributed.split_dataset_by_node(stream, rank=program.data_rank, world_size=program.data_ranks)
+        """
+        return self.mesh.data_rank(own_rank()) if self._spread else 0
 
     @property
     def _label(self) -> str:

@@ -83,6 +83,14 @@ class Mesh:
         different rows, too."""
         return math.prod(self[axis] for axis in DATA_AXES)
 
+    def data_rank(self, rank: int) -> int:
+        """The number, below :attr:`data_ways`, of the rows that ``rank`` has."""
+        place = self.coordinate(rank)
+        number = 0
+        for axis in DATA_AXES:
+            number = number * self[axis] + place.get(axis, 0)
+        return number
+
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where ``rank`` stands on every axis."""
         place: dict[str, int] = {}

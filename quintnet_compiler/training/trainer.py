@@ -26,13 +26,14 @@ from ..core.errors import CheckpointError, CheckpointWarning, RunError
 from ..ir.batch_form import batch_size_of, plain_batch
 from ..runtime.launch.accelerator import group_accelerator
 from ..runtime.launch.consistency import tell
+from ..runtime.launch.heartbeat import current
 from ..runtime.launch.preemption import SIGNALS, Preempted
 from ..runtime.launch.world import judges, many
-from .batches import BatchSampler
 from .buckets import PaddedBatches
 from .callbacks import Callback
 from .loggers import ConsoleLogger, JsonLogger, TensorBoardLogger
 from .measures import Metric, device_flops, memory_gib
+from .resume.resumable_loader import ResumableLoader
 from .save_interval import SaveInterval
 from .schedulers import follows_validation, require_steps
 from .time_report import RunTime, Stopwatch
@@ -63,8 +64,8 @@ class Trainer:
     Args:
         program: the compiled program.
         optimizer: of ``program.parameters()``.
-        train_loader: gives global batches. A DataLoader with a :class:`BatchSampler` resumes at the sample where a run
-            was interrupted; others are read again up to there.
+        train_loader: gives global batches. A run that goes on reads what is left of its epoch, see
+            :class:`ResumableLoader`.
         val_loader: read once for each validation; a last batch of any size is fine.
         scheduler: of the learning rate, stepped after each optimizer step; a ReduceLROnPlateau after each validation,
             with its loss.
@@ -149,7 +150,9 @@ class Trainer:
         self.padded: PaddedBatches | None = None
         if self.buckets is not None:
             self.padded = PaddedBatches(self.program, self.buckets, self.bucket_values, self.batch_is_local)
-        self.seen = self.in_epoch = self.epoch = self.bad = 0  # samples in all, batches of this epoch, ...
+        self.data = ResumableLoader(self.train_loader, self.program, batch_is_local=self.batch_is_local)
+        self.data.keeps_states = self.checkpoint_folder is not None and current.get() is not None
+        self.bad = 0  # validations in a row
         self.best = math.inf
         self.kept: list[Tensor] = []
         self.saving: Future[Path | str] | None = None
@@ -176,8 +179,8 @@ class Trainer:
                 self.watch.begin(self.history.step)
                 self.interval.begin(self.history.step)
                 self._tell("on_start")
-                while self.epoch < self.epochs and not self._over():
-                    for batch in self._timed(self._batches()):
+                while self.data.epoch < self.epochs and not self._over():
+                    for batch in self._timed(iter(self.data)):
                         self._step(batch)
                         if self._over():
                             break
@@ -215,22 +218,6 @@ class Trainer:
     def _over(self) -> bool:
         return self.history.stopped_early or (self.max_steps is not None and self.history.step >= self.max_steps)
 
-    def _batches(self) -> Iterator[Any]:
-        """What is left of this epoch."""
-        sampler = self._sampler()
-        if sampler is not None:
-            if sampler.after(self.seen) // sampler.samples == self.epoch:
-                sampler.start_at(self.seen)
-                yield from self.train_loader
-            return
-        for index, batch in enumerate(self.train_loader):
-            if index >= self.in_epoch:
-                yield batch
-
-    def _sampler(self) -> BatchSampler | None:
-        found = getattr(self.train_loader, "batch_sampler", None)
-        return found if isinstance(found, BatchSampler) else None
-
     def _step(self, batch: Any) -> None:
         start, compiled = time.perf_counter(), self.program.seconds_compiling
         with self.watch.on("step"):
@@ -266,8 +253,6 @@ class Trainer:
         self.optimizer.zero_grad()
         rows = batch_size_of(batch) * (self.program.mesh.data_ways if self.batch_is_local else 1)
         self.history.step += 1
-        self.in_epoch += 1
-        self.seen += rows
         self.kept.append(loss)
         if not log:
             return loss, None
@@ -296,10 +281,6 @@ class Trainer:
         return found
 
     def _end_of_epoch(self) -> None:
-        self.epoch, self.in_epoch = self.epoch + 1, 0
-        sampler = self._sampler()
-        if sampler is not None:
-            self.seen = sampler.after(self.seen)
         if not self.validate_every:
             self._validate()
         if not self.save_every:
@@ -381,22 +362,23 @@ class Trainer:
         if self.saving is not None:
             self.saving.result()  # what went wrong with the one before is raised here
         self.saved = self.history.step
-        return self.program.save_async(self.checkpoint_folder, **self._saved_now())
+        return self.program.save_async(self.checkpoint_folder, **self._saved_now(self.data.state_dict()))
 
     def _rescue(self) -> None:
         """If a step has failed, and this rank has all that the run needs: save where it was before that step."""
-        if self.checkpoint_folder is None:
+        position = self.data.state_before_batch()
+        if self.checkpoint_folder is None or position is None:
             return
         try:
             with self.watch.on("save"):
-                if self.program.rescue(self.checkpoint_folder, **self._saved_now()) is not None:
+                if self.program.rescue(self.checkpoint_folder, **self._saved_now(position)) is not None:
                     self.watch.saved(self.history.step)
         except CheckpointError as error:
             warnings.warn(CheckpointWarning(f"after a fault: {error}"), stacklevel=2)
 
-    def _saved_now(self) -> dict[str, Any]:
+    def _saved_now(self, position: Mapping[str, Any]) -> dict[str, Any]:
         """What :meth:`CompiledProgram.save` is given."""
-        at: dict[str, Any] = {"seen": self.seen, "epoch": self.epoch, "in_epoch": self.in_epoch, "bad": self.bad}
+        at: dict[str, Any] = {"data": position, "bad": self.bad}
         at["best"] = self.best if math.isfinite(self.best) else None
         if self.scheduler is not None:
             at["scheduler"] = self.scheduler.state_dict()
@@ -408,15 +390,8 @@ class Trainer:
         _refuse_others(self.checkpoint_folder)
         found = self.program.load(self.checkpoint_folder, optimizer=self.optimizer)
         at = found.extra["trainer"]
-        self.seen, self.epoch, self.in_epoch = at["seen"], at["epoch"], at["in_epoch"]
+        self.data.load_state_dict(at.get("data", at))  # an earlier version had no word for it
         self.best, self.bad = math.inf if at["best"] is None else at["best"], at["bad"]
-        sampler = self._sampler()
-        if sampler is not None:
-            after = sampler.after(self.seen)
-            # a checkpoint of an epoch's last step was written before what is done at the epoch's end
-            ends = self.in_epoch > 0 and after // sampler.samples == self.epoch + 1
-            if not ends:
-                self.seen, self.epoch = after, after // sampler.samples
         if self.scheduler is not None and "scheduler" in at:
             self.scheduler.load_state_dict(at["scheduler"])
         elif self.scheduler is not None:

@@ -118,3 +118,8 @@ def many() -> bool:
 def judges() -> bool:
     """Whether this process does what one rank does for all."""
     return not many() or dist.get_rank() == 0
+
+
+def own_rank() -> int:
+    """Return the number of this process among the ranks, 0 if it is alone."""
+    return dist.get_rank() if many() else 0

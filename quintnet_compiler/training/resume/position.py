@@ -1,0 +1,52 @@
+"""How far an epoch was read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ...compat.torch import pytree
+from ...ir.batch_form import batch_size_of, plain_batch
+from ...runtime.state.digests import digests, together
+
+MOST = 2**14  # elements of each tensor of a batch that its digest looks at
+
+
+@dataclass(frozen=True)
+class Position:
+    """``seen``: rows of all epochs; ``rows`` and ``batches``: of this one (``rows`` is None where a checkpoint of an
+    earlier version does not say); ``digest``: of the values of these batches that are on the CPU, on this rank."""
+
+    epoch: int = 0
+    seen: int = 0
+    rows: int | None = 0
+    batches: int = 0
+    digest: int = 0
+
+    def after(self, batch: Any, ways: int) -> Position:
+        """Return where an epoch stands after ``batch``, of which ``ways`` data ranks read one each."""
+        rows = batch_size_of(batch) * ways
+        tensors = [
+            x for x in pytree.tree_leaves(plain_batch(batch)) if isinstance(x, Tensor) and x.device.type == "cpu"
+        ]
+        digest = together(self.digest, *digests(tensors, MOST))
+        return Position(self.epoch, self.seen + rows, (self.rows or 0) + rows, self.batches + 1, digest)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ranks have in common."""
+        return {"epoch": self.epoch, "seen": self.seen, "rows": self.rows, "batches": self.batches}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any], digest: int = 0) -> Position:
+        """Return what :meth:`to_json` was given; ``in_epoch`` stands for ``batches`` in earlier versions."""
+        batches = stored["batches"] if "batches" in stored else stored["in_epoch"]
+        return cls(stored["epoch"], stored["seen"], stored.get("rows"), batches, digest)
+
+    def reaches(self, other: Position) -> bool:
+        """Whether as much of an epoch was read as of ``other``'s."""
+        if other.rows is None:
+            return self.batches >= other.batches
+        return (self.rows or 0) >= other.rows

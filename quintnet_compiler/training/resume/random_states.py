@@ -1,0 +1,129 @@
+"""What a loader may draw random numbers from: the generators of this process, and those that it keeps itself."""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+States = Mapping[str, Any]
+
+DEEPEST = 8  # objects between a loader and a generator of its own
+LONGEST = 64  # items of a list or dict that are looked at
+MOST = 10_000  # objects that are looked at
+_PLAIN = (Tensor, nn.Module, np.ndarray, types.ModuleType, str, bytes, int, float, complex, bool, type(None), type)
+_RUNNING = frozenset({"_iterator"})  # of DataLoader: the iteration that goes on
+
+
+class RandomStates:
+    """The generators that a loader may draw from.
+
+    Args:
+        loader: of which all that it holds is looked through: samplers, datasets, transforms, functions' closures.
+    """
+
+    def __init__(self, loader: object) -> None:
+        self.own = dict(_generators(loader))
+
+    def now(self) -> dict[str, Any]:
+        """Return copies of all states."""
+        states: dict[str, Any] = {
+            "torch": torch.get_rng_state(),
+            "random": random.getstate(),
+            "numpy": np.random.get_state(),
+            "own": {path: _state(generator) for path, generator in self.own.items()},
+        }
+        accelerator = torch.accelerator.current_accelerator()
+        device = None if accelerator is None else torch.get_device_module(accelerator)
+        if device is not None and device.is_initialized():
+            states["device"] = device.get_rng_state()
+        return states
+
+    def restore(self, states: States) -> None:
+        """Set every generator that is here to its state."""
+        torch.set_rng_state(states["torch"])
+        random.setstate(states["random"])
+        np.random.set_state(states["numpy"])
+        for path in states["own"].keys() & self.own.keys():
+            _set_state(self.own[path], states["own"][path])
+        accelerator = torch.accelerator.current_accelerator()
+        if "device" in states and accelerator is not None:
+            torch.get_device_module(accelerator).set_rng_state(states["device"])
+
+
+def _state(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def _set_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _generators(root: object) -> Iterator[tuple[str, Generator]]:
+    """Each generator that can be reached from ``root``, by the first way to it."""
+    seen: set[int] = set()
+    waiting: list[tuple[str, object, int]] = [("", root, 0)]
+    while waiting and len(seen) < MOST:
+        path, x, depth = waiting.pop(0)
+        if id(x) in seen or isinstance(x, _PLAIN) or depth > DEEPEST:
+            continue
+        seen.add(id(x))
+        if isinstance(x, random.SystemRandom):
+            continue
+        if isinstance(x, Generator):
+            yield path, x
+            continue
+        waiting += [(f"{path}.{name}", part, depth + 1) for name, part in _parts(x) if name not in _RUNNING]
+
+
+def _parts(x: object) -> list[tuple[str, object]]:
+    """What an object holds, by name."""
+    parts: list[tuple[str, object]] = []
+    if isinstance(x, (list, tuple, set, frozenset)):
+        return [(str(i), item) for i, item in enumerate(x)] if len(x) <= LONGEST else []
+    if isinstance(x, Mapping):
+        return [(str(key), item) for key, item in x.items()] if len(x) <= LONGEST else []
+    if isinstance(x, functools.partial):
+        return [("func", x.func), ("args", x.args), ("keywords", x.keywords)]
+    for name in ("__self__", "__func__", "__defaults__", "__kwdefaults__", "__wrapped__"):
+        if (part := getattr(x, name, None)) is not None:
+            parts.append((name, part))
+    for i, cell in enumerate(getattr(x, "__closure__", None) or ()):
+        try:
+            parts.append((f"cell{i}", cell.cell_contents))
+        except ValueError:  # an empty cell
+            continue
+    own = getattr(x, "__dict__", None)
+    parts += [(name, part) for name, part in own.items() if type(name) is str] if isinstance(own, dict) else []
+    for name in _slots(type(x)):
+        if (part := getattr(x, name, None)) is not None:
+            parts.append((name, part))
+    return parts
+
+
+def _slots(kind: type) -> list[str]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]

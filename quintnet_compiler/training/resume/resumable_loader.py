@@ -1,0 +1,266 @@
+"""A loader whose position is saved with a run, and restored: the run that goes on reads what the other would have."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import sampler as torch_samplers
+
+from ...api.compiled_program import CompiledProgram
+from ...core.errors import CheckpointError, CheckpointWarning
+from ...runtime.launch.accelerator import group_accelerator
+from ...runtime.launch.calls import announced
+from ...runtime.launch.consistency import tell
+from ...runtime.launch.world import many, own_rank, world_size
+from ..batches import BatchSampler
+from .position import Position
+from .random_states import RandomStates
+from .rank_states import Reader, chosen, gathered
+from .stored_values import from_json, to_json
+
+_END = object()
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Where a run stood: ``states``: of this rank's random generators and loader; ``comparable``: whether the digest
+    is of the batches that this rank will read again."""
+
+    at: Position
+    states: Mapping[str, Any]
+    comparable: bool
+
+
+class ResumableLoader:
+    """A loader that goes on where a run was interrupted::
+
+        data = quintnet.ResumableLoader(loader, program)
+        if there_is_a_checkpoint:
+            data.load_state_dict(program.load(folder, optimizer=optimizer).extra["data"])
+        while data.epoch < epochs:
+            for batch in data:  # what is left of this epoch
+                ...
+                program.save(folder, step=step, optimizer=optimizer, extra={"data": data.state_dict()})
+
+    A loader with ``state_dict`` and ``load_state_dict`` (torchdata's StatefulDataLoader) is asked for its own state. A
+    :class:`BatchSampler` is told where to begin. For all others, the states of random generators at the epoch's begin
+    are kept: those of torch, NumPy and Python, and all that the loader holds. They are set before the epoch is begun
+    again, what was read is read once more, and compared by a digest. In each case, the generators then get the states
+    that they had when the position was saved. Before each epoch, ``set_epoch`` of the loader, its samplers and its
+    dataset is called, where they have one.
+
+    Args:
+        loader: gives batches.
+        program: that trains on them.
+        batch_is_local: batches have only this data rank's rows.
+    """
+
+    def __init__(self, loader: Iterable[Any], program: CompiledProgram, *, batch_is_local: bool = False) -> None:
+        self.loader, self.program, self.batch_is_local = loader, program, batch_is_local
+        self.keeps_states = False  # note, before each batch, what state_before_batch needs
+        self._at = Position()
+        self._random: RandomStates | None = None
+        self._begin: Any = None  # random states when the epoch began
+        self._before: tuple[Position, Any] | None = None
+        self._saved: _Saved | None = None  # from where to go on
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that is read, or will be next."""
+        return self._at.epoch
+
+    @property
+    def has_own_state(self) -> bool:
+        """Whether the loader says itself where it stands."""
+        own = all(callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        return own and self._sampler() is None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Give what is left of this epoch.
+
+        Raises:
+            CheckpointError: QN602 if the data does not have what the run had read.
+        """
+        saved, self._saved = self._saved, None
+        if saved is None and self._at.batches:  # an iteration before this one was left
+            saved = _Saved(self._at, self._states(), comparable=True)
+        self._random = RandomStates(self.loader)
+        if saved is not None and self.epoch > 0 and getattr(self.loader, "persistent_workers", False):
+            iter(self.loader)  # makes the workers, which draws a number, as the run's first epoch did
+        for part in _parts_with_epochs(self.loader):
+            part.set_epoch(self.epoch)
+        if saved is None:
+            self._begin = self._random.now()  # before the loader draws any
+        batches = self._batches() if saved is None else self._continued(saved)
+        while True:
+            self._before = (self._at, self._random.now()) if self.keeps_states else None
+            batch = next(batches, _END)
+            if batch is _END:
+                break
+            self._at = self._at.after(batch, self._ways)
+            yield batch
+        sampler = self._sampler()
+        seen = self._at.seen if sampler is None else sampler.after(self._at.seen)
+        self._at, self._begin, self._before = Position(self.epoch + 1, seen), None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this loader stands, as JSON. Every rank calls this at the same time.
+
+        Raises:
+            CheckpointError: QN603 if the loader's own state has values that a checkpoint cannot hold.
+        """
+        with announced("state_dict of a ResumableLoader"):
+            return self._at.to_json() | self._ranks() | gathered(self._states(), _tell_all)
+
+    def state_before_batch(self) -> dict[str, Any] | None:
+        """Return where this loader stood before its last batch, by what this rank knows alone; None if that does not
+        tell where other ranks stood."""
+        own_rows = self._ways > 1 and not self._any_ranks
+        if self._before is None or self.has_own_state or own_rows:
+            return None
+        at, now = self._before
+        states = self._json(self._begin, now, None, at.digest)
+        return at.to_json() | self._ranks() | {"states": [states], "of": [0] * world_size()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on, in the next iteration, where another loader stood.
+
+        Raises:
+            CheckpointError: QN602 if each data rank read its own rows, and there are others now, unless a
+                :class:`BatchSampler` or torch's DistributedSampler says which ones.
+        """
+        states: Mapping[str, Any] = {"begin": None, "now": None, "loader": None, "digest": 0}
+        comparable = False
+        if "states" in state:  # else of an earlier version
+            me = Reader(own_rank(), self.program.data_rank if self.batch_is_local else 0, self._ways)
+            states, comparable = chosen(state, me, any_ranks=self._any_ranks)
+        at = Position.from_json(state, states["digest"])
+        if (sampler := self._sampler()) is not None:
+            at = _of_these_samples(at, sampler)
+        self._at, self._saved = at, _Saved(at, states, comparable)
+
+    # -- going on
+
+    def _continued(self, saved: _Saved) -> Iterator[Any]:
+        """What is left of the epoch, with random generators as they were when the position was saved."""
+        assert self._random is not None
+        begin, now, own = (from_json(saved.states[key]) for key in ("begin", "now", "loader"))
+        first = now if begin is None else begin
+        if first is not None:
+            self._random.restore(first)
+        self._begin = first
+        if own is not None and self.has_own_state:
+            self.loader.load_state_dict(own)  # type: ignore[attr-defined]
+        batches = self._batches()
+        if saved.at.batches and self._sampler() is None and (own is None or not self.has_own_state):
+            self._read_again(batches, saved)
+        if now is not None and saved.at.batches:
+            self._random.restore(now)
+        return batches
+
+    def _read_again(self, batches: Iterator[Any], saved: _Saved) -> None:
+        goal = saved.at
+        at = Position(goal.epoch)
+        while not at.reaches(goal):
+            batch = next(batches, _END)
+            if batch is _END:
+                break
+            at = at.after(batch, self._ways)
+        if not at.reaches(goal) or (goal.rows is not None and at.rows != goal.rows):
+            raise CheckpointError(
+                "QN602",
+                f"the run had read {goal.rows if goal.rows is not None else goal.batches} rows of epoch {goal.epoch}, "
+                f"and the loader has {at.rows} rows in its first {at.batches} batches: no batch ends there",
+                fix="go on with the data and the batch size of the run",
+            )
+        self._at = replace(at, seen=goal.seen)
+        if reason := self._doubt(at, saved):
+            warnings.warn(CheckpointWarning(reason), stacklevel=4)
+
+    def _doubt(self, at: Position, saved: _Saved) -> str:
+        """Why rows may come twice, or never; "" if they do not."""
+        doubt = "rows may come twice, or never. An order that a seed decides (quintnet.BatchSampler), or a loader with "
+        doubt += "state_dict and load_state_dict, can be restored"
+        if saved.states["begin"] is None:
+            sampler = getattr(self.loader, "sampler", None)
+            draws = not isinstance(sampler, torch_samplers.SequentialSampler)
+            return f"the checkpoint has no states of random generators: {doubt}" if draws else ""
+        if saved.comparable and at.batches == saved.at.batches:
+            differ = at.digest != saved.at.digest
+            return f"the batches that were read again are not those that the run had read: {doubt}" if differ else ""
+        known = isinstance(self.loader, DataLoader) and type(self.loader.sampler).__module__ == torch_samplers.__name__
+        if known or self._any_ranks:
+            return ""
+        return f"batches have other sizes now, and could not be compared with those of the run: {doubt}"
+
+    # -- what there is
+
+    def _batches(self) -> Iterator[Any]:
+        """The loader's batches: with a BatchSampler, those that are left of the epoch."""
+        sampler = self._sampler()
+        if sampler is None:
+            return iter(self.loader)
+        if sampler.after(self._at.seen) // sampler.samples != self.epoch:
+            return iter(())
+        sampler.start_at(self._at.seen)
+        return iter(self.loader)
+
+    def _sampler(self) -> BatchSampler | None:
+        sampler = getattr(self.loader, "batch_sampler", None)
+        return sampler if isinstance(sampler, BatchSampler) else None
+
+    @property
+    def _ways(self) -> int:
+        """How many data ranks read different rows."""
+        return self.program.data_ranks if self.batch_is_local else 1
+
+    @property
+    def _any_ranks(self) -> bool:
+        """Whether any number of data ranks goes through the same rows, in the same order of global batches."""
+        return self._sampler() is not None or isinstance(getattr(self.loader, "sampler", None), DistributedSampler)
+
+    def _ranks(self) -> dict[str, Any]:
+        mesh = self.program.mesh
+        of = [mesh.data_rank(rank) if self._ways > 1 else 0 for rank in range(world_size())]
+        return {"data_ranks": self._ways, "data_rank_of": of}
+
+    def _states(self) -> dict[str, Any]:
+        if self._saved is not None:  # nothing was read since
+            return dict(self._saved.states)
+        random = self._random or RandomStates(self.loader)
+        own = self.loader.state_dict() if self.has_own_state else None  # type: ignore[attr-defined]
+        return self._json(self._begin, random.now(), own, self._at.digest)
+
+    def _json(self, begin: Any, now: Any, own: Any, digest: int) -> dict[str, Any]:
+        kind = type(self.loader).__name__
+        return {
+            "begin": None if begin is None else to_json(begin, "a random generator's state"),
+            "now": to_json(now, "a random generator's state"),
+            "loader": None if own is None else to_json(own, f"the state of the {kind}"),
+            "digest": digest,
+        }
+
+
+def _of_these_samples(at: Position, sampler: BatchSampler) -> Position:
+    """Return ``at`` in the epochs of the data that there is now."""
+    after = sampler.after(at.seen)
+    ends = at.batches > 0 and after // sampler.samples == at.epoch + 1  # what is done at an epoch's end is still to do
+    return at if ends else replace(at, seen=after, epoch=after // sampler.samples)
+
+
+def _tell_all(text: str) -> Sequence[str]:
+    return tell(text, group_accelerator() or torch.device("cpu")) if many() else (text,)
+
+
+def _parts_with_epochs(loader: Any) -> list[Any]:
+    """Of a loader, what is told the number of each epoch."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = [loader, batch_sampler, getattr(batch_sampler, "sampler", None)]
+    parts += [getattr(loader, name, None) for name in ("sampler", "dataset")]
+    different = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
+    return list(different.values())

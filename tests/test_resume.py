@@ -1,0 +1,220 @@
+"""A run that was interrupted and goes on, on another layout, reads what the uninterrupted loop of plain PyTorch reads."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import quintnet
+
+from .resumed_loops import (
+    BATCH,
+    LOADERS,
+    ROWS,
+    Counting,
+    OwnRows,
+    Rows,
+    arranged,
+    joined_losses,
+    net,
+    plain_losses,
+    seed,
+)
+
+EPOCHS = 3
+CHANGES = [({"dp": 2}, {"tp": 2}, 8), ({"pp": 2}, {"dp": 2, "tp": 2}, 12), ({"tp": 2}, {"dp": 1}, 4)]
+OPTIONS: dict[str, Any] = {"zero": 3}
+
+
+class Arranged:
+    """A loader whose batches are put as the module takes them; it passes on what the loader has."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(arranged, self.loader)
+
+
+def _program(axes: dict[str, int]) -> quintnet.CompiledProgram:
+    batch = arranged(torch.utils.data.default_collate([Rows()[i] for i in range(BATCH)]))
+    options = OPTIONS if axes.get("dp", 1) > 1 and "tp" in axes else {}
+    return quintnet.compile(net(), quintnet.Mesh(**axes), batch, loss_fn=F.mse_loss, check="off", **options)
+
+
+def _fit(axes: dict[str, int], loader: Any, folder: Path, steps: int | None, number: int) -> quintnet.History:
+    """One start of a script."""
+    program = _program(axes)
+    seed(number)
+    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
+    options: dict[str, Any] = {"epochs": EPOCHS, "max_steps": steps, "checkpoint_folder": folder, "console": False}
+    return quintnet.Trainer(program, optimizer, Arranged(loader()), save_every=1, **options).fit()
+
+
+def _own_loop(axes: dict[str, int], loader: Any, folder: Path, steps: int | None, number: int) -> list[float]:
+    """The same by hand."""
+    program = _program(axes)
+    seed(number)
+    optimizer, losses = torch.optim.AdamW(program.parameters(), lr=1e-2), []
+    data, step = quintnet.ResumableLoader(Arranged(loader()), program), 0
+    if any(folder.iterdir()):
+        found = program.load(folder, optimizer=optimizer)
+        data.load_state_dict(found.extra["data"])
+        step = found.step
+    while data.epoch < EPOCHS:
+        for batch in data:
+            losses.append(float(program.step(batch)))
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            program.save(folder, step=step, optimizer=optimizer, extra={"data": data.state_dict()}, keep=1)
+            if step == steps:
+                return losses
+    return losses
+
+
+@pytest.mark.sample(10)
+@pytest.mark.parametrize("kind", LOADERS)
+def test_what_is_read_after_an_interruption_is_what_plain_pytorch_reads(kind: str, tmp_path: Path) -> None:
+    """In the first epoch, in the second, and at the end of the second; starts seed in different ways."""
+    model, loader = net(), LOADERS[kind]
+    seed(1)
+    expected = plain_losses(loader(), EPOCHS, model)
+    first, second, more = CHANGES[list(LOADERS).index(kind) % len(CHANGES)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", quintnet.CheckpointWarning)
+        losses = _fit(first, loader, tmp_path, 3, 1).losses
+        losses += _fit(second, loader, tmp_path, more, 2).losses
+        losses += _fit(first, loader, tmp_path, None, 3).losses
+    assert losses == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "noise of its own", "stateful"])
+def test_the_same_in_a_loop_by_hand(kind: str, tmp_path: Path) -> None:
+    model, loader = net(), LOADERS[kind]
+    seed(1)
+    expected = plain_losses(loader(), EPOCHS, model)
+    losses = _own_loop({"dp": 2}, loader, tmp_path, 5, 1) + _own_loop({"pp": 2}, loader, tmp_path, None, 2)
+    assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_an_order_that_cannot_be_restored_is_told(tmp_path: Path) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Rows(), BATCH, sampler=Counting())
+
+    _fit({"dp": 1}, loader, tmp_path, 8, 1)
+    with pytest.warns(quintnet.CheckpointWarning, match="are not those that the run had read: rows may come twice"):
+        _fit({"dp": 1}, loader, tmp_path, 9, 1)
+
+
+def test_data_that_ends_before_where_the_run_stood_and_batches_that_end_elsewhere_are_refused(tmp_path: Path) -> None:
+    _fit({"dp": 1}, lambda: DataLoader(Rows(), BATCH), tmp_path, 3, 1)
+    with pytest.raises(quintnet.CheckpointError, match="had read 12 rows of epoch 0, and the loader has 16 rows"):
+        _fit({"dp": 1}, lambda: DataLoader(Rows(), 8), tmp_path, None, 1)
+    short = [b for b, _ in zip(DataLoader(Rows(), BATCH), range(2), strict=False)]
+    with pytest.raises(quintnet.CheckpointError, match="and the loader has 8 rows in its first 2 batches"):
+        _fit({"dp": 1}, lambda: short, tmp_path, None, 1)
+
+
+def test_batches_of_another_size_that_end_where_the_run_stood_go_on_with_the_rows_that_are_left(tmp_path: Path) -> None:
+    read: list[int] = []
+
+    class Noting(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                read.extend(batch[2].tolist())
+                yield batch
+
+    _fit({"dp": 1}, lambda: Noting(Rows(), BATCH, shuffle=True), tmp_path, 4, 1)
+    first = list(read)
+    read.clear()
+    with pytest.warns(quintnet.CheckpointWarning, match="other sizes now, and could not be compared"):
+        _fit({"dp": 2}, lambda: Noting(Rows(), 8, shuffle=True), tmp_path, 5, 2)
+    assert read[:16] == first  # they are read once more, and not trained on
+    assert sorted(read) == list(range(ROWS))
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_at_its_batch(tmp_path: Path) -> None:
+    program = _program({"dp": 1})
+    data = quintnet.ResumableLoader(Arranged(DataLoader(Rows(), BATCH)), program)
+    data.load_state_dict({"seen": 8, "epoch": 0, "in_epoch": 2})
+    assert [batch[1].tolist() for batch in data] == [list(range(i, i + 4)) for i in range(8, ROWS, 4)]
+    data = quintnet.ResumableLoader(Arranged(DataLoader(Rows(), BATCH, shuffle=True)), program)
+    data.load_state_dict({"seen": 8, "epoch": 0, "in_epoch": 2})
+    with pytest.warns(quintnet.CheckpointWarning, match="no states of random generators: rows may come twice"):
+        next(iter(data))
+
+
+def test_an_iteration_that_was_left_goes_on() -> None:
+    data = quintnet.ResumableLoader(DataLoader(Rows(), BATCH, shuffle=True), _program({"dp": 1}))
+    read: list[Tensor] = []
+    for batch in data:
+        read += batch[2]
+        if len(read) == 8:
+            break
+    for batch in data:
+        read += batch[2]
+    assert sorted(map(int, read)) == list(range(ROWS))
+    assert data.epoch == 1
+
+
+def test_the_stateful_loader_of_torchdata(tmp_path: Path) -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader(**options: Any) -> Any:
+        return loaders.StatefulDataLoader(Rows(), BATCH, shuffle=True, **options)
+
+    for workers in (0, 2):
+        model, folder = net(), tmp_path / str(workers)
+        seed(1)
+        expected = plain_losses(loader(num_workers=workers), EPOCHS, model)
+        losses = _fit({"dp": 2}, lambda n=workers: loader(num_workers=n), folder, 4, 1).losses
+        losses += _fit({"tp": 2}, lambda n=workers: loader(num_workers=n), folder, 12, 2).losses
+        losses += _fit({"pp": 2}, lambda n=workers: loader(num_workers=n), folder, None, 3).losses
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+# -- each data rank reads rows of its own
+
+
+def _local(kind: str, folder: str, steps: int | None, number: int) -> list[float]:
+    """A start of a script on each rank, whose generators have other seeds on other ranks."""
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    program = _program({"dp": ranks})
+    seed(number + program.data_rank)
+    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
+    loader = Arranged(OwnRows(kind, program.data_rank, program.data_ranks).loader())
+    options: dict[str, Any] = {"epochs": EPOCHS, "max_steps": steps, "checkpoint_folder": folder, "console": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", quintnet.CheckpointWarning)
+        trainer = quintnet.Trainer(program, optimizer, loader, batch_is_local=ranks > 1, **options)
+        return trainer.fit().losses
+
+
+@pytest.mark.parametrize("kind", ["distributed", "stream", "noise"])
+def test_data_ranks_that_read_their_own_rows_go_on_with_them(kind: str, tmp_path: Path) -> None:
+    losses = quintnet.launch(_local, 2, (kind, str(tmp_path), 4, 1), timeout=120)[0]
+    losses += quintnet.launch(_local, 2, (kind, str(tmp_path), None, 5), timeout=120)[0]
+    assert losses == pytest.approx(joined_losses(kind, EPOCHS), rel=1e-9)
+
+
+def test_on_another_number_of_data_ranks_a_distributed_sampler_goes_on_and_a_stream_is_refused(tmp_path: Path) -> None:
+    losses = quintnet.launch(_local, 2, ("distributed", str(tmp_path / "sampler"), 4, 1), timeout=120)[0]
+    losses += _local("distributed", str(tmp_path / "sampler"), None, 1)
+    assert losses == pytest.approx(joined_losses("distributed", EPOCHS), rel=1e-9)
+    quintnet.launch(_local, 2, ("stream", str(tmp_path / "stream"), 4, 1), timeout=120)
+    with pytest.raises(
+        quintnet.CheckpointError, match="each of 2 data ranks read rows of its own, .* 1 data ranks now"
+    ):
+        _local("stream", str(tmp_path / "stream"), None, 1)
