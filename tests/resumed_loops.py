@@ -89,8 +89,7 @@ class Wrapped:
         self.inner = DataLoader(Rows(), BATCH, shuffle=True)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.inner:
-            yield batch
+        yield from self.inner
 
 
 class Stateful:

@@ -1,4 +1,4 @@
-"""A run that was interrupted and goes on, on another layout, reads what the uninterrupted loop of plain PyTorch reads."""
+"""A run that goes on after an interruption, on another layout, reads what a loop of plain PyTorch reads."""
 
 from __future__ import annotations
 
@@ -215,6 +215,6 @@ def test_on_another_number_of_data_ranks_a_distributed_sampler_goes_on_and_a_str
     assert losses == pytest.approx(joined_losses("distributed", EPOCHS), rel=1e-9)
     quintnet.launch(_local, 2, ("stream", str(tmp_path / "stream"), 4, 1), timeout=120)
     with pytest.raises(
-        quintnet.CheckpointError, match="each of 2 data ranks read rows of its own, .* 1 data ranks now"
+        quintnet.CheckpointError, match="each of 2 data ranks read rows of its own"
     ):
         _local("stream", str(tmp_path / "stream"), None, 1)

@@ -146,7 +146,8 @@ def check_quantized(model: nn.Module) -> None:
 
 
 def _is_packed(x: Any) -> bool:
-    packed = hasattr(x, "__tensor_flatten__") and type(x).__module__.partition(".")[0] != "torch"
+    flattens = next((kind for kind in type(x).__mro__ if "__tensor_flatten__" in vars(kind)), None)
+    packed = flattens is not None and flattens.__module__.partition(".")[0] != "torch"
     return packed or type(x).__module__.startswith("bitsandbytes.")
 
 

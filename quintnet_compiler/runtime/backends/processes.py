@@ -35,6 +35,7 @@ from ..state.gradients import GradientStore, shared_by
 from ..state.local_values import StageGradient, StoredPart, whole_number
 from ..state.module_parameters import Slots, check_fits, local_of, moved, retire
 from ..state.same_values import SameValues
+from ..state.split_parameter import split_parameter
 from ..state.split_updates import watch_optimizers
 from ..state.state import new_caches, part_of, sharded_dtensor
 from ..state.true_part import TruePart
@@ -126,7 +127,11 @@ class ProcessBackend:
             part: Tensor = sharded_dtensor(self.state[name], spec, self.axes, self.stage_mesh)
         else:
             part = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-        found = nn.Parameter(part, requires_grad=trainable)
+        found: nn.Parameter
+        if name in self.mine:
+            found = split_parameter(part, trainable=trainable)  # type: ignore[assignment]
+        else:
+            found = nn.Parameter(part, requires_grad=trainable)
         if isinstance(x, nn.Parameter):
             found.__dict__.update({k: v for k, v in x.__dict__.items() if k not in found.__dict__})
             share_hooks(x, found)
@@ -144,6 +149,15 @@ class ProcessBackend:
         if mine.shape != kept.shape:
             self.padded[spec.name] = kept
         return mine
+
+    def _again(self, mine: Tensor, spec: StateSpec) -> Tensor:
+        """New memory for a part that somebody has assigned: who has the old memory keeps what is in it."""
+        room = _room(spec, self.axes, self.place, spec.dtype, self.device).zero_()
+        self.padded.pop(spec.name, None)
+        self.state[spec.name] = self._true_part(spec).of_padded(room)
+        if room.shape != self.state[spec.name].shape:
+            self.padded[spec.name] = room
+        return self.state[spec.name].copy_(mine)
 
     def _true_part(self, spec: StateSpec) -> TruePart:
         return TruePart.of(spec.shape, spec.sharding, self.axes, self.place)
@@ -168,7 +182,7 @@ class ProcessBackend:
         with torch.no_grad():
             for name, x in list(changed.items()):
                 if isinstance(x, DTensor):  # it stays, over memory that has room for what is gathered there
-                    replace_local_tensor(x, self.state[name].copy_(local_tensor(x)))
+                    replace_local_tensor(x, self._again(local_tensor(x), self.specs[name]))
                     self.parameters[name] = changed.pop(name)  # type: ignore[assignment]
             self._take_all(changed)
             self.slots.look()
@@ -283,11 +297,13 @@ class ProcessBackend:
     def parts(
         self, program: DistributedProgram, kinds: Sequence[str] = ("parameter",)
     ) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
+        self._follow_module()
         for spec in program.state.values():
             if spec.kind in kinds and spec.name in self.state:
                 yield spec, self.state[spec.name], list(self._true_part(spec).positions)
 
     def wholes(self, program: DistributedProgram, names: Sequence[str]) -> Iterator[tuple[str, Tensor | None]]:
+        self._follow_module()
         for name in names:
             yield name, self._whole(program, program.state[name])
 
@@ -395,9 +411,16 @@ def _kept(
 ) -> Tensor:
     """A part in memory of its own (with room for what is gathered there); without values if the module has none."""
     part = part_of(whole, spec.sharding, axes, place)
+    kept = _room(spec, axes, place, part.dtype, device)
+    return kept if part.is_meta else kept.copy_(part)
+
+
+def _room(
+    spec: StateSpec, axes: Sequence[Axis], place: Mapping[str, int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Memory for a part, in memory that has room for what is gathered there."""
     size = spec.room([axis.size for axis in axes])
-    room = host_room(size, part.dtype, device) if spec.host else torch.empty(size, dtype=part.dtype, device=device)
+    room = host_room(size, dtype, device) if spec.host else torch.empty(size, dtype=dtype, device=device)
     resident = spec.resident if spec.in_place else spec.sharding
     later = tuple(kind if kind != there else I for kind, there in zip(spec.sharding, resident, strict=True))
-    kept = part_of(room, later, axes, place)
-    return kept if part.is_meta else kept.copy_(part)
+    return part_of(room, later, axes, place)

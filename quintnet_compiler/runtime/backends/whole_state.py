@@ -20,14 +20,19 @@ class WholeState:
     tensors: dict[str, Tensor]
     label = ""
 
+    def _follow_module(self) -> None:
+        """Take what the module has now."""
+
     def parts(
         self, program: DistributedProgram, kinds: Sequence[str] = ("parameter",)
     ) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
+        self._follow_module()
         for spec in program.state.values():
             if spec.kind in kinds:
                 yield spec, self.tensors[spec.name], slices.positions(spec.shape, (), (), ())
 
     def wholes(self, program: DistributedProgram, names: Sequence[str]) -> Iterator[tuple[str, Tensor | None]]:
+        self._follow_module()
         for name in names:
             yield name, self.tensors[name]
 
@@ -42,6 +47,7 @@ class WholeState:
         return {}
 
     def everywhere(self, program: DistributedProgram, names: Sequence[str]) -> dict[str, Tensor]:
+        self._follow_module()
         return {name: self.tensors[name] for name in names}
 
     def agree(self, claims: Mapping[str, str]) -> None:

@@ -46,6 +46,10 @@ class StageGradient(DTensor):
                 )
         return plain_function(func, types, args, kwargs or {})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return the same values, no longer as the gradient of a parameter."""
+        return memo.setdefault(id(self), self.detach().clone())
+
 
 def whole_number(x: DTensor) -> Any:
     """A DTensor's Python number, if every rank has it.

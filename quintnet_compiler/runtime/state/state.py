@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from ...core.sharding import Shard as ShardType
 from ...core.sharding import Sharding, local_shape, shard_shape
 from ...ir.distributed_program import DistributedProgram, RankProgram, StateSpec
 from ...ir.program import Axis
+
+T = TypeVar("T", bound=Tensor)
 
 
 def part_of(x: Tensor, sharding: Sharding, axes: Sequence[Axis], coordinate: Mapping[str, int]) -> Tensor:
@@ -63,15 +66,17 @@ def sharded_dtensor(local: Tensor, spec: StateSpec, axes: Sequence[Axis], mesh: 
     """This rank's part of a parameter or gradient, without padding, as a DTensor over the ranks of its stage; where it
     is: a part on the host stays there."""
     stride = torch.empty(spec.shape, device="meta").stride()
-    return dtensor_over(local, mesh, placements(spec, axes, mesh), torch.Size(spec.shape), stride)
+    return without_offset(dtensor_over(local, mesh, placements(spec, axes, mesh), torch.Size(spec.shape), stride))
 
 
-def without_offset(x: Tensor) -> Tensor:
+def without_offset(x: T) -> T:
     """The same part, in a DTensor that says nothing of where in a larger memory it begins: torch 2.13 takes such a
-    DTensor for one that has memory of its own, and ``dcp.async_save`` fails to copy that."""
-    if not isinstance(x, DTensor) or not x.storage_offset():
+    DTensor for one that has memory of its own, which ``copy.deepcopy``, ``pickle`` and ``dcp.async_save`` fail to
+    copy."""
+    if not isinstance(x, DTensor) or not local_tensor(x).storage_offset():
         return x
     part, mesh, shape = local_tensor(x), x.device_mesh, x.shape
-    made = dtensor_over(torch.empty_like(part), mesh, x.placements, shape, x.stride())
+    first = part.detach().as_strided(part.shape, part.stride(), 0)  # the beginning of that memory
+    made = dtensor_over(first, mesh, x.placements, shape, x.stride())
     replace_local_tensor(made, part)
     return made

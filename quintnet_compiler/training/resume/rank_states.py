@@ -30,7 +30,7 @@ def gathered(mine: Mapping[str, Any], tell_all: TellAll) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Reader:
+class RowReader:
     """Who reads rows: process ``rank``, of ``data_ranks`` that read different ones the number ``data_rank``."""
 
     rank: int
@@ -38,7 +38,7 @@ class Reader:
     data_ranks: int
 
 
-def chosen(stored: Mapping[str, Any], reader: Reader, *, any_ranks: bool) -> tuple[Mapping[str, Any], bool]:
+def chosen(stored: Mapping[str, Any], reader: RowReader, *, any_ranks: bool) -> tuple[Mapping[str, Any], bool]:
     """Return the state from which ``reader`` goes on, and whether it is that of the same rows.
 
     Args:

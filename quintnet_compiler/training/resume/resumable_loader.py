@@ -20,7 +20,7 @@ from ...runtime.launch.world import many, own_rank, world_size
 from ..batches import BatchSampler
 from .position import Position
 from .random_states import RandomStates
-from .rank_states import Reader, chosen, gathered
+from .rank_states import RowReader, chosen, gathered
 from .stored_values import from_json, to_json
 
 _END = object()
@@ -137,7 +137,7 @@ class ResumableLoader:
         states: Mapping[str, Any] = {"begin": None, "now": None, "loader": None, "digest": 0}
         comparable = False
         if "states" in state:  # else of an earlier version
-            me = Reader(own_rank(), self.program.data_rank if self.batch_is_local else 0, self._ways)
+            me = RowReader(own_rank(), self.program.data_rank if self.batch_is_local else 0, self._ways)
             states, comparable = chosen(state, me, any_ranks=self._any_ranks)
         at = Position.from_json(state, states["digest"])
         if (sampler := self._sampler()) is not None:

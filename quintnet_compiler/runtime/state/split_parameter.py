@@ -1,0 +1,78 @@
+"""A module's parameter of which this process has a part, as an object that can be assigned to, copied and pickled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...compat.distributed import local_tensor, replace_local_tensor
+from ...compat.torch import plain_function
+from ...core.errors import RunError
+from .state import without_offset
+
+
+class SplitParameter(DTensor):
+    """A parameter that is a DTensor. torch 2.13 assigns nothing in ``parameter.data = x`` of a DTensor, without an error,
+    and cannot copy one whose part begins within a larger memory, as those of ZeRO 1 and 2 do."""
+
+    __torch_function__ = plain_function
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The values, without autograd, in the memory of this parameter."""
+        return self.detach()
+
+    @data.setter
+    def data(self, x: Tensor) -> None:
+        """
+        Raises:
+            RunError: QN112 for what is no DTensor, or one of other parts, shape, dtype or device.
+        """
+        replace_local_tensor(self, _part_for(self, x))
+
+    def detach(self) -> Tensor:
+        """Return the values, without autograd, in the memory of this parameter."""
+        return without_offset(super().detach())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SplitParameter:
+        """Return a parameter with the same values, and without gradient, as that of a plain parameter does."""
+        if id(self) not in memo:
+            memo[id(self)] = split_parameter(self.detach().clone(), trainable=self.requires_grad)
+        copied: SplitParameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter, (self.detach(), self.requires_grad)
+
+
+def split_parameter(part: Tensor, *, trainable: bool) -> SplitParameter:
+    """Return a parameter over a DTensor's memory."""
+    parameter: Any = nn.Parameter(part, requires_grad=trainable)
+    parameter.__class__ = SplitParameter
+    return parameter  # type: ignore[no-any-return]
+
+
+def _part_for(parameter: SplitParameter, x: Tensor) -> Tensor:
+    """What this process has of ``x``."""
+    if not isinstance(x, DTensor):
+        raise RunError(
+            "QN112",
+            f"the data of a parameter {list(parameter.shape)}, of which this rank has a part, was set to a tensor "
+            f"{list(x.shape)} that is no DTensor",
+            fix="module.load_state_dict(state), which takes this rank's part of whole tensors",
+        )
+    mine, new = _described(parameter), _described(x)
+    if mine != new or x.device_mesh != parameter.device_mesh:
+        raise RunError(
+            "QN112",
+            f"the data of a parameter that is {mine} was set to {new}",
+            fix="keep averages as DTensors like the parameter: p.detach().clone(), torch.zeros_like(p)",
+        )
+    return local_tensor(x)
+
+
+def _described(x: DTensor) -> str:
+    parts = ", ".join(map(str, x.placements))
+    return f"{list(x.shape)} {x.dtype} on {local_tensor(x).device.type} in parts ({parts})"
