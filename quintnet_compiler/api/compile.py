@@ -43,6 +43,7 @@ def compile(
     check: Literal["first", "always", "off"] = "first",
     tune_process: bool = True,
     cache: str | Path | None = None,
+    compare_every: int = 100,
     **options: Unpack[PlanOptions],
 ) -> CompiledProgram:
     """Compile a model written for one device into a program for every rank of ``mesh``.
@@ -86,6 +87,9 @@ def compile(
         cache: a folder, made for its owner alone (mode 0700), in which compiled programs are kept: a further start
             traces the module and reads the program instead of compiling it. With one process per rank, rank 0 reads or
             compiles for all. What cannot be kept is compiled, and a CacheWarning says why. See docs/cache.md.
+        compare_every: training steps after which ranks compare what several of them hold (parameters, buffers, the
+            settings of optimizers); 0: never. One process per rank only; see docs/faults.md. The first program of a
+            module decides.
         options: decisions of the plan, see :class:`Plan`. None leaves one as it is.
 
     Raises:
@@ -102,6 +106,8 @@ def compile(
     check_engine(backend)
     if check not in CHECKS:
         raise CompileError("QN108", f"there is no check {check!r}", fix=f"use one of {', '.join(CHECKS)}")
+    if type(compare_every) is not int or compare_every < 0:
+        raise CompileError("QN108", f"compare_every={compare_every!r}", fix="give a number of steps, 0 for never")
     gpu = mesh.gpu if isinstance(mesh, Cluster) else None
     if isinstance(mesh, Cluster) or plan == "auto":
         chosen = _planned(model, mesh, batch, loss_fn, None if plan == "auto" else plan, given, rules, backend)
@@ -116,7 +122,7 @@ def compile(
     where, absent = device_for(model, device, gpu)
     task = Task(
         model, loss_fn, mesh, chosen, book, where, check_finite, training, backend, check, tune_process, absent,
-        None if cache is None else Path(cache),
+        None if cache is None else Path(cache), compare_every,
     )  # fmt: skip
     program = CompiledProgram(task)
     return program if batch is None else program.prepare(batch)

@@ -376,6 +376,7 @@ class CompiledProgram(ProgramGeneration):
                         engine,
                         slots,
                         tune_process=task.tune_process,
+                        compare_every=task.compare_every,
                     )
                 settle(slots, primary, self._backend)
                 if self._spread:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import math
+import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,6 +28,7 @@ from ..checkpoint.pretrained_save import save_weights
 from ..checkpoint.replica import replica
 from ..checkpoint.stores.places import folder_at
 from ..checkpoint.training_state import Destination, Restored, Snapshot, read, snapshot, write
+from ..core.errors import CheckpointWarning
 from ..driver.compiler import Compiled
 from ..driver.task import Task, modules_of
 from ..driver.variants import Programs
@@ -34,6 +37,7 @@ from ..runtime.launch.accelerator import group_accelerator
 from ..runtime.launch.calls import collective, frequent
 from ..runtime.launch.heartbeat import current
 from ..runtime.launch.preemption import SIGNALS, Preemption, handling
+from ..runtime.state.digests import together
 from ..runtime.state.state import without_offset
 from ..runtime.state.whole_optimizer import Make, WholeOptimizer
 from ..weights.adapters import is_peft
@@ -288,10 +292,13 @@ class ProgramState(abc.ABC):
                 values; on every rank.
         """
         to = Destination(folder_at(folder), step, keep, self._locks)
+        self._agree("save", optimizer, extra, folder=to.folder.path, step=step, keep=keep)
         found = self._snapshot(optimizer, extra).on_host()
         if self._saving is not None:
             self._saving.wait()
-        return write(found, to)
+        path = write(found, to)
+        self._state().saved(path)
+        return path
 
     @collective
     def save_async(
@@ -308,10 +315,13 @@ class ProgramState(abc.ABC):
         running.
         """
         to = Destination(folder_at(folder), step, keep, self._locks)
+        self._agree("save_async", optimizer, extra, folder=to.folder.path, step=step, keep=keep)
         found = self._snapshot(optimizer, extra)
         if self._saving is None:
             self._saving = Background.make()
-        return self._saving.save(found, to)
+        saving = self._saving.save(found, to)
+        self._state().saved(saving)
+        return saving
 
     @collective
     def load(
@@ -330,6 +340,7 @@ class ProgramState(abc.ABC):
             CheckpointError: QN601 if no checkpoint is intact (or that of ``step`` is not), QN602 with every name,
                 shape and dtype that is not this program's. Nothing was changed, on any rank.
         """
+        self._agree("load", optimizer, None, step=step)
         found = read(self._pretrained(), folder_at(folder), step, optimizer)
         if "rng" in found.run:
             self.set_rng_state(found.run["rng"])
@@ -421,6 +432,19 @@ class ProgramState(abc.ABC):
                 yield partial(asked.leave_if_agreed, save)
             finally:
                 self._preemption = before
+
+    def _agree(
+        self, call: str, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None, **more: Any
+    ) -> None:
+        """Raises: RunError QN403 on every rank, if they were given something else."""
+        claims = {
+            f"{name} of {call}": os.path.abspath(x) if isinstance(x, Path) else str(x) for name, x in more.items()
+        }
+        claims[f"optimizer of {call}"] = "None" if optimizer is None else type(optimizer).__name__
+        self._state().agree(claims, f"call {call} with the same arguments on every rank")
+        if len(set(self._state().told(str(together(extra))))) > 1:
+            message = f"extra of {call} is not the same on all ranks: that of rank 0 is kept"
+            warnings.warn(CheckpointWarning(message), stacklevel=4)
 
     def _snapshot(self, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None) -> Snapshot:
         return snapshot(self._pretrained(), optimizer, extra or {}, self._run_now())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -270,6 +271,8 @@ def choose(told_by_all: Callable[[str], Sequence[str]], folder: CheckpointFolder
             trouble = str(error) or type(error).__name__
         told = next((text for text in told_by_all(trouble) if text), "")
         if not told:
+            _require_one(told_by_all, entry, files)
+        if not told:
             assert found is not None
             return found
         message = f"{shown(str(entry.files.path))}: {told}"
@@ -284,6 +287,21 @@ def choose(told_by_all: Callable[[str], Sequence[str]], folder: CheckpointFolder
             fix=f"load one that is there: {steps}",
         )
     raise CheckpointError("QN601", f"{shown(str(folder.path))} has no whole checkpoint", fix=_instead(folder.path))
+
+
+def _require_one(told_by_all: Callable[[str], Sequence[str]], entry: Entry, files: Mapping[str, object]) -> None:
+    """Raises: CheckpointError QN601 on every rank, if they see checkpoints of one name with other contents."""
+    contents = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
+    told = told_by_all(f"{contents} {entry.files.path}")
+    different = dict.fromkeys(text.partition(" ")[0] for text in told)
+    if len(different) > 1:
+        first = [next(i for i, text in enumerate(told) if text.startswith(one)) for one in different]
+        lines = [f"rank {rank}: {shown(told[rank].partition(' ')[2])}" for rank in first[:20]]
+        raise CheckpointError(
+            "QN601",
+            "\n  ".join([f"ranks would load {len(different)} different checkpoints of step {entry.step}", *lines]),
+            fix="give every rank the same folder, on a disk that all ranks share",
+        )
 
 
 def _instead(folder: Path | str) -> str:

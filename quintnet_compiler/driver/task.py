@@ -22,9 +22,9 @@ CHECKS = ("first", "always", "off")
 @dataclass(frozen=True)
 class Task:
     """What the user asked for: the model, its loss, and the decisions made so far. ``check``: which programs are
-    compared with the module; ``tune_process``: see :func:`quintnet.compile`; ``absent``: what ``device`` is, where
-    this machine has none: programs are made, and do not run; ``cache``: the folder of programs that were compiled
-    before."""
+    compared with the module; ``tune_process``, ``compare_every``: see :func:`quintnet.compile`; ``absent``: what
+    ``device`` is, where this machine has none: programs are made, and do not run; ``cache``: the folder of programs
+    that were compiled before."""
 
     model: nn.Module
     loss_fn: LossFn | None
@@ -39,6 +39,7 @@ class Task:
     tune_process: bool = True
     absent: AbsentGpu | None = None
     cache: Path | None = None
+    compare_every: int = 100
 
     @property
     def primary_kind(self) -> str:

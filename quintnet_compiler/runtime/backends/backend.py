@@ -20,9 +20,11 @@ from ..execute.interpreter_trace import Watch
 from ..execute.loss_scale import LossScale
 from ..execute.out_of_memory import with_operator
 from ..execute.record import Recorder
+from ..launch.consistency import SAME_SCRIPT
 from ..launch.device_faults import explained
 from ..state.gradients import GradientStore
 from ..state.local_values import StoredPart
+from ..state.same_state import Saved
 from ..state.whole_optimizer import WholeTensors
 
 HOST = torch.device("cpu")
@@ -97,8 +99,12 @@ class Backend(Protocol):
         """These tensors, whole on every rank (copies, where ranks have parts)."""
         ...
 
-    def agree(self, claims: Mapping[str, str]) -> None:
+    def agree(self, claims: Mapping[str, str], fix: str = SAME_SCRIPT) -> None:
         """Raises: RunError QN403 on every rank if their claims differ."""
+        ...
+
+    def saved(self, path: Saved) -> None:
+        """Remember a checkpoint that was written, or is being written, from now."""
         ...
 
     def told(self, text: str) -> tuple[str, ...]:

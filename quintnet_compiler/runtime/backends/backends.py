@@ -13,6 +13,7 @@ from ..execute.engines import Engine, eager
 from ..execute.malloc import tune_malloc
 from ..launch.world import has_process, many
 from ..state.module_parameters import Slots
+from ..state.same_values import EVERY
 from .backend import Backend
 from .local import LocalBackend
 from .processes import ProcessBackend
@@ -28,12 +29,13 @@ def open_backend(
     slots: Slots | None = None,
     *,
     tune_process: bool = True,
+    compare_every: int = EVERY,
 ) -> Backend:
     """One rank per process inside an initialised process group of more than one rank, or of an accelerator's backend
     (NCCL); else all ranks here.
 
     ``plan``: as text, for ranks to compare. ``engine``: what runs generated functions. ``slots``: where modules keep
-    ``tensors``. ``tune_process``: see :func:`quintnet.compile`.
+    ``tensors``. ``tune_process``, ``compare_every``: see :func:`quintnet.compile`.
 
     Raises:
         RunError: QN301 if the process group has another size than the mesh, QN403 if ranks have other programs.
@@ -41,5 +43,15 @@ def open_backend(
     if tune_process and device.type == "cpu":
         tune_malloc()
     if many() or has_process(mesh, device):
-        return ProcessBackend(mesh, program, tensors, device, plan, engine, slots, tune_process=tune_process)
+        return ProcessBackend(
+            mesh,
+            program,
+            tensors,
+            device,
+            plan,
+            engine,
+            slots,
+            tune_process=tune_process,
+            compare_every=compare_every,
+        )
     return LocalBackend(mesh, program, tensors, device, engine, slots)

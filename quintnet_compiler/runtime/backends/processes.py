@@ -27,14 +27,16 @@ from ..execute.host_linears import HostLinears
 from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
 from ..launch.calls import next_label
-from ..launch.consistency import agree, tell
+from ..launch.consistency import SAME_SCRIPT, agree, tell
 from ..state.buckets import reduced_axes, scattered_axes
 from ..state.changed_state import split_results, written
 from ..state.grad_handoff import HandOver
 from ..state.gradients import GradientStore, shared_by
 from ..state.local_values import StageGradient, StoredPart, whole_number
 from ..state.module_parameters import Slots, check_fits, local_of, moved, retire
-from ..state.same_values import SameValues
+from ..state.optimizer_settings import OptimizerSettings
+from ..state.same_state import SameState, Saved
+from ..state.same_values import EVERY, SameValues
 from ..state.split_parameter import split_parameter
 from ..state.split_updates import watch_optimizers
 from ..state.state import new_caches, part_of, sharded_dtensor
@@ -61,6 +63,7 @@ class ProcessBackend:
         slots: Slots | None = None,
         *,
         tune_process: bool = True,
+        compare_every: int = EVERY,
     ) -> None:
         self.mesh, self.device, self.engine, self.linears = mesh, device, engine, HostLinears()
         self.scaler = LossScale.of(program)
@@ -95,6 +98,7 @@ class ProcessBackend:
         self.parameters: dict[str, nn.Parameter] = {}
         self._take_all(tensors)
         self.values.keep(self.state, self.parameters)
+        self.same = SameState(mesh, device, compare_every, OptimizerSettings(self.parameters))
 
     def _tune(self) -> None:
         """After process groups were made."""
@@ -207,6 +211,7 @@ class ProcessBackend:
         refuse_unset(self.unset, program)
         with running_on(self.device):
             ready, how = self._ready(program, inputs, how), self.scaler.run(program, how)
+            self._compare(program, how)
         # rows that are already this data rank's are not split again
         axes = [replace(a, size=1) if how.local and a.role == "data" else a for a in program.axes]
         place = {**self.place, **({"dp": 0, "ep": 0} if how.local else {})}
@@ -233,6 +238,17 @@ class ProcessBackend:
             results, new = split_results(program, results, self.buffers)
             self._write(program, new)
         return results
+
+    def _compare(self, program: DistributedProgram, how: Run) -> None:
+        """Raises: RunError QN404 if ranks hold different values, from time to time."""
+        if not how.train:
+            self.same.hear()
+            return
+        random = f"seed {how.seed}, step {how.step}, loss scale {self.scaler.scale}"
+        self.same.look(program, lambda: {**self.state, **self.buffers}, random, f"before step {how.step}")
+
+    def saved(self, path: Saved) -> None:
+        self.same.newest = path
 
     def _free_gradients(self, program: DistributedProgram) -> None:
         """Only one program at a time has memory for gradients."""
@@ -343,8 +359,8 @@ class ProcessBackend:
             dist.broadcast(found[name], 0)
         return found
 
-    def agree(self, claims: Mapping[str, str]) -> None:
-        agree(claims, self.device)
+    def agree(self, claims: Mapping[str, str], fix: str = SAME_SCRIPT) -> None:
+        agree(claims, self.device, fix)
 
     def told(self, text: str) -> tuple[str, ...]:
         return tell(text, self.device)

@@ -50,7 +50,10 @@ class WholeState:
         self._follow_module()
         return {name: self.tensors[name] for name in names}
 
-    def agree(self, claims: Mapping[str, str]) -> None:
+    def agree(self, claims: Mapping[str, str], fix: str = "") -> None:
+        pass
+
+    def saved(self, path: object) -> None:
         pass
 
     def told(self, text: str) -> tuple[str, ...]:

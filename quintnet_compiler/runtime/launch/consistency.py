@@ -18,7 +18,10 @@ WIDTH = 40  # bytes of one claim: a short text itself, or the start of a longer 
 AROUND = 60  # characters that are shown before and after the first difference of two long texts
 
 
-def agree(claims: Mapping[str, str], device: torch.device) -> None:
+SAME_SCRIPT = "start every rank with the same script, plan and packages"
+
+
+def agree(claims: Mapping[str, str], device: torch.device, fix: str = SAME_SCRIPT) -> None:
     """Compare ``claims`` (what about -> text) between all ranks of the world. Every rank calls this at the same time,
     with the same keys.
 
@@ -43,7 +46,7 @@ def agree(claims: Mapping[str, str], device: torch.device) -> None:
             also = f" ({some_ranks(odd[1:])} too)" if len(odd) > 1 else ""
             lines.append(f"{what}: rank {one}: {here}{also}; all others: {there}")
     if lines:
-        raise RunError("QN403", "\n  ".join(lines), fix="start every rank with the same script, plan and packages")
+        raise RunError("QN403", "\n  ".join(lines), fix=fix)
 
 
 def first_difference(one: str, other: str) -> tuple[str, str]:

@@ -27,6 +27,14 @@ def digests(tensors: Iterable[Tensor], most: int | None = None) -> list[int]:
     return [together(n, str(x.dtype), tuple(x.shape)) for n, x in zip(found, given, strict=True)]
 
 
+def device_digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return a number [n] for each tensor's bits alone, on ``device``: the host waits for nothing."""
+    given = list(tensors)
+    factors = {there: _factors(there) for there in dict.fromkeys(x.device for x in given)}
+    sums = [_sum(_words(x), factors[x.device]).to(device, non_blocking=True) for x in given]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
+
+
 def together(*parts: object) -> int:
     """One number for several things, as they print."""
     data = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()

@@ -29,7 +29,9 @@ LATER = 0  # stands for the digest of a tensor that got its values after the mod
 
 Split = tuple[tuple[int, ...], ...]  # ranks by what they have, the largest group first
 _MODULE = "build the same module on every rank: torch.manual_seed before it is built, or load the same file"
+_DRIFT = "make the same calls with the same arguments on every rank, and change parameters and settings on all of them"
 FIXES = {
+    "state": _DRIFT,
     "parameter": _MODULE,
     "buffer": _MODULE,
     "constant": _MODULE,
@@ -99,7 +101,7 @@ class SameValues:
         specs = [s for s in program.state.values() if s.kind != "cache" and s.name not in self.compared]
         changed = {name for name, x, seen in self.kept if version(x) != seen}
         mine = [LATER if s.name in changed else self.built.get(s.name, LATER) for s in specs]
-        told = _gather([together(*mine), LATER in mine, *digests(inputs)], self.device)
+        told = gather_row([together(*mine), LATER in mine, *digests(inputs)], self.device)
         groups = _groups(self.mesh, DATA_AXES if local else ())
         found = _batches([row[2:] for row in told], [spec.path for spec in program.inputs], groups, local)
         if any(row[1] for row in told) or len({row[0] for row in told}) > 1:
@@ -136,16 +138,16 @@ class SameValues:
         program: DistributedProgram,
     ) -> list[ValueDifference]:
         """What got values after it was compiled is compared in parts, between the ranks that hold the same ones."""
-        told = _gather(mine, self.device)
+        told = gather_row(mine, self.device)
         later = [any(row[i] == LATER for row in told) for i in range(len(specs))]
         here = [spec.name in parts and flag for spec, flag in zip(specs, later, strict=True)]
         kept = iter(digests(parts[s.name] for s, yes in zip(specs, here, strict=True) if yes))
-        held = _gather([next(kept) if yes else 0 for yes in here], self.device) if any(later) else told
+        held = gather_row([next(kept) if yes else 0 for yes in here], self.device) if any(later) else told
         wrong: dict[tuple[str, Split], list[str]] = {}
         for i, spec in enumerate(specs):
             rows = held if later[i] else told
-            for ranks in _holders(spec, program, self.mesh) if later[i] else [tuple(range(len(told)))]:
-                split = _split(ranks, [rows[rank][i] for rank in ranks])
+            for ranks in holders(spec, program, self.mesh) if later[i] else [tuple(range(len(told)))]:
+                split = split_ranks(ranks, [rows[rank][i] for rank in ranks])
                 if len(split) > 1:
                     wrong.setdefault((spec.kind, split), []).append(spec.name)
         return [ValueDifference(kind, split, names) for (kind, split), names in wrong.items()]
@@ -168,7 +170,7 @@ class _Told:
         return _batches(torch.stack(list(self.rows)).tolist(), self.paths, self.groups, self.local)
 
 
-def _gather(mine: Sequence[int], device: torch.device) -> list[list[int]]:
+def gather_row(mine: Sequence[int], device: torch.device) -> list[list[int]]:
     row = torch.tensor(mine, dtype=torch.int64, device=device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
@@ -182,7 +184,7 @@ def _groups(mesh: Mesh, axes: Iterable[str]) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(mesh.peers(rank, others) for rank in range(mesh.size)))
 
 
-def _holders(spec: StateSpec, program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:
+def holders(spec: StateSpec, program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:
     """Groups of the ranks that hold the same part."""
     split = [a.name for a, kind in zip(program.axes, spec.sharding, strict=True) if isinstance(kind, Shard)]
     stages = {program.schedule.placement[stage] for stage in spec.stages}
@@ -191,7 +193,7 @@ def _holders(spec: StateSpec, program: DistributedProgram, mesh: Mesh) -> list[t
     return [found for group in _groups(mesh, split) if (found := tuple(rank for rank in group if rank in owners))]
 
 
-def _split(ranks: Sequence[int], values: Sequence[int]) -> Split:
+def split_ranks(ranks: Sequence[int], values: Sequence[int]) -> Split:
     """The ranks by what they have, the largest group first."""
     found: dict[int, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
@@ -205,7 +207,7 @@ def _batches(
     wrong: dict[Split, list[str]] = {}
     for i, path in enumerate(paths):
         for ranks in groups:
-            split = _split(ranks, [told[rank][i] for rank in ranks])
+            split = split_ranks(ranks, [told[rank][i] for rank in ranks])
             if len(split) > 1:
                 wrong.setdefault(split, []).append(f"batch{path}")
     return [ValueDifference("rows" if local else "batch", split, names) for split, names in wrong.items()]

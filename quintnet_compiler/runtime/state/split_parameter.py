@@ -14,8 +14,8 @@ from .state import without_offset
 
 
 class SplitParameter(DTensor):
-    """A parameter that is a DTensor. torch 2.13 assigns nothing in ``parameter.data = x`` of a DTensor, without an error,
-    and cannot copy one whose part begins within a larger memory, as those of ZeRO 1 and 2 do."""
+    """A parameter that is a DTensor. torch 2.13 assigns nothing in ``parameter.data = x`` of a DTensor, without an
+    error, and cannot copy one whose part begins within a larger memory, as those of ZeRO 1 and 2 do."""
 
     __torch_function__ = plain_function
 
