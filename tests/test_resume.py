@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -214,7 +216,63 @@ def test_on_another_number_of_data_ranks_a_distributed_sampler_goes_on_and_a_str
     losses += _local("distributed", str(tmp_path / "sampler"), None, 1)
     assert losses == pytest.approx(joined_losses("distributed", EPOCHS), rel=1e-9)
     quintnet.launch(_local, 2, ("stream", str(tmp_path / "stream"), 4, 1), timeout=120)
-    with pytest.raises(
-        quintnet.CheckpointError, match="each of 2 data ranks read rows of its own"
-    ):
+    with pytest.raises(quintnet.CheckpointError, match="each of 2 data ranks read rows of its own"):
         _local("stream", str(tmp_path / "stream"), None, 1)
+
+
+# -- what a Trainer says before it computes
+
+
+def _fit_alone(folder: Path) -> None:
+    _fit({"dp": 1}, lambda: DataLoader(Rows(), BATCH), folder, 2, 1)
+
+
+def test_a_run_that_goes_on_is_told_at_once_that_another_process_writes_there(tmp_path: Path) -> None:
+    quintnet.launch(_fit_alone, 1, (tmp_path,), timeout=60)
+    code = "import json, os, socket, sys, fcntl; f = open(sys.argv[1], 'r+'); fcntl.flock(f, 2); f.truncate(0)\n"
+    code += "start = int(open('/proc/self/stat').read().rpartition(')')[2].split()[19])\n"
+    code += "json.dump({'host': socket.gethostname(), 'process': os.getpid(), 'started': start}, f); f.flush()\n"
+    code += "print('locked', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / ".writer")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdin is not None
+        assert other.stdout.readline() == b"locked\n"
+        trained: list[int] = []
+
+        class Noting(quintnet.Callback):
+            def on_step(self, trainer: quintnet.Trainer, loss: Tensor) -> None:
+                trained.append(trainer.history.step)
+
+        program = _program({"dp": 1})
+        optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
+        loader = Arranged(DataLoader(Rows(), BATCH))
+        trainer = quintnet.Trainer(program, optimizer, loader, checkpoint_folder=tmp_path, callbacks=[Noting()])
+        try:
+            with pytest.raises(quintnet.CheckpointError, match=f"process {other.pid} on .* writes its checkpoints"):
+                trainer.fit()
+        finally:
+            other.stdin.close()
+        assert trained == []
+
+
+def test_a_scheduler_that_waits_for_a_plateau_is_stepped_with_the_loss_of_validations(tmp_path: Path) -> None:
+    program = _program({"dp": 2})
+    optimizer = torch.optim.SGD(program.parameters(), lr=0.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, eps=0)
+    optimizer.param_groups[0]["lr"] = 1e-30  # nothing gets better
+    loader = Arranged(DataLoader(Rows(), BATCH))
+    with pytest.raises(quintnet.CompileError, match="needs the loss of validations, and there is no val_loader"):
+        quintnet.Trainer(program, optimizer, loader, scheduler=scheduler)
+    options: dict[str, Any] = {"epochs": 3, "checkpoint_folder": tmp_path, "console": False}
+    quintnet.Trainer(program, optimizer, loader, loader, scheduler=scheduler, **options).fit()
+    assert optimizer.param_groups[0]["lr"] == 1e-30 * 0.5**2
+    state = program.load(tmp_path).extra["trainer"]["scheduler"]
+    assert state["num_bad_epochs"] == scheduler.state_dict()["num_bad_epochs"]
+
+
+def test_a_step_that_cannot_be_measured_is_refused_before_the_first(tmp_path: Path) -> None:
+    program = _program({"dp": 2})
+    with pytest.raises(quintnet.RunError, match=r"measure_step=3: the 2 ranks of Mesh.dp=2. take turns in this process"):
+        quintnet.Trainer(program, torch.optim.SGD(program.parameters(), lr=0.1), [], measure_step=3)

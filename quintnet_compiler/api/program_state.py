@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..checkpoint.adapters import has_adapters, load_adapters, save_adapters, save_merged
 from ..checkpoint.background import Background
 from ..checkpoint.lock import FolderLocks
-from ..checkpoint.pretrained import Allowed, load_weights
+from ..checkpoint.pretrained import Allowed, everywhere, load_weights
 from ..checkpoint.pretrained import WeightsSubject as Pretrained
 from ..checkpoint.pretrained_save import save_weights
 from ..checkpoint.replica import replica
@@ -348,6 +348,17 @@ class ProgramState(abc.ABC):
             scaler = self._state().scaler
             scaler.scale, scaler.good = found.run["loss_scale"]
         return found
+
+    @collective
+    def reserve(self, folder: str | Path) -> None:
+        """Be the one that writes into a folder of checkpoints from now on, as with the first save.
+
+        Raises:
+            CheckpointError: QN603 on every rank, if another process writes there.
+        """
+        with everywhere(self._state(), "QN603"):
+            if self._state().first:
+                self._locks.take(folder_at(folder))
 
     def rescue(
         self,

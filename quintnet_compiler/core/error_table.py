@@ -259,10 +259,10 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         "QN404": ErrorEntry(
             "ranks hold different values",
             "Ranks run the same program on different values: their modules were built with different seeds or "
-            "loaded from different files, or they were given different batches. The message says which ranks, "
-            "and which tensors.",
+            "loaded from different files, they were given different batches, or one of them changed a parameter or a "
+            "setting of its optimizer alone. The message says which ranks, and which tensors or settings.",
             "Seed before the module is built, load the same file, and read the same global batch on every "
-            "rank; a data rank's own rows are batch_is_local=True.",
+            "rank; a data rank's own rows are batch_is_local=True. Change parameters and optimizers on all ranks.",
         ),
         "QN405": ErrorEntry(
             "the device is out of memory",

@@ -22,7 +22,7 @@ from ..checkpoint.optimizer_state import plain
 from ..checkpoint.stores.places import folder_at
 from ..checkpoint.training_state import require_number
 from ..compat.torch import pytree
-from ..core.errors import CheckpointError, CheckpointWarning, RunError
+from ..core.errors import CheckpointError, CheckpointWarning, CompileError, RunError
 from ..ir.batch_form import batch_size_of, plain_batch
 from ..runtime.launch.accelerator import group_accelerator
 from ..runtime.launch.consistency import tell
@@ -224,6 +224,8 @@ class Trainer:
             loss, numbers = self._train(batch, start)
         compiling = self.program.seconds_compiling - compiled
         self.watch.step(self.history.step)
+        if self.saving is not None and self.saving.done():
+            self.saving.result()  # what went wrong is raised here, and not at the next save
         due = self.interval.due(self.history.step, time.perf_counter() - start - compiling)
         with self.watch.on("other"):
             self._tell("on_step", loss)
@@ -388,6 +390,7 @@ class Trainer:
         if self.checkpoint_folder is None or self.history.step or not available(folder_at(self.checkpoint_folder)):
             return
         _refuse_others(self.checkpoint_folder)
+        self.program.reserve(self.checkpoint_folder)  # and not at the first save, after steps that would be lost
         found = self.program.load(self.checkpoint_folder, optimizer=self.optimizer)
         at = found.extra["trainer"]
         self.data.load_state_dict(at.get("data", at))  # an earlier version had no word for it
