@@ -51,10 +51,29 @@ def _left_out(program: quintnet.CompiledProgram, optimizer: torch.optim.Optimize
     program.zero_grad()  # what the optimizer would have used
 
 
-def _run(axes: dict[str, int], drift: Drift | None, folder: str, options: dict[str, Any]) -> list[str]:
+def _adamw(program: quintnet.CompiledProgram) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(program.parameters(), lr=1e-2)
+
+
+def _whole(program: quintnet.CompiledProgram) -> torch.optim.Optimizer:
+    """Each parameter's state is on one rank; most ranks have none."""
+    return program.optimizer(lambda p: torch.optim.Adafactor(p, lr=1e-2), list(program.parameters())[:1])
+
+
+def _groups(program: quintnet.CompiledProgram) -> torch.optim.Optimizer:
+    """As many as this rank has parameters, with other rates."""
+    return torch.optim.SGD([{"params": [p], "lr": 0.01 * len(p)} for p in program.parameters()], lr=0.1, momentum=0.9)
+
+
+Make = Callable[[quintnet.CompiledProgram], torch.optim.Optimizer]
+
+
+def _run(
+    axes: dict[str, int], drift: Drift | None, folder: str, options: dict[str, Any], make: Make = _adamw
+) -> list[str]:
     """What the program says where rank 1 drifts."""
     program = _program(axes, compare_every=EVERY, **options)
-    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
+    optimizer = make(program)
     try:
         for step in range(STEPS):
             if step in (3, 9):
@@ -93,11 +112,11 @@ def test_a_rank_that_drifts_is_named_with_the_last_step_and_checkpoint_that_were
 
 
 def _all_alike(folder: str) -> list[list[str]]:
-    cases: list[tuple[dict[str, int], dict[str, Any]]] = [
-        ({"dp": 2, "tp": 2}, {"zero": 3}), ({"pp": 2, "dp": 2}, {"zero": 1}), ({"tp": 4}, {"recompute": "full"}),
-        ({"dp": 4}, {"zero": 2, "microbatches": 2}),
+    cases: list[tuple[dict[str, int], dict[str, Any], Make]] = [
+        ({"dp": 2, "tp": 2}, {"zero": 3}, _adamw), ({"pp": 2, "dp": 2}, {"zero": 1}, _groups),
+        ({"tp": 4}, {"recompute": "full"}, _whole), ({"dp": 4}, {"zero": 2}, _adamw),
     ]  # fmt: skip
-    return [_run(axes, None, f"{folder}/{i}", {**options}) for i, (axes, options) in enumerate(cases)]
+    return [_run(axes, None, f"{folder}/{i}", options, make) for i, (axes, options, make) in enumerate(cases)]
 
 
 def test_ranks_that_do_not_drift_are_not_told_so(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .whole_optimizer import WholeOptimizer
+
 
 class OptimizerSettings:
     """The optimizers that have changed one of ``parameters``.
@@ -54,10 +56,16 @@ def _options(optimizer: Optimizer) -> Iterator[str]:
 
 def _steps(optimizer: Optimizer) -> Iterator[str]:
     for number, group in enumerate(optimizer.param_groups):
-        steps = [_shown(optimizer.state.get(p, {}).get("step")) for p in group["params"]]
+        steps = [_shown(_state_of(optimizer, p).get("step")) for p in group["params"]]
         if any(steps):
             different = ", ".join(dict.fromkeys(step for step in steps if step))
             yield f"{type(optimizer).__name__}, group {number}: steps = {different}"
+
+
+def _state_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:
+    """What every rank with a part of a parameter keeps of it: of a whole parameter, only its owner does."""
+    state = {} if isinstance(optimizer, WholeOptimizer) else optimizer.state.get(parameter, {})
+    return state if isinstance(state, Mapping) else {}
 
 
 def _shown(value: Any) -> str:
