@@ -274,5 +274,5 @@ def test_a_scheduler_that_waits_for_a_plateau_is_stepped_with_the_loss_of_valida
 
 def test_a_step_that_cannot_be_measured_is_refused_before_the_first(tmp_path: Path) -> None:
     program = _program({"dp": 2})
-    with pytest.raises(quintnet.RunError, match=r"measure_step=3: the 2 ranks of Mesh.dp=2. take turns in this process"):
+    with pytest.raises(quintnet.RunError, match="measure_step=3: the 2 ranks of Mesh"):
         quintnet.Trainer(program, torch.optim.SGD(program.parameters(), lr=0.1), [], measure_step=3)

@@ -22,7 +22,7 @@ def digests(tensors: Iterable[Tensor], most: int | None = None) -> list[int]:
     """
     given = list(tensors)
     factors = {device: _factors(device) for device in dict.fromkeys(x.device for x in given)}
-    sums = [_sum(_words(x if most is None else _sample(x, most)), factors[x.device]) for x in given]
+    sums = [_sum(_words(x if most is None else sample(x, most)), factors[x.device]) for x in given]
     found: list[int] = torch.stack([x.cpu() for x in sums]).tolist() if sums else []
     return [together(n, str(x.dtype), tuple(x.shape)) for n, x in zip(found, given, strict=True)]
 
@@ -41,7 +41,7 @@ def together(*parts: object) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
-def _sample(x: Tensor, most: int) -> Tensor:
+def sample(x: Tensor, most: int) -> Tensor:
     """Short runs of elements, so that few lines of memory are read."""
     if x.numel() <= most:
         return x
