@@ -220,6 +220,24 @@ def test_on_another_number_of_data_ranks_a_distributed_sampler_goes_on_and_a_str
         _local("stream", str(tmp_path / "stream"), None, 1)
 
 
+def _same_rows(local: bool) -> list[str]:
+    program = _program({"dp": 2})
+    batch = arranged(
+        torch.utils.data.default_collate([Rows()[i + 4 * program.data_rank * (not local)] for i in range(4)])
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        program.step(batch, batch_is_local=True)
+    return [str(warning.message) for warning in told if warning.category is quintnet.CheckWarning]
+
+
+def test_data_ranks_that_all_read_the_same_rows_are_told() -> None:
+    for told in quintnet.launch(_same_rows, 2, (True,), timeout=120):
+        assert len(told) == 1
+        assert "all data ranks have the same rows" in told[0]
+    assert quintnet.launch(_same_rows, 2, (False,), timeout=120) == [[], []]
+
+
 # -- what a Trainer says before it computes
 
 

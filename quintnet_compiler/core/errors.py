@@ -74,7 +74,7 @@ class CacheWarning(UserWarning):
 
 
 class CheckWarning(UserWarning):
-    """A program could not be compared with its module."""
+    """A program could not be compared with its module; or all data ranks were given the same rows."""
 
 
 class CompileWarning(UserWarning):
@@ -82,7 +82,7 @@ class CompileWarning(UserWarning):
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint is damaged, and another one is used."""
+    """A checkpoint is damaged, and another one is used; or a run goes on otherwise than it would have."""
 
 
 class FaultWarning(UserWarning):

@@ -48,7 +48,8 @@ class StageGradient(DTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return the same values, no longer as the gradient of a parameter."""
-        return memo.setdefault(id(self), self.detach().clone())
+        copied: Tensor = memo.setdefault(id(self), self.detach().clone())
+        return copied
 
 
 def whole_number(x: DTensor) -> Any:

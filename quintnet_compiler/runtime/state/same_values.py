@@ -6,6 +6,7 @@ now and then, by a few bytes that travel while ranks compute.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ...compat.torch import version
 from ...core.axes import DATA_AXES
-from ...core.errors import RunError
+from ...core.errors import CheckWarning, RunError
 from ...core.mesh import Mesh
 from ...core.sharding import Shard
 from ...ir.distributed_program import DistributedProgram, StateSpec
@@ -38,6 +39,10 @@ FIXES = {
     "batch": "give every rank the same global batch: the same data in the same order (one seed for shuffling)",
     "rows": "give the same rows to ranks that differ along other axes than dp and ep alone",
 }
+_ALL_ALIKE = (
+    "batch_is_local=True, and all data ranks have the same rows: each counts as often as there are data ranks. Let "
+    "each rank read rows of its own: those of program.data_rank, of program.data_ranks"
+)
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,8 @@ class SameValues:
             found = self._modules(specs, mine, parts, program) + found
         if found:
             raise _error(found, "before the first step", self.mesh)
+        if local and self.mesh.data_ways > 1 and len({tuple(row[2:]) for row in told}) == 1:
+            warnings.warn(CheckWarning(_ALL_ALIKE), stacklevel=2)
         self.compared |= {spec.name for spec in specs}  # from now on they change together
         self.kept.clear()
         self.runs[id(program)] = 1

@@ -20,7 +20,7 @@ class SplitParameter(DTensor):
     __torch_function__ = plain_function
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The values, without autograd, in the memory of this parameter."""
         return self.detach()
 
