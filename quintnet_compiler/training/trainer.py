@@ -22,7 +22,7 @@ from ..checkpoint.optimizer_state import plain
 from ..checkpoint.stores.places import folder_at
 from ..checkpoint.training_state import require_number
 from ..compat.torch import pytree
-from ..core.errors import CheckpointError, CheckpointWarning, CompileError, RunError
+from ..core.errors import CheckpointError, CheckpointWarning, RunError
 from ..ir.batch_form import batch_size_of, plain_batch
 from ..runtime.launch.accelerator import group_accelerator
 from ..runtime.launch.consistency import tell
