@@ -40,9 +40,7 @@ class RandomStates:
             "numpy": np.random.get_state(),
             "own": {path: _state(generator) for path, generator in self.own.items()},
         }
-        accelerator = torch.accelerator.current_accelerator()
-        device = None if accelerator is None else torch.get_device_module(accelerator)
-        if device is not None and device.is_initialized():
+        if (device := _device_in_use()) is not None:
             states["device"] = device.get_rng_state()
         return states
 
@@ -53,9 +51,17 @@ class RandomStates:
         np.random.set_state(states["numpy"])
         for path in states["own"].keys() & self.own.keys():
             _set_state(self.own[path], states["own"][path])
-        accelerator = torch.accelerator.current_accelerator()
-        if "device" in states and accelerator is not None:
-            torch.get_device_module(accelerator).set_rng_state(states["device"])
+        device = _device_in_use()
+        if "device" in states and device is not None:
+            device.set_rng_state(states["device"])
+
+
+def _device_in_use() -> Any:
+    """The module of torch for this process's accelerator, if that has a generator that was used."""
+    accelerator = torch.accelerator.current_accelerator()
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    used = getattr(module, "is_initialized", None)
+    return module if used is not None and used() and hasattr(module, "get_rng_state") else None
 
 
 def _state(generator: Generator) -> Any:
