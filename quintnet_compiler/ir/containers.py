@@ -46,7 +46,7 @@ def _flatten(held: Held) -> tuple[list[Any], _Construction]:
 
 
 def _flatten_with_keys(held: Held) -> tuple[list[tuple[Any, Any]], _Construction]:
-    keys = [pytree.MappingKey(key) for key in held.construction.keys]
+    keys: list[Any] = [pytree.MappingKey(key) for key in held.construction.keys]
     return list(zip(keys, held.parts, strict=True)), held.construction
 
 
@@ -180,4 +180,5 @@ def _made(construction: _Construction, parts: list[Any]) -> Any:
         return x
     if issubclass(kind, Mapping):
         return kind(dict(zip(construction.keys, parts, strict=True)))  # type: ignore[call-arg]
-    return kind(parts)
+    made: Any = kind
+    return made(parts)

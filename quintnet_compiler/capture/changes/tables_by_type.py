@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...compat.torch import FakeTensor, FunctionalTensor
 
-_OF_A_TRACE = (FakeTensor, FunctionalTensor)
+_OF_A_TRACE: tuple[type, ...] = (FakeTensor, FunctionalTensor)
 DEPTH = 3  # of tables in objects that hold them
 
 
