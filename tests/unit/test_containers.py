@@ -15,6 +15,7 @@ from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.ir.batch_form import BatchForm, FlatBatch
 from quintnet_compiler.ir.containers import Held, as_lists, held, rebuilt
 from quintnet_compiler.ir.result_form import ResultForm
+from quintnet_compiler.runtime.launch.rank_status import described
 
 
 @dataclasses.dataclass
@@ -62,3 +63,7 @@ def test_objects_of_two_classes_differ_in_form() -> None:
     first = BatchForm.of(FlatBatch.of((Point(X),)).batch, 4)
     assert first.sizes(FlatBatch.of((Point(X[:2]),))) == {"rows": 2}
     assert first.sizes(FlatBatch.of((Pair(X, None),))) is None and first.sizes(FlatBatch.of((Point(X, 1),))) is None
+
+
+def test_what_ranks_must_have_in_common_of_an_object() -> None:
+    assert described((Point(X, 1),)) == ({"x": (torch.float32, (4, 2)), "y": "int"},)

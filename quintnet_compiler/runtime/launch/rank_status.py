@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -106,6 +107,8 @@ def described(x: Any) -> Any:
         return tuple([described(one) for one in x])
     if isinstance(x, Mapping):
         return {name: described(one) for name, one in x.items()}
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return {field.name: described(getattr(x, field.name, None)) for field in dataclasses.fields(x)}
     return x if isinstance(x, (str, bool)) else type(x).__name__
 
 
