@@ -38,8 +38,9 @@ from ..runtime.launch.calls import collective, frequent
 from ..runtime.launch.heartbeat import current
 from ..runtime.launch.preemption import SIGNALS, Preemption, handling
 from ..runtime.state.digests import together
+from ..runtime.state.plain_update import Make
 from ..runtime.state.state import without_offset
-from ..runtime.state.whole_optimizer import Make, WholeOptimizer
+from ..runtime.state.whole_optimizer import WholeOptimizer
 from ..weights.adapters import is_peft
 from .initial_values import InitialValues, give_values
 
