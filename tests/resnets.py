@@ -26,7 +26,7 @@ class Block(nn.Module):
         h = x
         for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             h = norm(conv(h if i == 0 else h.relu()))
-        return (h + self.skip(x)).relu()
+        return (h + self.skip(x)).relu()  # type: ignore[no-any-return]
 
 
 def resnet(layers: int = 18, width: int = 64, classes: int = 1000) -> nn.Sequential:

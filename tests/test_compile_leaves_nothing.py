@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,7 +28,12 @@ class Named(dict[str, Any]):
     """A dict with attributes, as configurations are."""
 
     __getattr__ = dict.__getitem__
-    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+    __setattr__ = dict.__setitem__
+
+
+class Pair(NamedTuple):
+    a: float
+    b: list[float]
 
 
 class Slotted:
@@ -58,7 +63,7 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
     "list": lambda: [1.0, [2.0]],
     "dict": lambda: {"k": 1.0, "inner": {"a": [1]}},
     "tuple": lambda: (1.0, [2.0]),
-    "named tuple": lambda: collections.namedtuple("Pair", "a b")(1.0, [2.0]),
+    "named tuple": lambda: Pair(1.0, [2.0]),
     "deque": lambda: collections.deque([1.0, 2.0]),
     "ordered dict": lambda: collections.OrderedDict(k=1.0),
     "default dict": lambda: collections.defaultdict(list, k=[1.0]),
@@ -113,7 +118,9 @@ class Notes(Plain):
         super().__init__()
         self.place = place
         self.config, self.slots, self.args, self.space = Config(), Slotted(), Namespace(count=0), SimpleNamespace()
-        self.named, self.ordered, self.default = Named(count=0), collections.OrderedDict(), collections.defaultdict(int)
+        self.named = Named(count=0)
+        self.ordered: collections.OrderedDict[str, int] = collections.OrderedDict()
+        self.default: dict[str, int] = collections.defaultdict(int)
         self.deque, self.nested = collections.deque([0], maxlen=3), {"a": [{"b": [0]}]}
         self.hidden = [nn.Linear(1, 1)]
         self.shared = self.config
@@ -147,7 +154,7 @@ class Notes(Plain):
             case "deque":
                 self.deque.append(1)
             case "nested":
-                self.nested["a"][0]["b"][0] = 1  # type: ignore[index]
+                self.nested["a"][0]["b"][0] = 1
             case "hidden module":
                 self.hidden[0].eval()
             case "closure":
@@ -157,7 +164,7 @@ class Notes(Plain):
             case "global dict":
                 TABLE["k"] = 1
             case "class":
-                type(self).seen = 1  # type: ignore[attr-defined]
+                type(self).seen = 1
 
     def notes(self) -> Any:
         """Everything that may have been noted."""

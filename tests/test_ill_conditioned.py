@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 import quintnet_compiler.capture.capture as tracing
 from quintnet import CheckWarning, CompileError, Mesh, compile
-from quintnet_compiler.equivalence import exact_step, module_check
+from quintnet_compiler.equivalence import exact_step
 from quintnet_compiler.equivalence.exact_step import Float64, exact_differences, wrong_operators
 from quintnet_compiler.equivalence.module_check import ModuleCheck
 from quintnet_compiler.equivalence.module_sides import Sides
 from quintnet_compiler.equivalence.module_step import Owner
 from quintnet_compiler.equivalence.unsplit_step import UnsplitStep
+from quintnet_compiler.equivalence.verify import Comparison
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.vector_jacobian import VectorJacobian
 
@@ -79,7 +80,7 @@ def every_difference_counts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(str(self.dtype))
         if self.dtype is torch.float64 or found:
             return found
-        return [module_check.Comparison("gradient", "head.weight", 0, 1.0, self.limit)]
+        return [Comparison("gradient", "head.weight", 0, 1.0, self.limit)]
 
     monkeypatch.setattr(Sides, "compare", compare)
     return asked

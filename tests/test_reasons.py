@@ -58,7 +58,7 @@ def test_a_checkpoint_is_not_named_where_it_is_not_the_cause() -> None:
     other = Normed(None).double()
     with torch.no_grad():
         other.b.weight.mul_(1)
-    other.b.forward = lambda x: 2 * F.linear(x, other.b.weight, other.b.bias)  # type: ignore[method-assign]
+    other.b.forward = lambda x: 2 * F.linear(x, other.b.weight, other.b.bias)  # type: ignore[method-assign, assignment]
     found = difference(Normed(False).double(), other)
     assert found is not None and "checkpoint" not in str(found)
     assert found.fix == "write that part so that tracing can follow it"
@@ -73,8 +73,8 @@ def test_without_the_checkpoint_it_compiles_and_is_the_plain_module() -> None:
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-12)
     for (_, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
-    for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    for held, right in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(held, right, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -82,9 +82,9 @@ def test_without_checkpoints_each_part_runs_once(reentrant: bool) -> None:
     model = Normed(reentrant).double()
     with without_checkpoints(lambda ours, theirs: ours):
         model(BATCH[0]).sum().backward()
-    assert int(model.norm.num_batches_tracked) == 1
+    assert model.norm.state_dict()["num_batches_tracked"] == 1
     model(BATCH[0]).sum().backward()
-    assert int(model.norm.num_batches_tracked) == 3
+    assert model.norm.state_dict()["num_batches_tracked"] == 3
 
 
 class Scaled(nn.Module):

@@ -67,7 +67,7 @@ def only_function_modes(keep: Callable[[TorchFunctionMode], bool]) -> Iterator[N
 @contextlib.contextmanager
 def dispatch_modes_off() -> Iterator[None]:
     """Inside, no mode sees operators (a FakeTensorMode, a counter of operations); instead: an error that names them."""
-    with _disable_current_modes():  # type: ignore[no-untyped-call]
+    with _disable_current_modes():
         yield
 
 
