@@ -177,7 +177,7 @@ class CompiledProgram(ProgramGeneration):
         """What the loss of a batch is computed from, the loss and the values of that, and the batch's sizes."""
         results = self._run("parts", batch, False)
         captured = self._programs.captured["parts"]
-        sizes = captured.form.sizes(FlatBatch.of(batch))
+        sizes = captured.form.sizes(self._programs.flat(batch))
         assert captured.parts is not None and sizes is not None
         return captured.parts, results, sizes
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import _get_sequence_nr
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.utils.checkpoint import _checkpoint_hook, noop_context_fn
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
 # The number of the next node of autograd's graph; instead: making a node, and asking it for its number.
 sequence_number = _get_sequence_nr
 
-_PLAIN = type(noop_context_fn()[1])
+_PLAIN = type(noop_context_fn()[1])  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

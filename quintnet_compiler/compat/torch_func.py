@@ -44,7 +44,7 @@ def graph_of_trace() -> fx.Graph:
     """The graph of the innermost make_fx, which must be on; instead: likewise."""
     mode = get_proxy_mode()
     assert mode is not None
-    return mode.tracer.graph  # type: ignore[no-any-return]
+    return mode.tracer.graph
 
 
 @contextlib.contextmanager

@@ -325,7 +325,7 @@ class Programs:
         Raises:
             CompileError: QN108 if it has none.
         """
-        return self._capture("parts", batch, batch_size_of(batch)).captured
+        return self._capture("parts", batch, self.flat(batch).rows).captured
 
     def _compare(self, kind: str, captured: Captured, batch: Any, *, first: bool) -> None:
         """Compare what was captured with the module itself, if the task asks for it."""

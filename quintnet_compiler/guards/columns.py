@@ -20,7 +20,7 @@ _FLAG = attrgetter("requires_grad")
 _SHAPE = attrgetter("shape")
 
 
-class Guard(Protocol):
+class TraceGuard(Protocol):
     """Something that must be as a trace saw it."""
 
     def hold(self) -> bool:

@@ -108,7 +108,7 @@ def equal(now: Any, then: Any) -> bool:
 
 
 @dataclass
-class Snapshot:
+class ContainerSnapshot:
     """One container as it was. ``unread`` values may be others of the same type; of ``only``, if given, the others
     count neither, nor how many there are.
     """
@@ -209,12 +209,12 @@ class Numbers:
 class ContainerGuards:
     """All containers and arrays that a trace may have read."""
 
-    snapshots: Sequence[Snapshot]
+    snapshots: Sequence[ContainerSnapshot]
     numbers: Sequence[Numbers]
 
     def hold(self) -> bool:
         """Return whether all of them hold what they held."""
-        return all(map(Snapshot.holds, self.snapshots)) and all(map(Numbers.holds, self.numbers))
+        return all(map(ContainerSnapshot.holds, self.snapshots)) and all(map(Numbers.holds, self.numbers))
 
     def broken(self) -> list[str]:
         """Say what is not as it was."""

@@ -14,7 +14,7 @@ from ..compat.torch import version, without_torch_function
 from ..compat.torch_hooks import GLOBAL_HOOKS
 from .attribute_reads import Read
 from .by_name import NamedSpace, is_constant, spaces_by_name
-from .columns import Absent, Constants, Flags, Guard, Modes, Parts, PlainValues, Row, SameObjects
+from .columns import Absent, Constants, Flags, TraceGuard, Modes, Parts, PlainValues, Row, SameObjects
 from .containers import ContainerGuards, fields_of, names_of
 from .function_reads import Unset, Variable
 from .hooks import HookGuards, hook_guards
@@ -84,10 +84,10 @@ class Guards:
     same: SameObjects
     absent: Absent
     containers: ContainerGuards
-    fixed: tuple[Guard, ...]  # what no other trace can make up for: constants, parts, flags, hooks, modes
+    fixed: tuple[TraceGuard, ...]  # what no other trace can make up for: constants, parts, flags, hooks, modes
 
     @property
-    def _all(self) -> tuple[Guard, ...]:
+    def _all(self) -> tuple[TraceGuard, ...]:
         return (self.plain, self.same, self.absent, *self.fixed, self.containers)
 
     def hold(self) -> bool:
@@ -112,7 +112,7 @@ class Guards:
         return guards_of(self.source, unread)
 
 
-def _holds(guards: Iterable[Guard]) -> bool:
+def _holds(guards: Iterable[TraceGuard]) -> bool:
     try:
         with without_torch_function():
             return all(guard.hold() for guard in guards)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core import code_origin
-from .containers import BUFFERS, ContainerGuards, Numbers, Snapshot, fields_of, fields_reader, names_of, reader_of
+from .containers import BUFFERS, ContainerGuards, Numbers, ContainerSnapshot, fields_of, fields_reader, names_of, reader_of
 from .python_state import PLAIN
 
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made, whose attributes can be set
@@ -97,7 +97,7 @@ def container_guards(
     roots: Iterable[tuple[str, Any]], whole: Callable[[Any], bool], unread: Mapping[int, Unread]
 ) -> ContainerGuards:
     """Return guards of all containers and arrays that can be reached from ``roots``."""
-    snapshots: list[Snapshot] = []
+    snapshots: list[ContainerSnapshot] = []
     numbers: list[Numbers] = []
     for label, value in reachable(roots, whole, unread):
         if isinstance(value, BUFFERS):
@@ -108,7 +108,7 @@ def container_guards(
         container = reader_of(value)
         part = unread.get(id(value), NOTHING_UNREAD)
         if container is not None:
-            snapshots.append(Snapshot(label, value, *container, part.names, part.only))
+            snapshots.append(ContainerSnapshot(label, value, *container, part.names, part.only))
         elif (whole(value) or not is_observable(value)) and names_of(value):
-            snapshots.append(Snapshot(label, value, *fields_reader(value), part.names, part.only))
+            snapshots.append(ContainerSnapshot(label, value, *fields_reader(value), part.names, part.only))
     return ContainerGuards(snapshots, numbers)

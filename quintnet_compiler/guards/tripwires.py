@@ -8,14 +8,15 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .containers import Snapshot
+from .containers import ContainerSnapshot
 from .guards import Guards
 from .reach import Unread
 
 _OPERATIONS = (
     "add and bool bytes call complex contains delitem divmod enter eq exit float floordiv format ge getitem gt hash "
     "index int invert iter le len lshift lt matmul mod mul ne neg next or pos pow radd rand rdivmod repr reversed "
-    "rfloordiv rlshift rmatmul rmod rmul ror round rpow rrshift rshift rsub rtruediv rxor setitem str sub truediv trunc xor"
+    "rfloordiv rlshift rmatmul rmod rmul ror round rpow rrshift rshift rsub rtruediv rxor setitem str sub truediv "
+    "trunc xor"
 )
 
 
@@ -114,8 +115,8 @@ class Trial:
     """Stand-ins in the places of what changed, while a trace is made again."""
 
     guards: Guards
-    watched: list[tuple[Snapshot, _Watching]] = field(default_factory=list)
-    wires: list[tuple[Snapshot, Any, Tripwire]] = field(default_factory=list)
+    watched: list[tuple[ContainerSnapshot, _Watching]] = field(default_factory=list)
+    wires: list[tuple[ContainerSnapshot, Any, Tripwire]] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
@@ -131,25 +132,25 @@ class Trial:
         trial.put_back()
         return None
 
-    def _stand_in(self, snapshot: Snapshot) -> bool:
+    def _stand_in(self, snapshot: ContainerSnapshot) -> bool:
         if type(snapshot.owner) in _WATCHING:
             return self._watch(snapshot)
         holders = self._holders(snapshot.owner)
-        if holders and all(isinstance(holder, Snapshot) for holder, _ in holders):
+        if holders and all(isinstance(holder, ContainerSnapshot) for holder, _ in holders):
             return all(self._wire(holder, name) for holder, name in holders)
         names = snapshot.changes()
         if names is None or not isinstance(snapshot.owner, (list, deque)):
             return False
         return all(self._wire(snapshot, name) for name in names)
 
-    def _watch(self, snapshot: Snapshot) -> bool:
+    def _watch(self, snapshot: ContainerSnapshot) -> bool:
         watched, holders = _watching(snapshot.owner), self._holders(snapshot.owner)
         for holder, name in holders:
-            self._set(holder.owner if isinstance(holder, Snapshot) else holder, name, watched)
+            self._set(holder.owner if isinstance(holder, ContainerSnapshot) else holder, name, watched)
         self.watched.append((snapshot, watched))
         return bool(holders)
 
-    def _wire(self, snapshot: Snapshot, name: Any) -> bool:
+    def _wire(self, snapshot: ContainerSnapshot, name: Any) -> bool:
         value = snapshot.owner[name]
         if value is None or isinstance(value, (bool, Tripwire)):
             return False

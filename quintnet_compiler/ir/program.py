@@ -32,8 +32,9 @@ class Captured:
     ``tensors`` holds the module's own parameters, buffers and constants under their original names; ``aliases``
     maps every further name of a tied parameter to the one that is kept. ``guards``: what must be as it was for the
     graph to be that of the module. ``form``: of the batches that it serves; ``symbols``: what it calls the sizes that
-    are symbols in the graph. ``output_spec``: of what the model returns. ``only_rows``: the batch size, where the model's code fixes it.
-    ``changed``: the buffers and parameters that forward changes; the graph's last outputs are their new values.
+    are symbols in the graph. ``output_spec``: of what the model returns. ``only_rows``: the batch size, where the
+    model's code fixes it. ``changed``: the buffers and parameters that forward changes; the graph's last outputs are
+    their new values.
     ``assigned``: the buffers of them in whose place forward puts another tensor. ``brought``: a module with what the
     loss function uses and the model does not have. ``parts``: what the results behind the loss are, if there are any.
     """
