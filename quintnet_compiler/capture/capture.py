@@ -49,6 +49,7 @@ from .changes.second_runs import run_again
 from .control_flow import control_flow_followed
 from .derivatives.inner_gradients import InnerGradients, place_starts
 from .derivatives.transforms import transforms_followed
+from .derivatives.unfollowed_parts import check_parts
 from .derivatives.user_derivatives import DerivativeFinder, user_derivatives
 from .lazy_modules import materialise
 from .matmul_dtypes import check_dtypes
@@ -58,7 +59,6 @@ from .places import OWN, where_of
 from .repeat_blocks import numbers_are_read, reads_of_all, with_all_blocks
 from .sparse_gradients import check_dense
 from .step_module import Call, LossFn, StepModule
-from .unfollowed_parts import check_parts
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
 MANY = 8  # equal blocks, from which on one stands for others while a program is traced

@@ -18,8 +18,8 @@ from ..guards.guards import Guards, global_modes, guards_of
 from ..ir.containers import rebuilt
 from ..ir.result_form import ResultForm
 from .block_reuse import Unseen
+from .changes.loss_lines import LossLines
 from .changes.saved_tensors import unchanged_since_saved
-from .loss_lines import LossLines
 from .places import OWN
 from .watched_trace import WatchedTrace
 

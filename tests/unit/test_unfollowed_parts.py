@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from quintnet_compiler.capture import loss_lines, unfollowed_parts
 from quintnet_compiler.capture.capture import capture
+from quintnet_compiler.capture.changes import loss_lines
+from quintnet_compiler.capture.derivatives import unfollowed_parts
 from quintnet_compiler.capture.places import WHERE
 from quintnet_compiler.core.errors import CompileError
 

@@ -40,13 +40,13 @@ from ...core.errors import CompileError, Where
 from ...core.replaced import for_this_thread
 from ..places import OWN
 from ..step_module import StepModule
-from ..unfollowed_parts import check_variables
 from ..watched_trace import user_line
 from .autograd_functions import Joined, follow, follow_hook
 from .checkpoints import Checkpoints, line_of_checkpoint
 from .inner_gradients import InnerGradients, Linked
 from .module_hooks import ModuleHooks
 from .tensor_hooks import place_hooks
+from .unfollowed_parts import check_variables
 
 # Functions with which PyTorch itself implements operators and checkpoints: tracing sees what they stand for.
 _TRACES = 4  # a backward that is given None may give None to others

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 
-from ..compat.torch_hooks import CALL_HOOKS, pruned_by
-from ..core.errors import CompileError, Where
+from ...compat.torch_hooks import CALL_HOOKS, pruned_by
+from ...core.errors import CompileError, Where
 
 
 def check_parts(model: nn.Module) -> None:

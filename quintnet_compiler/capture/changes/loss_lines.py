@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from ..compat.torch import recording
-from ..compat.torch_func import nodes_of_trace
-from .places import OWN, where_of
-from .watched_trace import user_frame
+from ...compat.torch import recording
+from ...compat.torch_func import nodes_of_trace
+from ..places import OWN, where_of
+from ..watched_trace import user_frame
 
 
 class LossLines(TorchFunctionMode):
