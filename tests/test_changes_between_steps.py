@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quintnet
+from quintnet_compiler.driver import variants
 
 from .changes_between_steps import CHANGES, HOLDERS, Net
 
@@ -59,6 +62,36 @@ def _is_followed(holder: str, change: str, place: str, layout: str) -> None:
         assert refused.code in ("QN110", "QN112")  # a refusal is right, where it says what it is about
         return
     assert losses == pytest.approx(plain, abs=1e-5)
+
+
+def test_an_iterator_that_forward_reads_is_refused() -> None:
+    model = Net(itertools.count(1), next, float, inside=True)
+    batch = (torch.randn(8, 6), torch.randint(0, 4, (8,)))
+    with pytest.raises(quintnet.CompileError, match="reads 'held', a count"):
+        quintnet.compile(model, quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy)
+
+
+@pytest.mark.parametrize("grow", ["log", "counter", "new keys"])
+def test_what_forward_does_not_read_leads_to_few_traces(grow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: dict[str, Any] = {"k": 1.5, "log": [], "n": 0}
+    model = Net(held, lambda h: h["k"], float, inside=True)
+    batch = (torch.randn(8, 6), torch.randint(0, 4, (8,)))
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy)
+    traces: list[int] = []
+    capture = variants.capture
+    monkeypatch.setattr(variants, "capture", lambda *a, **k: (traces.append(1), capture(*a, **k))[1])
+    for step in range(8):
+        changes: dict[str, Callable[[], Any]] = {
+            "log": lambda: held["log"].append(step),  # noqa: B023
+            "counter": lambda: held.update(n=step),  # noqa: B023
+            "new keys": lambda: held.update({f"step {step}": step}),  # noqa: B023
+        }
+        changes[grow]()
+        program.step(batch)
+    assert len(traces) == 2  # one that gives the same graph, and one that shows that nothing new is read
+    held["k"] = 2.5
+    expected = F.cross_entropy(model(batch[0]).detach(), batch[1])
+    assert float(program.step(batch)) == pytest.approx(float(expected), abs=1e-6)
 
 
 @pytest.mark.parametrize("drawn", _drawn(40), ids=", ".join)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import linecache
 import sys
 import types
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,7 @@ class WatchedTrace:
             changes = [*self.state.changes(), *generators.changes()]
             self.changes = [change for change in changes if change.put is not None]
             refused = changes if refuse else [change for change in changes if change.put is None]
+            self._refuse_iterators()
             if refused:
                 restore()
                 line = _line_of(watched, refused, self.own)
@@ -117,6 +120,21 @@ class WatchedTrace:
         """What forward may look up in: variables of functions, and attributes of modules."""
         variables = [variable.value for variable in self.variables]
         return [*variables, *(vars(module) for root in self.roots.values() for module in root.modules())]
+
+    def _refuse_iterators(self) -> None:
+        """Raises: CompileError QN110 for an iterator that the trace read: each step would have to take its next value."""
+        attributes = (
+            (read.label, vars(read.owner).get(read.name)) for read in self.reads.found if _has_fields(read.owner)
+        )
+        variables = ((variable.label, variable.value) for variable in self.variables)
+        for label, value in chain(attributes, variables):
+            if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+                raise CompileError(
+                    "QN110",
+                    f"the forward pass reads {label!r}, a {type(value).__name__}; a program would take its next value "
+                    "once",
+                    fix="take the next value outside and pass it in the batch, or keep it in an attribute",
+                )
 
     def _meet(self) -> None:
         for label, root in self.roots.items():

@@ -14,7 +14,7 @@ from ..compat.torch import version, without_torch_function
 from ..compat.torch_hooks import GLOBAL_HOOKS
 from .attribute_reads import Read
 from .by_name import NamedSpace, is_constant, spaces_by_name
-from .columns import Absent, Constants, Flags, TraceGuard, Modes, Parts, PlainValues, Row, SameObjects
+from .columns import Absent, Constants, Flags, Modes, Parts, PlainValues, Row, SameObjects, TraceGuard
 from .containers import ContainerGuards, fields_of, names_of
 from .function_reads import Unset, Variable
 from .hooks import HookGuards, hook_guards

@@ -10,7 +10,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core import code_origin
-from .containers import BUFFERS, ContainerGuards, Numbers, ContainerSnapshot, fields_of, fields_reader, names_of, reader_of
+from .containers import (
+    BUFFERS,
+    ContainerGuards,
+    ContainerSnapshot,
+    Numbers,
+    fields_of,
+    fields_reader,
+    names_of,
+    reader_of,
+)
 from .python_state import PLAIN
 
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made, whose attributes can be set

@@ -29,7 +29,7 @@ _BY_STRIDE = (aten.as_strided.default, aten.as_strided_.default, aten.as_strided
 _OURS = __name__.partition(".")[0]
 _DETACHED = (aten.detach.default, aten.alias.default)  # below autograd: torch 2.14 says alias
 # these are not differentiable again as they stand
-_WRITTEN_OUT = get_decompositions([aten.nll_loss_backward.default, aten.nll_loss2d_backward.default])
+_WRITTEN_OUT: Any = get_decompositions([aten.nll_loss_backward.default, aten.nll_loss2d_backward.default])
 _DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
 

@@ -58,4 +58,4 @@ def _digest(x: Tensor) -> tuple[str, tuple[int, ...], int]:
     """A tensor's dtype and shape, and a number for some of its values: some microseconds, as each batch has one."""
     values = sample(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x, MOST)
     data = values.detach().contiguous().view(-1).view(torch.uint8)
-    return str(x.dtype), tuple(x.shape), xxh3_64_intdigest(data.numpy())
+    return str(x.dtype), tuple(x.shape), xxh3_64_intdigest(data.numpy().tobytes())

@@ -1,0 +1,175 @@
+"""Guards of what a trace may have read unseen: containers, modules and classes by name, and state that nobody reads."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, defaultdict, deque
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from quintnet_compiler.driver.unread_state import UnreadState
+from quintnet_compiler.guards.by_name import is_users, spaces_by_name
+from quintnet_compiler.guards.columns import Absent, Constants, PlainValues, SameObjects
+from quintnet_compiler.guards.containers import ContainerSnapshot, Numbers, equal, fields_of, names_of, reader_of
+from quintnet_compiler.guards.function_reads import Variable
+from quintnet_compiler.guards.guards import Guards, TraceReads, global_modes, guards_of
+from quintnet_compiler.guards.reach import Unread, children, container_guards, is_observable, reachable
+from quintnet_compiler.guards.tripwires import Trial, Tripwire, UnreadStateUsed, touched
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self) -> None:
+        self.a = 1
+
+
+class OwnReads:
+    def __init__(self) -> None:
+        self.a = 1
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, name)
+
+
+def _snapshot(value: Any) -> ContainerSnapshot:
+    container = reader_of(value)
+    assert container is not None
+    return ContainerSnapshot("c", value, *container)
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ({"k": 1.0}, lambda c: c.update(k=2.0)),
+        ({"a": 1.0, "b": 2.0}, lambda c: c.update(a=c.pop("a"))),
+        (OrderedDict(k=1.0), lambda c: c.update(k=2.0)),
+        ([1.0], lambda c: c.append(1.0)),
+        (deque([1.0], 1), lambda c: c.append(2.0)),
+        ({1, 2}, lambda c: c.add(3)),
+        (types.SimpleNamespace(k=1.0), lambda c: setattr(c, "k", 2.0)),
+        ({"k": 1}, lambda c: c.update(k=1.0)),
+        ({"k": torch.ones(1)}, lambda c: c.update(k=torch.ones(1))),
+    ],
+)
+def test_a_container_that_changes(value: Any, change: Any) -> None:
+    snapshot = _snapshot(value)
+    assert snapshot.holds() and snapshot.broken() == []
+    change(value)
+    assert not snapshot.holds() and snapshot.broken()
+
+
+def test_equal_plain_values_are_the_same() -> None:
+    held = {"k": 1.5}
+    snapshot = _snapshot(held)
+    held["k"] = float("1.5")
+    assert snapshot.holds()
+    assert equal(2, 2) and not equal(2, 2.0) and not equal(torch.ones(1), torch.ones(1))
+
+
+def test_arrays_are_compared_by_their_values() -> None:
+    array = numpy.ones(3)
+    numbers = Numbers("a", array)
+    assert numbers.holds()
+    array[1] = 2
+    assert not numbers.holds() and numbers.broken() == ["a has other values than it had"]
+
+
+def test_attributes_in_slots() -> None:
+    owner = Slotted()
+    assert names_of(owner) == ["a"] and fields_of(owner) == [1]
+    assert is_observable(owner) and not is_observable(OwnReads()) and not is_observable(types.SimpleNamespace())
+
+
+def test_what_can_be_reached() -> None:
+    inner = OwnReads()
+    labels = dict(reachable([("x", {"a": [inner, 3]})], lambda value: False, {}))
+    assert set(labels) == {"x", "x['a']", "x['a'][0]"} and labels["x['a'][0]"] is inner
+    assert children("m", nn.Identity(), lambda value: False) == []
+    guards = container_guards([("x", [inner])], lambda value: False, {})
+    assert guards.hold()
+    inner.a = 2
+    assert not guards.hold()
+
+
+def test_variables_of_modules_and_classes_by_name() -> None:
+    config = types.ModuleType("config")
+    config.__file__ = __file__
+    config.SCALE = 2.0  # type: ignore[attr-defined]
+    space, *_ = spaces_by_name([("config", config)], {"SCALE", "OTHER"})
+    assert space.present == ("SCALE",) and space.absent == {"OTHER"}
+    assert [space.present for space in spaces_by_name([("S", Slotted)], {"a"})] == [("a",)]
+    assert is_users(Slotted) and not is_users(nn.Linear)
+
+
+def test_columns() -> None:
+    space = {"a": 1, "b": object()}
+    plain, same = PlainValues.of([("a", space, "a", 1)]), SameObjects.of([("b", space, "b", space["b"])])
+    absent = Absent(("c",), (space,), ("c",), (), (("d", frozenset("d"), space),))
+    assert plain.hold() and same.hold() and absent.hold()
+    space.update(a=True, b=object(), c=1, d=2)
+    assert plain.broken() == ["a is True and was 1"] and same.broken() == ["b is another object"]
+    assert absent.broken() == ["c is 1 and was nothing", "d.d is 2 and was nothing"]
+
+
+def test_constants_with_other_memory() -> None:
+    x = torch.ones(2)
+    constants = Constants.of([(x, x._version)])
+    assert constants.hold()
+    x.data = torch.ones(2)
+    assert not constants.hold()
+
+
+def _guards(held: Any) -> Guards:
+    return guards_of(TraceReads([], variables=[Variable("c", "c", {"c": held})], modes=global_modes()))
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, lambda x: defaultdict(list, x)])
+def test_what_a_dict_has_beside_what_is_read(kind: Any) -> None:
+    held = kind({"k": 1.0})
+    guards = _guards(held)
+    held["log"] = 1
+    trial = Trial.of(guards)
+    assert trial is not None
+    space: Any = guards.source.variables[0].space
+    assert space["c"] is not held and space["c"]["k"] == 1.0 and space["c"].get("other") is None
+    trial.put_back()
+    assert space["c"] is held and trial.unread == {id(held): Unread(only=("k", "other"))}
+    narrow = guards.without(trial.unread)
+    held["log"] = 2
+    assert narrow.hold()
+    held["other"] = 1
+    assert not narrow.hold()
+
+
+def test_a_dict_that_is_read_as_a_whole() -> None:
+    held = {"k": 1.0}
+    guards = _guards(held)
+    held["log"] = 1
+    trial = Trial.of(guards)
+    assert trial is not None
+    space: Any = guards.source.variables[0].space
+    list(space["c"].values())
+    trial.put_back()
+    assert trial.unread is None
+
+
+def test_a_tripwire() -> None:
+    wire: Any = Tripwire(list)
+    assert isinstance(wire, list) and not touched(wire)
+    for use in (len, iter, lambda x: x[0], lambda x: x.append, lambda x: x == 1, bool):
+        fresh: Any = Tripwire(list)
+        with pytest.raises(UnreadStateUsed):
+            use(fresh)
+        assert touched(fresh)
+
+
+def test_no_trial_without_a_change() -> None:
+    guards = _guards({"k": 1.0})
+    assert Trial.of(guards) is None
+    now: Any = types.SimpleNamespace(guards=guards)
+    assert UnreadState().without(None, now, lambda: now) is now
