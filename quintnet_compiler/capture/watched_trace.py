@@ -122,10 +122,9 @@ class WatchedTrace:
         return [*variables, *(vars(module) for root in self.roots.values() for module in root.modules())]
 
     def _refuse_iterators(self) -> None:
-        """Raises: CompileError QN110 for an iterator that the trace read: each step would have to take its next value."""
-        attributes = (
-            (read.label, vars(read.owner).get(read.name)) for read in self.reads.found if _has_fields(read.owner)
-        )
+        """Raises: CompileError QN110 for an iterator that the trace read: each step would take its next value."""
+        reads = [read for read in self.reads.found if hasattr(read.owner, "__dict__")]
+        attributes = ((read.label, vars(read.owner).get(read.name)) for read in reads)
         variables = ((variable.label, variable.value) for variable in self.variables)
         for label, value in chain(attributes, variables):
             if isinstance(value, Iterator) and not isinstance(value, io.IOBase):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from ..core.errors import QuintNetError
 from ..guards.guards import Guards
-from ..guards.tripwires import Trial, UnreadStateUsed
+from ..guards.stand_ins import UnreadStateUsed
+from ..guards.tripwires import Trial
 from ..ir.program import Captured
 
 

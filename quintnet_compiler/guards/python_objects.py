@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .stand_ins import StandIn
+
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType, Tensor)
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "quintnet", "quintnet_compiler"}
 _FOLLOWED = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, functools.partial, nn.Module)
@@ -48,7 +50,7 @@ class ObjectSnapshot:
         todo = list(roots.items())
         while todo:
             label, value = todo.pop()
-            if isinstance(value, _LEAVES) or id(value) in snapshot._seen:
+            if issubclass(type(value), (StandIn, *_LEAVES)) or id(value) in snapshot._seen:
                 continue
             snapshot._seen[id(value)] = value
             todo += snapshot._held_by(label, value)

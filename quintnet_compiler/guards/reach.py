@@ -21,9 +21,13 @@ from .containers import (
     reader_of,
 )
 from .python_state import PLAIN
+from .stand_ins import Tripwire
 
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made, whose attributes can be set
-_CLOSED = (*PLAIN, Tensor, nn.Module, type, types.ModuleType, types.BuiltinFunctionType, types.GeneratorType)
+_CLOSED = (
+    *(*PLAIN, Tensor, nn.Module, type, types.ModuleType, types.CodeType),
+    *(types.BuiltinFunctionType, types.GeneratorType, property, staticmethod, classmethod),
+)
 _OF_TRACES = ("torch", "torch.fx", "torch.export", "torch.utils", "quintnet", "quintnet_compiler")
 
 
@@ -52,7 +56,6 @@ def is_observable(value: Any) -> bool:
     return isinstance(own, types.WrapperDescriptorType) or hasattr(own, RECORDS)
 
 
-_TRIPWIRES = f"{__package__}.tripwires"  # stand-ins of what is not to be looked into
 RECORDS = "quintnet_records"  # an attribute of the methods that record reads
 
 
@@ -94,7 +97,7 @@ def reachable(
     kept: list[Any] = []  # no number is given to another object meanwhile
     while pending:
         label, value = pending.pop()
-        if type(value).__module__ == _TRIPWIRES or isinstance(value, PLAIN) or id(value) in seen:
+        if issubclass(type(value), Tripwire) or isinstance(value, PLAIN) or id(value) in seen:
             continue
         seen.add(id(value))
         kept.append(value)

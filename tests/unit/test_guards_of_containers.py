@@ -18,7 +18,8 @@ from quintnet_compiler.guards.containers import ContainerSnapshot, Numbers, equa
 from quintnet_compiler.guards.function_reads import Variable
 from quintnet_compiler.guards.guards import Guards, TraceReads, global_modes, guards_of
 from quintnet_compiler.guards.reach import Unread, children, container_guards, is_observable, reachable
-from quintnet_compiler.guards.tripwires import Trial, Tripwire, UnreadStateUsed, touched
+from quintnet_compiler.guards.stand_ins import Tripwire, UnreadStateUsed, touched
+from quintnet_compiler.guards.tripwires import Trial
 
 
 class Slotted:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ...compat.torch import FakeTensor, FunctionalTensor
+from ...guards.stand_ins import StandIn
 
 _OF_A_TRACE: tuple[type, ...] = (FakeTensor, FunctionalTensor)
 DEPTH = 3  # of tables in objects that hold them
@@ -36,7 +37,7 @@ def tables_by_type(values: Iterable[Any]) -> Iterator[None]:
 
 
 def _tables(value: Any, depth: int) -> Iterator[MutableMapping[Any, Any]]:
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or isinstance(value, StandIn):
         return
     if Tensor in value:
         yield value
