@@ -141,8 +141,9 @@ class Trial:
 
     @property
     def unread(self) -> dict[int, Unread] | None:
-        """What the trace was shown not to read, by the ``id`` of what holds it; None if it read what changed."""
-        if any(x.all_read for _, x in self.watched) or any(touched(wire) for _, _, wire in self.wires):
+        """What the trace was shown not to read, by the ``id`` of what holds it; None if it read what changed, or if a
+        stand-in that is somewhere where forward reads saw nothing."""
+        if any(x.all_read or not x.names for _, x in self.watched) or any(touched(wire) for _, _, wire in self.wires):
             return None
         unread = {id(snapshot.owner): Unread(only=tuple(x.names)) for snapshot, x in self.watched}
         for snapshot, name, _ in self.wires:
