@@ -5,7 +5,7 @@ python benchmarks/whole_step.py --model 8b-slice --sequence 8192 --peers quintne
 python benchmarks/whole_step.py --model tiny --sequence 64 --device cpu --peers quintnet-eager,transformers
 
 A step is forward, backward, clipping by the norm and AdamW (fused on GPUs). All peers train transformers' Llama from
-the same float32 weights on the same tokens, and compute in bf16 on GPUs. ``torchtitan`` is its recipe for one GPU: FSDP2
+the same float32 weights on the same tokens, in bf16 on GPUs. ``torchtitan`` is its recipe for one GPU: FSDP2
 over one rank, each block compiled; ``-fp8``: torchao's tensorwise linear layers there, ``precision="fp8"`` here, the
 head in 16 bits in both. MFU: 6 N + 6 L h S FLOP a token (causal attention), over 989 TFLOP/s.
 """
