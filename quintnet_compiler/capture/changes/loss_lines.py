@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import traceback
+import types
+from pathlib import Path
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
@@ -13,14 +15,24 @@ from ...compat.torch_func import nodes_of_trace
 from ..places import OWN, where_of
 from ..watched_trace import user_frame
 
+_CALLER = str(Path(__file__).parents[1] / "step_module.py")  # calls the loss function
+
+
+def _frame_of_loss(frame: types.FrameType | None) -> types.FrameType | None:
+    """Return the innermost frame that is the user's and lies in the loss function; None in one of torch's own."""
+    inner = user_frame(frame, OWN)
+    while frame is not None and frame is not inner and frame.f_code.co_filename != _CALLER:
+        frame = frame.f_back
+    return inner if frame is inner else None
+
 
 class LossLines(TorchFunctionMode):
     """While inside, operators of a trace have the innermost line that is the user's, if they have none."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = len(nodes_of_trace()) if recording() else 0
         made = func(*args, **(kwargs or {}))
-        frame = user_frame(sys._getframe(1), OWN) if recording() else None
+        frame = _frame_of_loss(sys._getframe(1)) if recording() else None
         if frame is not None:
             for node in nodes_of_trace()[before:]:
                 if not where_of(node).source:
