@@ -20,6 +20,7 @@ from quintnet_compiler.capture.canonical import module_of
 from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.capture.decode import Shape, cache_shapes, capture_call
 from quintnet_compiler.capture.derivatives.autograd_functions import needs_gradient
+from quintnet_compiler.capture.derivatives.inner_gradients import InnerGradients
 from quintnet_compiler.capture.derivatives.module_hooks import ModuleHooks
 from quintnet_compiler.capture.derivatives.tensor_hooks import place_hooks
 from quintnet_compiler.capture.derivatives.user_derivatives import DerivativeFinder
@@ -401,7 +402,7 @@ def test_a_hook_of_a_tensor_stands_between_it_and_its_users() -> None:
 
 
 def test_hooks_of_modules_and_finders_count_derivatives() -> None:
-    finder = DerivativeFinder(StepModule(nn.Linear(2, 2), None, "loss", None))
+    finder = DerivativeFinder(StepModule(nn.Linear(2, 2), None, "loss", None), InnerGradients())
     numbers = [finder.number() for _ in range(2)]
     assert numbers[0] != numbers[1]
     hooks = ModuleHooks(finder, nn.Linear(2, 2), [], [])
