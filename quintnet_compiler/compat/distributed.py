@@ -183,7 +183,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     backends: str = dist.get_backend_config(group)
     kinds = [part.partition(":")[0] for part in backends.split(",")]
     options: Any = group._get_backend(torch.device("cpu" if "cpu" in kinds else kinds[0])).options
-    return float(options._timeout.total_seconds())
+    return float((options._timeout if options is not None else dist.default_pg_timeout).total_seconds())
 
 
 def wait_as_long(group: dist.ProcessGroup, seconds: float) -> None:

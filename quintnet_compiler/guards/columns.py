@@ -103,11 +103,15 @@ class Absent:
     many: tuple[tuple[str, frozenset[str], Space], ...]  # a label, names, and a namespace that has none of them
 
     def hold(self) -> bool:
-        return (
-            not any(map(contains, self.spaces, self.names))
-            and not any(hasattr(kind, name) for kind, name in self.classes)
-            and all(names.isdisjoint(space) for _, names, space in self.many)
-        )
+        if any(map(contains, self.spaces, self.names)):
+            return False
+        for kind, name in self.classes:
+            if hasattr(kind, name):
+                return False
+        for _, names, space in self.many:  # noqa: SIM110 -- a generator makes a call for each
+            if not names.isdisjoint(space):
+                return False
+        return True
 
     def broken(self) -> list[str]:
         rows = zip(self.labels, self.spaces, self.names, strict=True)

@@ -115,7 +115,10 @@ class Guards:
 def _holds(guards: Iterable[TraceGuard]) -> bool:
     try:
         with without_torch_function():
-            return all(guard.hold() for guard in guards)
+            for guard in guards:  # noqa: SIM110 -- a generator makes a call for each
+                if not guard.hold():
+                    return False
+            return True
     except (KeyError, AttributeError, ValueError, TypeError, RuntimeError):  # gone, or not comparable any more
         return False
 

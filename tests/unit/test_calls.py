@@ -180,6 +180,8 @@ def test_nobody_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 # what one rank may call alone, once a program is set up: nothing is communicated
 ALONE = {
+    "data_rank",
+    "data_ranks",
     "close",
     "compile_seconds",
     "diff",

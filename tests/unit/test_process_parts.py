@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from quintnet_compiler.capture.derivatives.inner_gradients import InnerGradients
 from quintnet_compiler.capture.derivatives.user_derivatives import user_derivatives
 from quintnet_compiler.capture.messages import without_messages_of_torch
 from quintnet_compiler.capture.step_module import StepModule
@@ -73,7 +74,7 @@ def test_other_threads_compute_as_before() -> None:
         return [made.detach(), y.grad]
 
     expected = work()
-    with same_numbers(0, 0), user_derivatives(step, trained=True), random_numbers_kept([]):
+    with same_numbers(0, 0), user_derivatives(step, InnerGradients(), trained=True), random_numbers_kept([]):
         assert not torch.equal(F.dropout(x, 0.5), x)
         found = _elsewhere(work)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
