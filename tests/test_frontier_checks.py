@@ -205,7 +205,11 @@ def test_checks_import_nothing_that_decides() -> None:
     assert contract["source_modules"] == ["quintnet_compiler.passes.checks"]
     folders = {path.parent.name for path in (ROOT / "passes").glob("*/__init__.py")} - {"checks"}
     # targets: names of operators, which the notation reads
-    rules = {path.stem for path in (ROOT / "quintnet_compiler/ops/rules").glob("*.py")} - {"__init__", "notation", "targets"}
+    rules = {path.stem for path in (ROOT / "quintnet_compiler/ops/rules").glob("*.py")} - {
+        "__init__",
+        "notation",
+        "targets",
+    }
     forbidden = {f"passes.{name}" for name in folders} | {f"ops.rules.{name}" for name in rules}
     assert {name.removeprefix("quintnet_compiler.") for name in contract["forbidden_modules"]} == forbidden
     for path in sorted((ROOT / "passes/checks").glob("*.py")):
