@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import random
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import quintnet
 from quintnet_compiler.driver import variants
@@ -92,6 +93,47 @@ def test_what_forward_does_not_read_leads_to_few_traces(grow: str, monkeypatch: 
     held["k"] = 2.5
     expected = F.cross_entropy(model(batch[0]).detach(), batch[1])
     assert float(program.step(batch)) == pytest.approx(float(expected), abs=1e-6)
+
+
+class Kind(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+    THIRD = 3
+
+
+def _by_identity(held: list[Any]) -> float:
+    return 2.5 if held[0] is Kind.THIRD else 1.5
+
+
+def _log_that_matters_later(held: dict[str, Any]) -> float:
+    return 2.5 if held["k"] > 2 and len(held["log"]) > 3 else 1.5
+
+
+@pytest.mark.parametrize(
+    ("held", "get", "changes"),
+    [
+        (
+            [Kind.FIRST, nn.Identity()],
+            _by_identity,
+            [lambda h, x=x: h.__setitem__(0, x) for x in (Kind.SECOND, Kind.THIRD)],
+        ),
+        (
+            {"k": 1, "log": []},
+            _log_that_matters_later,
+            [lambda h: h["log"].append(1), lambda h: h["log"].append(1), lambda h: h.update(k=3)]
+            + 3 * [lambda h: h["log"].append(1)],
+        ),
+    ],
+    ids=["a member of an enumeration", "a log"],
+)
+def test_what_was_not_read_and_is_read_later(held: Any, get: Callable[[Any], float], changes: list[Any]) -> None:
+    model = Net(held, get, float, inside=True)
+    batch = (torch.randn(8, 6), torch.randint(0, 4, (8,)))
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy)
+    for change in changes:
+        change(held)
+        expected = float(F.cross_entropy(model(batch[0]).detach(), batch[1]))
+        assert float(program.step(batch)) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("drawn", _drawn(40), ids=", ".join)

@@ -109,8 +109,8 @@ def equal(now: Any, then: Any) -> bool:
 
 @dataclass
 class ContainerSnapshot:
-    """One container as it was. ``unread`` values may be others of the same type; of ``only``, if given, the others
-    count neither, nor how many there are.
+    """One container as it was. Of ``unread`` values, numbers may be others of the same type, and containers may hold
+    something else. ``only``: the names that count, if others do not, nor how many there are.
     """
 
     label: str
@@ -135,7 +135,8 @@ class ContainerSnapshot:
         if not self.unread:
             return values
         names = self._names()
-        return [type(value) if name in self.unread else value for name, value in zip(names, values, strict=True)]
+        pairs = zip(names, values, strict=True)
+        return [type(x) if name in self.unread and isinstance(x, (int, float)) else x for name, x in pairs]
 
     def _names(self) -> list[Any]:
         if self.only is not None:

@@ -8,10 +8,12 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .containers import ContainerSnapshot
+from .containers import ContainerSnapshot, reader_of
 from .guards import Guards
 from .reach import Unread
 from .stand_ins import StandIn, Tripwire, touched
+
+_NUMBERS = (int, float)  # whose identity nobody asks for; an enumeration's members are compared by it
 
 
 class _Watching(StandIn, dict[Any, Any]):
@@ -83,16 +85,26 @@ class Trial:
     def of(cls, guards: Guards) -> Trial | None:
         """Return a trial of all that differs now from what ``guards`` saw; None if some of it cannot be tried."""
         trial = cls(guards)
-        changed = [snapshot for snapshot in guards.containers.snapshots if not snapshot.holds()]
+        snapshots = guards.containers.snapshots
+        changed = [snapshot for snapshot in snapshots if not snapshot.holds()]
         try:
-            if changed and guards.only_containers_differ() and all(map(trial._stand_in, changed)):
+            possible = changed and guards.only_containers_differ() and all(map(trial._stand_in_again, snapshots))
+            if possible and all(map(trial._stand_in, changed)):
                 return trial
         except Exception:  # a container that does not let itself be changed
             pass
         trial.put_back()
         return None
 
+    def _stand_in_again(self, snapshot: ContainerSnapshot) -> bool:
+        """Stand in for what an earlier trace did not read: this one may, as other values are others now."""
+        if snapshot.only is not None:
+            return self._watch(snapshot)
+        return all(self._wire(snapshot, name) for name in snapshot.unread)
+
     def _stand_in(self, snapshot: ContainerSnapshot) -> bool:
+        if any(known is snapshot for known, _ in self.watched):
+            return True
         if type(snapshot.owner) in _WATCHING:
             return self._watch(snapshot)
         holders = self._holders(snapshot.owner)
@@ -112,7 +124,9 @@ class Trial:
 
     def _wire(self, snapshot: ContainerSnapshot, name: Any) -> bool:
         value = snapshot.owner[name]
-        if value is None or isinstance(value, (bool, Tripwire)):
+        if isinstance(value, StandIn):
+            return True
+        if type(value) not in _NUMBERS and reader_of(value) is None:
             return False
         wire = Tripwire(type(value))
         self._set(snapshot.owner, name, wire)
