@@ -23,6 +23,7 @@ from ..guards.by_name import spaces_by_name
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
 from ..guards.guards import Roots, TraceReads
 from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
+from ..guards.reach import is_observable
 from .block_reuse import Unseen, UnseenUsed
 from .changes.assigned_data import put_data
 from .changes.tables_by_type import tables_by_type
@@ -127,7 +128,7 @@ class WatchedTrace:
         attributes = ((read.label, vars(read.owner).get(read.name)) for read in reads)
         variables = ((variable.label, variable.value) for variable in self.variables)
         for label, value in chain(attributes, variables):
-            if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            if isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not is_observable(value):
                 raise CompileError(
                     "QN110",
                     f"the forward pass reads {label!r}, a {type(value).__name__}; a program would take its next value "

@@ -62,7 +62,8 @@ class Reads:
             elif is_observable(child) and id(child) not in self._labels:
                 self._labels[id(child)] = path, child
                 self.state.add(path, child)
-                self._watch(type(child))
+                if not self._watch(type(child)):
+                    self._take_whole(path, child)
                 self.on_function(getattr(type(child), "__call__", None))  # noqa: B004
 
     def _meet_module(self, label: str, module: nn.Module) -> None:
@@ -75,6 +76,12 @@ class Reads:
                 self._labels[id(part)] = path, part
                 self.state.add(path, part)
                 self.on_function(getattr(type(part), "forward", None))
+
+    def _take_whole(self, label: str, owner: Any) -> None:
+        """Take all attributes of an object for read."""
+        self.whole[id(owner)] = owner
+        for name, value in zip(names_of(owner), fields_of(owner), strict=True):
+            self.meet(f"{label}.{name}", value)
 
     def is_whole(self, value: Any) -> bool:
         """Return whether all attributes of an object may have been read."""
@@ -99,9 +106,10 @@ class Reads:
                     del kind.__getattribute__
             self._classes.clear()
 
-    def _watch(self, kind: type) -> None:
+    def _watch(self, kind: type) -> bool:
+        """Record reads of the instances of a class; return False if it does not let itself be changed."""
         if any(base in self._classes for base in kind.__mro__):
-            return
+            return True
         method: Any = kind.__getattribute__
         seen, labels = self._seen, self._labels
 
@@ -122,9 +130,10 @@ class Reads:
         own = "__getattribute__" in vars(kind)
         try:
             kind.__getattribute__ = read  # type: ignore[assignment,method-assign]
-        except (AttributeError, TypeError):  # a class that does not let itself be changed
-            return
+        except (AttributeError, TypeError):
+            return False
         self._classes[kind] = own, method
+        return True
 
     def _label(self, owner: Any, name: str) -> str:
         return f"{self._labels[id(owner)][0]}.{name}".removeprefix(".")
@@ -137,9 +146,7 @@ class Reads:
     def _note(self, owner: Any, name: str, value: Any) -> None:
         if name == "__dict__":
             if not is_library(sys._getframe(2).f_code):
-                self.whole[id(owner)] = owner
-                for key, child in zip(names_of(owner), fields_of(owner), strict=True):
-                    self.meet(self._label(owner, key), child)
+                self._take_whole(self._labels[id(owner)][0], owner)
             return
         if name.startswith("__"):
             return

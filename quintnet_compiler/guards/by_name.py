@@ -24,7 +24,11 @@ class NamedSpace:
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """Yield the values of what is looked up, with labels."""
-        return ((f"{self.label}.{name}", self.space[name]) for name in self.present)
+        return ((self.label_of(name), self.space[name]) for name in self.present)
+
+    def label_of(self, name: str) -> str:
+        """Return the name of a variable for people."""
+        return f"{self.label}.{name}"
 
 
 def spaces_by_name(roots: Iterable[tuple[str, Any]], names: Set[str]) -> list[NamedSpace]:

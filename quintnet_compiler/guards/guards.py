@@ -119,7 +119,7 @@ def _holds(guards: Iterable[TraceGuard]) -> bool:
                 if not guard.hold():
                     return False
             return True
-    except (KeyError, AttributeError, ValueError, TypeError, RuntimeError):  # gone, or not comparable any more
+    except Exception:  # gone, or not comparable any more: comparisons may run code of the user's
         return False
 
 
@@ -270,8 +270,8 @@ class _Rows:
         return spaces_by_name([*roots, *self.held, *owners], self.source.names)
 
     def _named(self, space: NamedSpace) -> None:
-        for label, value in space.values():
-            self._compare(label, space.space, label.rpartition(".")[2], value)
+        for name in space.present:
+            self._compare(space.label_of(name), space.space, name, space.space[name])
         if space.absent:
             self.absent_many.append((space.label, space.absent, space.space))
 

@@ -9,19 +9,19 @@ import functools
 import sys
 import types
 from collections import UserDict, UserList, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from .python_state import MISSING, Cell, Fields, SlotFields
 from .stand_ins import StandIn
 
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType, Tensor)
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "quintnet", "quintnet_compiler"}
 _FOLLOWED = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, functools.partial, nn.Module)
 _CONTAINERS = (dict, list, set, deque)
-_MISSING = object()
 
 
 @contextlib.contextmanager
@@ -86,46 +86,47 @@ class ObjectSnapshot:
         library = str(kind.__module__).partition(".")[0] in _LIBRARIES
         if library and not isinstance(value, (*_FOLLOWED, *_CONTAINERS)):
             return
-        own = {name: x for name in _slots(kind) if (x := getattr(value, name, _MISSING)) is not _MISSING}
         fields = getattr(value, "__dict__", None)
-        if isinstance(fields, dict):
-            own |= fields
-        if own or isinstance(fields, dict):
-            self.held.append(_Attributes(label, value, own))
+        for space in (SlotFields(value), fields):
+            if isinstance(space, (SlotFields, dict)):
+                attributes = _Names(label, space, dict(space), all_names=True)
+                self.held.append(attributes)
+                yield from ((attributes.path(name), x) for name, x in space.items() if not isinstance(x, _LEAVES))
         yield from self._classes(kind)
-        yield from ((f"{label}.{name}".strip("."), x) for name, x in own.items() if not isinstance(x, _LEAVES))
 
     def _classes(self, kind: type) -> Iterator[tuple[str, Any]]:
-        """The functions of classes, whose own data is remembered."""
-        for one in kind.__mro__:
-            if id(one) in self._seen or str(one.__module__).partition(".")[0] in _LIBRARIES:
+        """Yield the functions of classes, and remember the data of these."""
+        for base in kind.__mro__:
+            if id(base) in self._seen or str(base.__module__).partition(".")[0] in _LIBRARIES:
                 continue
-            self._seen[id(one)] = one
-            own = {name: x for name, x in vars(one).items() if not name.startswith("__")}
-            yield from ((one.__name__, x) for x in own.values() if isinstance(x, types.FunctionType))
-            data = {name: x for name, x in own.items() if not hasattr(type(x), "__get__")}
-            self.held.append(_ClassData(one.__name__, one, data))
-            yield from ((f"{one.__name__}.{name}", x) for name, x in data.items() if isinstance(x, _CONTAINERS))
+            self._seen[id(base)] = base
+            members = Fields(base)
+            yield from ((base.__name__, x) for x in members.values() if isinstance(x, types.FunctionType))
+            data = {name: x for name, x in members.items() if not hasattr(type(x), "__get__")}
+            self.held.append(_Names(base.__name__, members, data))
+            yield from ((f"{base.__name__}.{name}", x) for name, x in data.items() if isinstance(x, _CONTAINERS))
 
     def _read_by(self, label: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-        """What a function keeps, and the variables that it reads."""
-        names = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        for name, cell in names.items():
-            self.held.append(_Cell(name, cell, _cell(cell)))
-            yield name, _cell(cell)
+        """Yield what a function keeps, and the variables that it reads."""
+        for name, content in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            cell = Cell(name, content)
+            self.held.append(_Names("", cell, dict(cell), all_names=True))
+            yield from cell.items()
         yield from ((label, x) for x in (function.__defaults__, function.__kwdefaults__, function.__dict__) if x)
         if function.__module__ is None or function.__module__.partition(".")[0] in _LIBRARIES:
             return
         if "site-packages" in function.__code__.co_filename:
             return
-        read = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
+        space = function.__globals__
+        read = {name: space[name] for name in _names(function.__code__) if name in space}
         if read:
-            self.held.append(_Variables(label, function.__globals__, read))
+            self.held.append(_Names("", space, read))
         yield from read.items()
 
 
 class _Contents:
     def restore(self) -> Iterator[str]:
+        """Put back what is another object now, and yield its label."""
         raise NotImplementedError
 
 
@@ -148,67 +149,27 @@ class _Container(_Contents):
 
 
 @dataclass
-class _Attributes(_Contents):
+class _Names(_Contents):
+    """Names in a namespace: attributes of an object or a class, variables. ``all_names``: there are no others."""
+
     label: str
-    value: Any
+    space: MutableMapping[str, Any]
     own: dict[str, Any]
+    all_names: bool = False
 
-    def restore(self) -> Iterator[str]:
-        fields = getattr(self.value, "__dict__", {})
-        for name in [*self.own, *(name for name in list(fields) if name not in self.own)]:
-            then = self.own.get(name, _MISSING)
-            now = fields[name] if name in fields else _slot(self.value, name)
-            if now is then:
-                continue
-            yield f"{self.label}.{name}".strip(".")
-            if then is _MISSING:
-                del fields[name]
-            elif name in fields or name not in _slots(type(self.value)):
-                fields[name] = then
-            else:
-                object.__setattr__(self.value, name, then)
-
-
-@dataclass
-class _ClassData(_Contents):
-    label: str
-    kind: type
-    own: dict[str, Any]
+    def path(self, name: str) -> str:
+        """Return the label of a name."""
+        return f"{self.label}.{name}".strip(".")
 
     def restore(self) -> Iterator[str]:
         for name, then in self.own.items():
-            if vars(self.kind).get(name, _MISSING) is not then:
-                yield f"{self.label}.{name}"
-                setattr(self.kind, name, then)
-
-
-@dataclass
-class _Variables(_Contents):
-    label: str
-    space: dict[str, Any]
-    own: dict[str, Any]
-
-    def restore(self) -> Iterator[str]:
-        for name, then in self.own.items():
-            if self.space.get(name, _MISSING) is not then:
-                yield name
+            if self.space.get(name, MISSING) is not then:
+                yield self.path(name)
                 self.space[name] = then
-
-
-@dataclass
-class _Cell(_Contents):
-    label: str
-    cell: Any
-    then: Any
-
-    def restore(self) -> Iterator[str]:
-        if _cell(self.cell) is self.then:
-            return
-        yield self.label
-        if self.then is _MISSING:
-            del self.cell.cell_contents
-        else:
-            self.cell.cell_contents = self.then
+        new = [name for name in self.space if name not in self.own] if self.all_names else []
+        for name in new:
+            yield self.path(name)
+            del self.space[name]
 
 
 @dataclass
@@ -234,26 +195,6 @@ def _flat(content: Any) -> list[Any]:
     if isinstance(content, dict):
         return [*content, *content.values()]
     return sorted(content, key=id) if isinstance(content, set) else list(content)
-
-
-def _slots(kind: type) -> list[str]:
-    """The attributes of a class that have places of their own."""
-    found = []
-    for one in kind.__mro__:
-        names = vars(one).get("__slots__", ())
-        found += [names] if isinstance(names, str) else list(names)
-    return [name for name in found if name not in ("__dict__", "__weakref__") and not name.startswith("__")]
-
-
-def _slot(value: Any, name: str) -> Any:
-    return getattr(value, name, _MISSING) if name in _slots(type(value)) else _MISSING
-
-
-def _cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not set yet
-        return _MISSING
 
 
 def _names(code: types.CodeType) -> set[str]:
