@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ..guards.guards import Guards
-from ..guards.tripwires import Trial
+from ..guards.trial import Trial
 from ..ir.program import Captured
 
 

@@ -1,7 +1,10 @@
-"""What stands in the place of a value, to show whether a trace uses it. Nobody else looks into it."""
+"""Stand-ins for values: they show whether a trace uses them. Nothing else looks into them."""
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 _OPERATIONS = (
@@ -48,3 +51,73 @@ for _name in _OPERATIONS.split():
 def touched(wire: Tripwire) -> bool:
     """Return whether a tripwire was used."""
     return bool(object.__getattribute__(wire, "touched"))
+
+
+class RecordingDict(StandIn, dict[Any, Any]):
+    """A dict that records which names are read, and whether more than single ones are. Whoever reads it by other ways
+    than its methods finds tripwires."""
+
+    held: dict[Any, Any]
+    wires: list[Tripwire]
+    names: dict[Any, None]
+    all_read: bool
+
+    @property
+    def single_names(self) -> tuple[Any, ...] | None:
+        """The names that were read; None if there may be others, or if none was."""
+        if self.all_read or any(map(touched, self.wires)):
+            return None
+        return tuple(self.names) or None
+
+
+def _one(name: str) -> Callable[..., Any]:
+    def read(recorder: RecordingDict, key: Any, *arguments: Any) -> Any:
+        recorder.names[key] = None
+        return getattr(recorder.held, name)(key, *arguments)
+
+    return read
+
+
+def _all(name: str) -> Callable[..., Any]:
+    def read(recorder: RecordingDict, *arguments: Any) -> Any:
+        recorder.all_read = True
+        return getattr(recorder.held, name)(*arguments)
+
+    return read
+
+
+_OF_ONE = ("__getitem__", "__contains__", "get")
+_OF_ALL = (
+    *("__len__", "__iter__", "__reversed__", "__eq__", "__ne__", "__repr__", "__or__", "__ror__", "__ior__"),
+    *("__setitem__", "__delitem__", "setdefault", "keys", "values", "items", "copy", "pop", "popitem", "clear"),
+    *("update", "move_to_end", "__reduce_ex__"),
+)
+for _name in _OF_ONE:
+    setattr(RecordingDict, _name, _one(_name))
+for _name in _OF_ALL:
+    setattr(RecordingDict, _name, _all(_name))
+
+
+class _RecordingOrderedDict(RecordingDict, OrderedDict):  # type: ignore[type-arg]
+    pass
+
+
+class _RecordingDefaultDict(RecordingDict, defaultdict):  # type: ignore[type-arg]
+    pass
+
+
+RECORDING: dict[type, type[RecordingDict]] = {
+    dict: RecordingDict,
+    OrderedDict: _RecordingOrderedDict,
+    defaultdict: _RecordingDefaultDict,
+}
+
+
+def recording(owner: Any) -> RecordingDict:
+    """Return a dict with what ``owner`` holds, of the kind of ``owner``, that records its reads."""
+    recorder = RECORDING[type(owner)]()
+    recorder.held, recorder.wires, recorder.names, recorder.all_read = copy.copy(owner), [], {}, False
+    for name, value in owner.items():
+        recorder.wires.append(Tripwire(type(value)))
+        dict.__setitem__(recorder, name, recorder.wires[-1])
+    return recorder

@@ -19,7 +19,7 @@ from quintnet_compiler.guards.function_reads import Variable
 from quintnet_compiler.guards.guards import Guards, TraceReads, global_modes, guards_of
 from quintnet_compiler.guards.reach import Unread, children, container_guards, is_observable, reachable
 from quintnet_compiler.guards.stand_ins import Tripwire, UnreadStateUsed, touched
-from quintnet_compiler.guards.tripwires import Trial
+from quintnet_compiler.guards.trial import Trial
 
 
 class Slotted:
@@ -155,6 +155,20 @@ def test_a_dict_that_is_read_as_a_whole() -> None:
     assert trial is not None
     space: Any = guards.source.variables[0].space
     list(space["c"].values())
+    trial.put_back()
+    assert trial.unread is None
+
+
+def test_a_dict_that_is_read_by_other_ways_than_its_methods() -> None:
+    held = {"k": 1.0}
+    guards = _guards(held)
+    held["log"] = 1
+    trial = Trial.of(guards)
+    assert trial is not None
+    space: Any = guards.source.variables[0].space
+    assert space["c"]["k"] == 1.0
+    with pytest.raises(UnreadStateUsed):
+        sum(dict.values(space["c"]))
     trial.put_back()
     assert trial.unread is None
 

@@ -1,9 +1,9 @@
-"""Stand-ins that show whether a trace reads what a container holds."""
+"""A trace that is made again with stand-ins, to show that it does not read what changed."""
 
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,65 +11,9 @@ from typing import Any
 from .containers import ContainerSnapshot, reader_of
 from .guards import Guards
 from .reach import Unread
-from .stand_ins import StandIn, Tripwire, touched
+from .stand_ins import RECORDING, RecordingDict, StandIn, Tripwire, recording, touched
 
-_NUMBERS = (int, float)  # whose identity nobody asks for; an enumeration's members are compared by it
-
-
-class _Watching(StandIn, dict[Any, Any]):
-    """A dict that records which names are read, and whether more than single ones are."""
-
-    names: dict[Any, None]
-    all_read: bool
-
-    def _all(self, name: str, *arguments: Any) -> Any:
-        self.all_read = True
-        return getattr(super(), name)(*arguments)
-
-    def _one(self, name: str, key: Any, *arguments: Any) -> Any:
-        self.names[key] = None
-        return getattr(super(), name)(key, *arguments)
-
-
-def _recorder(name: str, record: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *arguments: record(self, name, *arguments)
-
-
-for _name in ("__getitem__", "__contains__", "get", "__setitem__", "__delitem__", "setdefault"):
-    setattr(_Watching, _name, _recorder(_name, _Watching._one))
-for _name in (
-    *("__len__", "__iter__", "__reversed__", "__eq__", "__ne__", "__repr__", "__or__", "__ror__", "__ior__"),
-    *("keys", "values", "items", "copy", "pop", "popitem", "clear", "update", "__reduce_ex__"),
-):
-    setattr(_Watching, _name, _recorder(_name, _Watching._all))
-
-
-class _WatchingOrdered(_Watching, OrderedDict):  # type: ignore[type-arg]
-    pass
-
-
-class _WatchingDefault(_Watching, defaultdict):  # type: ignore[type-arg]
-    pass
-
-
-_WATCHING: dict[type, Callable[[Any], _Watching]] = {
-    dict: lambda _: _Watching(),
-    OrderedDict: lambda _: _WatchingOrdered(),
-    defaultdict: lambda owner: _WatchingDefault(owner.default_factory),
-}
-
-
-def _watching(owner: Any) -> _Watching:
-    watched = _WATCHING[type(owner)](owner)
-    watched.names, watched.all_read = {}, False
-    for name, value in owner.items():
-        dict.__setitem__(watched, name, value)
-    if isinstance(owner, OrderedDict):
-        for name, value in owner.items():
-            OrderedDict.__setitem__(watched, name, value)
-    watched.names.clear()
-    watched.all_read = False
-    return watched
+_NUMBERS = (int, float)  # whose identity nobody asks for; that of an enumeration's members is compared
 
 
 @dataclass
@@ -77,7 +21,7 @@ class Trial:
     """Stand-ins in the places of what changed, while a trace is made again."""
 
     guards: Guards
-    watched: list[tuple[ContainerSnapshot, _Watching]] = field(default_factory=list)
+    recorders: list[tuple[ContainerSnapshot, RecordingDict]] = field(default_factory=list)
     wires: list[tuple[ContainerSnapshot, Any, Tripwire]] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
 
@@ -99,14 +43,14 @@ class Trial:
     def _stand_in_again(self, snapshot: ContainerSnapshot) -> bool:
         """Stand in for what an earlier trace did not read: this one may, as other values are others now."""
         if snapshot.only is not None:
-            return self._watch(snapshot)
+            return self._record(snapshot)
         return all(self._wire(snapshot, name) for name in snapshot.unread)
 
     def _stand_in(self, snapshot: ContainerSnapshot) -> bool:
-        if any(known is snapshot for known, _ in self.watched):
+        if any(known is snapshot for known, _ in self.recorders):
             return True
-        if type(snapshot.owner) in _WATCHING:
-            return self._watch(snapshot)
+        if type(snapshot.owner) in RECORDING:
+            return self._record(snapshot)
         holders = self._holders(snapshot.owner)
         if holders and all(isinstance(holder, ContainerSnapshot) for holder, _ in holders):
             return all(self._wire(holder, name) for holder, name in holders)
@@ -115,11 +59,11 @@ class Trial:
             return False
         return all(self._wire(snapshot, name) for name in names)
 
-    def _watch(self, snapshot: ContainerSnapshot) -> bool:
-        watched, holders = _watching(snapshot.owner), self._holders(snapshot.owner)
+    def _record(self, snapshot: ContainerSnapshot) -> bool:
+        recorder, holders = recording(snapshot.owner), self._holders(snapshot.owner)
         for holder, name in holders:
-            self._set(holder.owner if isinstance(holder, ContainerSnapshot) else holder, name, watched)
-        self.watched.append((snapshot, watched))
+            self._set(holder.owner if isinstance(holder, ContainerSnapshot) else holder, name, recorder)
+        self.recorders.append((snapshot, recorder))
         return bool(holders)
 
     def _wire(self, snapshot: ContainerSnapshot, name: Any) -> bool:
@@ -157,9 +101,11 @@ class Trial:
     def unread(self) -> dict[int, Unread] | None:
         """What the trace was shown not to read, by the ``id`` of what holds it; None if it read what changed, or if a
         stand-in that is somewhere where forward reads saw nothing."""
-        if any(x.all_read or not x.names for _, x in self.watched) or any(touched(wire) for _, _, wire in self.wires):
+        if any(recorder.single_names is None for _, recorder in self.recorders):
             return None
-        unread = {id(snapshot.owner): Unread(only=tuple(x.names)) for snapshot, x in self.watched}
+        if any(touched(wire) for _, _, wire in self.wires):
+            return None
+        unread = {id(snapshot.owner): Unread(only=recorder.single_names) for snapshot, recorder in self.recorders}
         for snapshot, name, _ in self.wires:
             part = unread.get(id(snapshot.owner), Unread(snapshot.unread))
             if part.only is None:
