@@ -18,6 +18,16 @@ def widened(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+_ROUNDING = MappingProxyType({torch.float64: 1e-9, torch.float32: 1e-3})
+_ROUNDING_16 = 5e-2
+
+
+def rounding_of_losses(dtype: torch.dtype) -> float:
+    """Return by how much, relative to them, two losses may differ that are equal but for rounding. ``dtype``: in which
+    most of a model is computed."""
+    return _ROUNDING.get(dtype, _ROUNDING_16)
+
+
 @dataclass(frozen=True)
 class Precision:
     """``compute``: of operators that gain from few bits, where the model has float32. ``reduce``: of sums of gradients

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..api.compiled_program import CompiledProgram
 from ..compat.torch import pytree
 from ..core.errors import CompileError, InputError
+from ..core.precision import rounding_of_losses
 from ..ir.batch_form import plain_batch
 from ..ir.plan import precision_of
 
@@ -22,8 +23,6 @@ IDS, MASK = "input_ids", "attention_mask"
 PADDING: Mapping[Any, float] = MappingProxyType(  # integers [rows, length] under the names that transformers gives them
     {IDS: 0, MASK: 0, "token_type_ids": 0, "position_ids": 0, "labels": -100}
 )
-NEAR = {torch.float64: 1e-9, torch.float32: 1e-3}  # losses that are equal but for rounding, relative; in 16 bits:
-NEAR_16 = 5e-2
 Values = Mapping[Any, float | None]
 
 
@@ -83,7 +82,7 @@ class PaddedBatches:
     def _prove(self, batch: Any, padded: Any) -> None:
         whole, filled = (self.program.evaluate(each, batch_is_local=self.local) for each in (batch, padded))
         rounds = precision_of(self.program.plan).rounds
-        near = NEAR_16 if rounds else NEAR.get(whole.dtype, NEAR_16)
+        near = rounding_of_losses(torch.bfloat16 if rounds else whole.dtype)
         if not torch.allclose(filled, whole, rtol=near, atol=near, equal_nan=True):
             raise CompileError(
                 "QN108",

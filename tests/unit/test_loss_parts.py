@@ -90,6 +90,9 @@ def test_how_many_items_a_mean_has() -> None:
         (_node(aten.mse_loss.default, x, x, 2), "sum", None),
         (_node(aten.cross_entropy_loss.default, x, x), "mean", 4),
         (_node(aten.triplet_margin_loss.default, x, x, x), "mean", 4),
+        (_node(aten.triplet_margin_loss.default, *3 * [torch.zeros(4, 5, 6)]), "mean", 20),
+        (_node(aten.multi_margin_loss.default, x, torch.zeros(4, dtype=torch.long)), "mean", 4),
+        (_node(aten.cosine_embedding_loss.default, x, x, torch.ones(4)), "mean", 4),
     ):
         found = reduction_of(node, _never)
         assert found is not None and (found.kind, found.count) == (kind, count)

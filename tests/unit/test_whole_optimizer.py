@@ -9,7 +9,7 @@ from torch import Tensor, nn, optim
 from quintnet_compiler.core.errors import RunError
 from quintnet_compiler.runtime.backends.whole_parameters import AllHere, AllOnHost
 from quintnet_compiler.runtime.state import split_updates
-from quintnet_compiler.runtime.state.plain_update import plain_updates
+from quintnet_compiler.runtime.state.plain_update import PlainUpdate, plain_updates
 from quintnet_compiler.runtime.state.whole_optimizer import Pairs, WholeOptimizer
 
 
@@ -132,3 +132,10 @@ def test_muon_is_asked_for_whole_matrices(monkeypatch: pytest.MonkeyPatch, split
             split_updates.refuse_split_update(muon, (), {})
     else:
         split_updates.refuse_split_update(muon, (), {})
+
+
+def test_small_updates_are_compared_beside_large_parameters() -> None:
+    before = torch.ones(3)
+    parameter = torch.nn.Parameter(before + 5e-5)
+    assert PlainUpdate(parameter, before, before + 1e-5).difference()  # smaller than 1e-4 of the parameter
+    assert not PlainUpdate(parameter, before, before + 5e-5).difference()

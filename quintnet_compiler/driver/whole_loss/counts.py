@@ -80,8 +80,10 @@ def _elements(arguments: Mapping[str, Any], add: Callable[..., fx.Node]) -> Any:
 
 
 def _rows(arguments: Mapping[str, Any], add: Callable[..., fx.Node]) -> Any:
-    """Losses of whole rows."""
-    return next(x for x in arguments.values() if isinstance(x, fx.Node)).meta["val"].shape[0]
+    """Return the number of losses of operators that reduce the last dim themselves: of [N, D] it is N."""
+    values = [x.meta["val"] for x in arguments.values() if isinstance(x, fx.Node)]
+    rows = [x.shape for x in values if x.dim() == values[0].dim()]  # the others are labels and weights
+    return prod(torch.broadcast_shapes(*rows)[:-1])  # type: ignore[no-untyped-call]
 
 
 _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default, aten.count_nonzero.dim_IntList}

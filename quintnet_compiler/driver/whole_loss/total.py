@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ...core.errors import CompileError, InputError
+from ...core.precision import rounding_of_losses
 from ...ir.loss_parts import LossPart, LossParts, number_at
-
-NEAR = {torch.float64: 1e-9, torch.float32: 1e-3}  # of the loss, relative; for 16 bits:
-NEAR_16 = 5e-2
+from .split import FIX
 
 
 @dataclass
@@ -32,7 +31,7 @@ class PartTotals:
         """
         batch = [_batch_value(part, results, parts, sizes) for part in parts.parts]
         loss, combined = _wide(results[0]), _combined(parts, batch)
-        near = max(NEAR.get(x.dtype, NEAR_16) for x in results if x.is_floating_point())
+        near = max(rounding_of_losses(x.dtype) for x in results if x.is_floating_point())
         if bool(torch.isfinite(combined)) and not torch.allclose(combined, loss, rtol=near, atol=near):
             raise CompileError("QN111", f"the parts of a loss give {float(combined)}, and the loss is {float(loss)}")
         if self.parts is None:
@@ -94,7 +93,7 @@ def _differs(part: LossPart) -> InputError:
     return InputError(
         "QN102",
         f"the loss computes with {part.name}, which belongs to no row, and is not the same in all batches",
-        fix="say how much the loss of each batch counts: Trainer(loss_weight=lambda batch: ...)",
+        fix=FIX,
     )
 
 

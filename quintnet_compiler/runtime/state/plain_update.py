@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the update, relative; for 16 bits:
 NEAR_16 = 5e-2
+ROUNDINGS = 4  # of a parameter's own values, by which an update may differ too
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
@@ -29,7 +30,10 @@ class PlainUpdate:
         near = NEAR.get(self.parameter.dtype, NEAR_16)
         most = float(wanted.abs().max()) if wanted.numel() else 0.0
         error = float((change - wanted).abs().max()) if wanted.numel() else 0.0
-        if error <= near * max(most, float(self.before.abs().max())):
+        rounding = (
+            ROUNDINGS * torch.finfo(self.before.dtype).eps * float(self.before.abs().max()) if wanted.numel() else 0
+        )
+        if error <= near * most + rounding:
             return ""
         here = float(change.abs().max())
         return (
