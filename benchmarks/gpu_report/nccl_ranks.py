@@ -140,7 +140,7 @@ def _fault(launcher: Launcher, work: str, until: float) -> Iterator[Entry]:
 
 
 def _said(ended: Ended) -> str:
-    """What NCCL says of its version, and of how ranks reach each other."""
+    """Return what NCCL says of its version, and of how ranks reach each other."""
     text = "".join(ended.texts)
     versions, ways = re.findall(r"NCCL version (\S+)", text), re.findall(r"via ((?:P2P|SHM|NET)\S*)", text)
     return ", ".join(sorted({*versions, *ways})) or "NCCL says nothing"

@@ -182,7 +182,7 @@ def _renormalized(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs:
 
 
 def _index(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """Where an index counts rows, each row is looked up on its own."""
+    """Look up each row on its own, where an index counts rows."""
     counted = CountedRows.of(builder, args[0], args[1])
     return counted.read() if counted is not None else builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
 

@@ -275,8 +275,8 @@ def _joint_ways(
 
 
 def may_pad(node: fx.Node) -> bool:
-    """Whether an operator may see what is no part of the model's tensors: not whole numbers that it divides by, nor
-    rows that it counts or whose variance it divides by, nor values that it raises for (a singular matrix)."""
+    """Return whether an operator may see what is no part of the model's tensors: not whole numbers that it divides by,
+    nor rows that it counts or whose variance it divides by, nor values that it raises for (a singular matrix)."""
     name = str(node.target).removeprefix("aten.").lstrip("_")
     if _REFUSING.match(name) or node.target in _EXACT or (node.target in _NORMS and not argument(node, "eps")):
         return False

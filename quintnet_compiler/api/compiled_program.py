@@ -161,7 +161,7 @@ class CompiledProgram(ProgramGeneration):
         return total.loss()
 
     def loss_total(self) -> LossTotal:
-        """What :meth:`evaluate_together` adds batches to, for loops that do more with each batch."""
+        """Return what :meth:`evaluate_together` adds batches to, for loops that do more with each batch."""
         return LossTotal(self)
 
     def require_parts(self, batch: Any) -> None:
@@ -174,7 +174,7 @@ class CompiledProgram(ProgramGeneration):
         return self._batch
 
     def _evaluated_parts(self, batch: Any) -> tuple[LossParts, list[Tensor], Mapping[str, int]]:
-        """What the loss of a batch is computed from, the loss and the values of that, and the batch's sizes."""
+        """Return what the loss of a batch is computed from, the loss and the values of that, and the batch's sizes."""
         results = self._run("parts", batch, False)
         captured = self._programs.captured["parts"]
         sizes = captured.form.sizes(self._programs.flat(batch))

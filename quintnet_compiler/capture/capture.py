@@ -461,7 +461,7 @@ def _untraceable(error: Exception) -> CompileError:
 
 
 def _layout(error: Exception) -> str:
-    """Whether what failed was given sparse or nested tensors."""
+    """Return whether what failed was given sparse or nested tensors."""
     frames = traceback.walk_tb(error.__traceback__)
     leaves = [x for frame, _ in frames for value in list(frame.f_locals.values()) for x in _tensors_of(value)]
     if any(x.is_nested for x in leaves) or "nested" in str(error):

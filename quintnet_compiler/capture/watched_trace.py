@@ -118,7 +118,7 @@ class WatchedTrace:
         return result
 
     def _python_values(self) -> list[Any]:
-        """What forward may look up in: variables of functions, and attributes of modules."""
+        """Return what forward may look up in: variables of functions, and attributes of modules."""
         variables = [variable.value for variable in self.variables]
         return [*variables, *(vars(module) for root in self.roots.values() for module in root.modules())]
 

@@ -34,8 +34,8 @@ class CheckpointOptions:
 
 
 def options_of(hooks: torch.autograd.graph.saved_tensors_hooks) -> CheckpointOptions | None:
-    """What a checkpoint of the kind that is not reentrant was given, by the hooks that it enters; None for other hooks.
-    Instead: a replacement of :func:`torch.utils.checkpoint.checkpoint` wherever a module has imported it."""
+    """Return what a checkpoint of the kind that is not reentrant was given, by the hooks that it enters; None for other
+    hooks. Instead: a replacement of :func:`torch.utils.checkpoint.checkpoint` wherever a module has imported it."""
     if not isinstance(hooks, _checkpoint_hook):
         return None
     frame = _variable(hooks.pack_hook, "frame")
@@ -45,7 +45,7 @@ def options_of(hooks: torch.autograd.graph.saved_tensors_hooks) -> CheckpointOpt
 
 
 def _variable(function: Any, name: str) -> Any:
-    """What a function has of the function around it."""
+    """Return what a function has of the function around it."""
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
@@ -55,5 +55,6 @@ def sequence_number_of(node: Any) -> int:
 
 
 def saves_tensors(node: Any) -> bool:
-    """Whether a node of autograd's graph reads tensors that were saved; instead: an own graph with our own hooks."""
+    """Return whether a node of autograd's graph reads tensors that were saved; instead: an own graph with our own
+    hooks."""
     return any(name.startswith("_raw_saved") for name in dir(node))

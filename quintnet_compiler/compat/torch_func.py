@@ -72,7 +72,7 @@ def dispatch_modes_off() -> Iterator[None]:
 
 
 def saved_tensors_hooked() -> bool:
-    """Whether hooks see what autograd saves; instead: hooks of our own around everything, which do nothing."""
+    """Return whether hooks see what autograd saves; instead: hooks of our own around everything, which do nothing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 

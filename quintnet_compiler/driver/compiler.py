@@ -134,7 +134,7 @@ def _tried(request: Request, compiled: Callable[[Request], Any]) -> Iterator[Non
 
 
 def _rules_tried(error: CompileError, request: Request, compiled: Callable[[Request], Any]) -> str:
-    """What to write where operators without a rule compute each row on its own; "" where that does not compile."""
+    """Return what to write where operators without a rule compute each row on its own; "" where that does not compile."""
     added: list[RowRule] = []
     while isinstance(error, MissingRule) and error.row_rule is not None and len(added) < MOST_RULES:
         added.append(error.row_rule)
@@ -151,7 +151,7 @@ def _rules_tried(error: CompileError, request: Request, compiled: Callable[[Requ
 
 
 def _whole_batches_tried(request: Request, compiled: Callable[[Request], Any]) -> str:
-    """What to write where operators without a rule run on whole batches; "" where that does not compile."""
+    """Return what to write where operators without a rule run on whole batches; "" where that does not compile."""
     if request.plan.microbatches == 1:
         return ""
     try:

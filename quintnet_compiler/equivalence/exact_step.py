@@ -81,7 +81,7 @@ class Float64(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **given)
 
     def _makes_the_default(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-        """Whether an operator that is given no tensor and no dtype makes numbers of one of the dtypes."""
+        """Return whether an operator that is given no tensor and no dtype makes numbers of one of the dtypes."""
         takes = any(argument.name == "dtype" for argument in schema(func).arguments)
         if not takes or kwargs.get("dtype") is not None:
             return False

@@ -156,8 +156,8 @@ class ModuleCheck:
         return CompileError("QN111", text, where=first.where, fix=fix)
 
     def _established(self, sides: Sides, wrong: Sequence[Comparison]) -> bool:
-        """Whether a difference is more than rounding. In 32 bits or less float64 decides; where the program or the
-        module does not run in float64, what another rounding does to the module."""
+        """Return whether a difference is more than rounding. In 32 bits or less float64 decides; where the program or
+        the module does not run in float64, what another rounding does to the module."""
         if sides.dtype is torch.float64:
             return True
         with contextlib.suppress(Exception):
@@ -169,7 +169,8 @@ class ModuleCheck:
         return any(one.error > SENSITIVE * noise.get((one.what, one.name), 0.0) for one in wrong)
 
     def _right_in_float64(self, sides: Sides) -> bool:
-        """Whether the very program is right in float64, on these rows or, where float64 does not decide, on more."""
+        """Return whether the very program is right in float64, on these rows or, where float64 does not decide, on
+        more."""
         if not exact_differences(sides, DECIDES):
             return not wrong_operators(sides)
         size = self.captured.form.rows_in(self.batch)
@@ -181,7 +182,7 @@ class ModuleCheck:
         return not exact_differences(sides) and not wrong_operators(sides)
 
     def _in_float64(self, sides: Sides) -> bool:
-        """Whether they differ where the module is traced again, in float64."""
+        """Return whether they differ where the module is traced again, in float64."""
         owner = self.owner
         with double(owner):
             batch = pytree.tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, sides.batch)

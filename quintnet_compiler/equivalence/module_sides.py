@@ -83,11 +83,11 @@ class Sides:
         return self._random()
 
     def is_random(self) -> bool:
-        """Whether the module's result depends on random numbers that no program draws."""
+        """Return whether the module's result depends on random numbers that no program draws."""
         return bool(self._random())
 
     def is_due_to_checkpoints(self) -> bool:
-        """Whether the module, if ``torch.utils.checkpoint`` runs nothing again, is equal to the program."""
+        """Return whether the module, if ``torch.utils.checkpoint`` runs nothing again, is equal to the program."""
         with contextlib.suppress(Exception), one_thread(), without_checkpoints(for_this_thread) as calls:
             theirs = self.again()
             return bool(calls) and not replace(self, theirs=theirs).compare()
@@ -138,7 +138,7 @@ class Sides:
         return None
 
     def sensitivity(self, **how: Any) -> dict[tuple[str, str], float]:
-        """What a rounding of each parameter does to each result of the module. ``how``: see :func:`module_step`."""
+        """Return what a rounding of each parameter does to each result of the module. ``how``: see :func:`module_step`."""
         owner = self.owner
         with rounded(owner):
             other = self.again(**how)

@@ -112,7 +112,7 @@ def _is_named_tuple(x: Any) -> bool:
 
 
 def _taken_apart(x: Any) -> tuple[_Construction, list[Any]] | None:
-    """How an object is made, and of what; None for one that is not taken apart."""
+    """Return how an object is made, and of what; None for one that is not taken apart."""
     kind = type(x)
     if isinstance(x, Tensor):
         return None
@@ -130,7 +130,7 @@ def _taken_apart(x: Any) -> tuple[_Construction, list[Any]] | None:
 
 
 def _keys(x: Any, count: int) -> tuple[Any, ...]:
-    """What the parts of a registered container are called."""
+    """Return what the parts of a registered container are called."""
     if dataclasses.is_dataclass(x):
         names = tuple(field.name for field in dataclasses.fields(x))
         if len(names) == count:

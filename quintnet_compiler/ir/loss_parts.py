@@ -52,13 +52,13 @@ def number_at(size: Any, sizes: Mapping[str, int], symbols: Mapping[str, str]) -
 
 
 def depends_on(size: Any, symbol: str) -> bool:
-    """Whether an expression of sizes has this symbol."""
+    """Return whether an expression of sizes has this symbol."""
     symbolic = isinstance(size, (SymInt, SymFloat, SymBool))
     return symbolic and any(str(each) == symbol for each in size.node.expr.free_symbols)
 
 
 def is_multiple_of(size: Any, symbol: str) -> bool:
-    """Whether an expression of sizes is a factor times this symbol, by its values for some numbers."""
+    """Return whether an expression of sizes is a factor times this symbol, by its values for some numbers."""
     expression = size.node.expr
 
     def value(number: int, other: int) -> float:

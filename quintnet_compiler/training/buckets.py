@@ -93,7 +93,7 @@ class PaddedBatches:
 
 
 def _padding(items: Mapping[Any, Any], values: Values) -> Values:
-    """What each tensor is padded with, None for those that are no sequences."""
+    """Return what each tensor is padded with, None for those that are no sequences."""
     unknown = [key for key in values if key not in items]
     if unknown:
         raise CompileError(
@@ -108,7 +108,7 @@ def _padding(items: Mapping[Any, Any], values: Values) -> Values:
 
 
 def _is_ids(key: Any, x: Any) -> bool:
-    """Whether it is a number for each position; masks may be of any dtype."""
+    """Return whether it is a number for each position; masks may be of any dtype."""
     return isinstance(x, Tensor) and x.dim() == 2 and (key == MASK or not x.is_floating_point())
 
 

@@ -102,7 +102,7 @@ def _outputs_and_labels(program: CompiledProgram, batch: Any) -> tuple[Any, Any]
 
 
 def _labels(batch: Any) -> Any:
-    """What a batch says that outputs should be.
+    """Return what a batch says that outputs should be.
 
     Raises:
         CompileError: QN108 for a dict without ``labels``.

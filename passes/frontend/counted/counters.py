@@ -52,7 +52,8 @@ def counter(index: fx.Node, rank: int) -> Counter | None:
 
 
 def is_counter(captured: Captured, leaf: Leaf) -> bool:
-    """Whether a tensor that forward makes of Python numbers is that of ``range(n)``, as ``x[range(n), y]`` makes it."""
+    """Return whether a tensor that forward makes of Python numbers is that of ``range(n)``, as ``x[range(n), y]`` makes
+    it."""
     tensor = captured.tensors.get(leaf.name) if leaf.kind == "constant" else None
     if tensor is None or not leaf.name.startswith(_OF_NUMBERS):
         return False

@@ -185,7 +185,7 @@ class CountedRows:
         return self._permuted(result, [*rest[:at], *range(count), *rest[at:]])
 
     def _put_first(self, put: fx.Node) -> fx.Node:
-        """What is written, of all places and the rest of ``x``: rows first, then other places, then the rest."""
+        """Return what is written, of all places and the rest of ``x``: rows first, then other places, then the rest."""
         places, at, count = self.places, self.position, len(self.places.shape)
         rest = [shape(self.x)[dim] for dim in self.rest]
         put = self._expanded(put, [*rest[:at], *places.shape, *rest[at:]])
@@ -217,7 +217,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def _places(indices: Sequence[fx.Node], sizes: Sequence[int]) -> _Places | None:
-    """How the places of ``indices`` fall into factors, if one of them counts its whole dim, of ``sizes``."""
+    """Return how the places of ``indices`` fall into factors, if one of them counts its whole dim, of ``sizes``."""
     everywhere = tuple(torch.broadcast_shapes(*map(shape, indices)))  # type: ignore[no-untyped-call]
     counters: list[Counter | None] = []
     bounds = [{1, size} for size in everywhere]

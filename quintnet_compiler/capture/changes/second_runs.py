@@ -217,7 +217,7 @@ def _draws(node: fx.Node) -> bool:
 
 
 def _grown(memory: _TracedMemory, trained: Collection[fx.Node]) -> set[fx.Node]:
-    """What has a gradient, in-place operators included."""
+    """Return what has a gradient, in-place operators included."""
     grown = set(trained)
     for node in memory.root:
         flows = WITHOUT_GRADIENTS not in node.meta and node.target is not aten.detach.default

@@ -98,7 +98,7 @@ def line_of_checkpoint() -> Where:
 
 
 def bodies(graph: fx.Graph, checkpoints: Checkpoints) -> list[tuple[Checkpoint, list[fx.Node]]]:
-    """What the second run of each checkpoint computes, for those that have one, in order."""
+    """Return what the second run of each checkpoint computes, for those that have one, in order."""
     found: dict[int, list[fx.Node]] = {c.number: [] for c in checkpoints.every if c.runs_again}
     for node in graph.nodes:
         for number in node.meta.get(CHECKPOINTS, ()):

@@ -224,7 +224,7 @@ class DerivativeFinder:
         return follow(function, args, kwargs, number, absent, self.settle, self.refuse, self.inner)
 
     def _checkpointed(self, function: Any, preserve: bool, *args: Any) -> Any:
-        """What a reentrant checkpoint computes; if no argument needs a gradient, nothing inside gets one."""
+        """Return what a reentrant checkpoint computes; if no argument needs a gradient, nothing inside gets one."""
         grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
         if not (grad and recording()):
             with torch.set_grad_enabled(grad):

@@ -25,7 +25,7 @@ class Reduction:
 
 
 def reduction_of(node: fx.Node, add: Callable[..., fx.Node]) -> Reduction | None:
-    """What ``node``, which reduces rows, computes; None if that is neither a sum nor a mean.
+    """Return what ``node``, which reduces rows, computes; None if that is neither a sum nor a mean.
 
     ``add(target, *args)`` adds a node to the graph, behind what it reads.
     """

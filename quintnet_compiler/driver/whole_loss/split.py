@@ -97,7 +97,7 @@ class _Split:
             stack.extend((x, False) for x in current.all_input_nodes)
 
     def _part(self, node: fx.Node) -> bool:
-        """Whether ``node`` is a part of the loss, which is noted."""
+        """Return whether ``node`` is a part of the loss, which is noted."""
         value, where = node.meta.get("val"), node.meta.get(WHERE, Where())
         if isinstance(value, (SymInt, SymFloat, SymBool)) or not isinstance(value, (Tensor, tuple, list)):
             self._size(node, value, where)
@@ -139,7 +139,7 @@ class _Split:
         self._add(node, part)
 
     def _scaled_by_batch(self, node: fx.Node) -> fx.Node | None:
-        """What the rows that ``node`` reduces are scaled by that is of all rows; None if they are not."""
+        """Return what the rows that ``node`` reduces are scaled by that is of all rows; None if they are not."""
         stack, seen = list(node.all_input_nodes), set[fx.Node]()
         while stack:
             current = stack.pop()
@@ -170,7 +170,7 @@ class _Split:
         return fx.GraphModule({}, graph)
 
     def has_rows(self, node: fx.Node) -> bool:
-        """Whether a size of the value has the number of rows in it."""
+        """Return whether a size of the value has the number of rows in it."""
         values = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
         return any(depends_on(size, self.rows) for x in values for size in x.shape)
 

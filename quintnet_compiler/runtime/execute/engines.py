@@ -51,8 +51,8 @@ class Inductor:
         return self.functions[module]
 
     def of_parameters(self, module: GeneratedModule, name: str) -> Function:
-        """What makes of parameters what all microbatches read. It runs once a step: only casts to 8 bits, which read a
-        parameter several times, are worth compiling, each parameter's by themselves: many are alike."""
+        """Return what makes of parameters what all microbatches read. It runs once a step: only casts to 8 bits, which
+        read a parameter several times, are worth compiling, each parameter's by themselves: many are alike."""
         graph = module.graph
         if not any(map(_casts, graph.nodes)):
             return eager(module, name)

@@ -213,7 +213,7 @@ class Heartbeat:
         return f"; nothing is heard of ranks {', '.join(ranks)}" if ranks else ""
 
     def _late(self, ranks: list[int]) -> str:
-        """Where ranks are that have not begun this call."""
+        """Return where ranks are that have not begun this call."""
         rows = self.rows()
         return f"; {said_of({rank: rows[rank] for rank in ranks})}" if ranks else ""
 
@@ -295,7 +295,7 @@ class Heartbeat:
                 self._announce(self.observer.look(self.store) or self._missing())
 
     def _missing(self) -> RunError | None:
-        """Which ranks this one has waited for too long: any, not only those that the observer looks at."""
+        """Return which ranks this one has waited for too long: any, not only those that the observer looks at."""
         if not self.gave_up:
             return None
         apart = disagreement(read_rows(self.store, range(self.size)))

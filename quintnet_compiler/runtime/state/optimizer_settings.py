@@ -63,7 +63,7 @@ def _steps(optimizer: Optimizer) -> Iterator[str]:
 
 
 def _state_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:
-    """What every rank with a part of a parameter keeps of it: of a whole parameter, only its owner does."""
+    """Return what every rank with a part of a parameter keeps of it: of a whole parameter, only its owner does."""
     state = {} if isinstance(optimizer, WholeOptimizer) else optimizer.state.get(parameter, {})
     return state if isinstance(state, Mapping) else {}
 

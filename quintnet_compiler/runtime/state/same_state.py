@@ -30,7 +30,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def due(run: int, every: int) -> bool:
-    """Whether ranks compare before training run ``run``, from 1: each ``every`` runs, and before these at 2, 4, 8."""
+    """Return whether ranks compare before training run ``run``, from 1: each ``every`` runs, and before these at 2, 4,
+    8."""
     if every <= 0 or run < 2:
         return False
     return run % every == 0 if run >= every else run & (run - 1) == 0
@@ -98,14 +99,14 @@ class SameState:
         self.equal, self.clean = sent.where, sent.saved
 
     def _tellers(self) -> tuple[Groups, Groups]:
-        """Who has the same settings: all ranks, and those of a pipeline stage, whose optimizers have the same
+        """Return who has the same settings: all ranks, and those of a pipeline stage, whose optimizers have the same
         parameters."""
         axes = [name for name in self.mesh.names if name != "pp"]
         stages = dict.fromkeys(self.mesh.peers(rank, axes) for rank in range(self.mesh.size))
         return (tuple(range(self.mesh.size)),), tuple(stages)
 
     def _compared(self, program: DistributedProgram) -> list[tuple[StateSpec, Groups]]:
-        """What several ranks hold, and who holds the same."""
+        """Return what several ranks hold, and who holds the same."""
         if id(program) not in self.groups:
             found = []
             for spec in program.state.values():
@@ -183,7 +184,7 @@ def _differ(told: Sequence[Sequence[int]], place: int, groups: Groups) -> bool:
 
 
 def _path(saved: Saved) -> str:
-    """Where a checkpoint is, if it was written."""
+    """Return where a checkpoint is, if it was written."""
     if isinstance(saved, Future):
         return str(saved.result()) if saved.done() and saved.exception() is None else ""
     return "" if saved is None else str(saved)

@@ -55,7 +55,7 @@ def split_parameter(part: Tensor, *, trainable: bool) -> SplitParameter:
 
 
 def _part_for(parameter: SplitParameter, x: Tensor) -> Tensor:
-    """What this process has of ``x``."""
+    """Return what this process has of ``x``."""
     if not isinstance(x, DTensor):
         raise RunError(
             "QN112",

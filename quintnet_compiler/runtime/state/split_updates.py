@@ -51,7 +51,7 @@ class RandomDraws:
 
 
 def _elsewhere(p: Tensor) -> bool:
-    """Whether this rank has a part of the parameter, or other ranks have other parameters."""
+    """Return whether this rank has a part of the parameter, or other ranks have other parameters."""
     if not isinstance(p, DTensor) or p.grad is None:
         return False
     return local_of(p).shape != p.shape or p.device_mesh.size() < dist.get_world_size()

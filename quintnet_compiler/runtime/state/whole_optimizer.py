@@ -33,7 +33,7 @@ class WholeTensors(Protocol):
         ...
 
     def here(self, parameter: nn.Parameter) -> bool:
-        """Whether this process has it whole."""
+        """Return whether this process has it whole."""
         ...
 
     def told(self, text: str) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class Position:
         return cls(stored["epoch"], stored["seen"], stored.get("rows"), batches, digest)
 
     def reaches(self, other: Position) -> bool:
-        """Whether as much of an epoch was read as of ``other``'s."""
+        """Return whether as much of an epoch was read as of ``other``'s."""
         if other.rows is None:
             return self.batches >= other.batches
         return (self.rows or 0) >= other.rows

@@ -103,7 +103,7 @@ def _generators(root: object) -> Iterator[tuple[str, Generator]]:
 
 
 def _parts(x: object) -> list[tuple[str, object]]:
-    """What an object holds, by name."""
+    """Return what an object holds, by name."""
     parts: list[tuple[str, object]] = []
     if isinstance(x, (list, tuple, set, frozenset)):
         return [(str(i), item) for i, item in enumerate(x)] if len(x) <= LONGEST else []

@@ -147,7 +147,7 @@ class ResumableLoader:
     # -- going on
 
     def _continued(self, saved: _Saved) -> Iterator[Any]:
-        """What is left of the epoch, with random generators as they were when the position was saved."""
+        """Return what is left of the epoch, with random generators as they were when the position was saved."""
         assert self._random is not None
         begin, now, own = (from_json(saved.states[key]) for key in ("begin", "now", "loader"))
         first = now if begin is None else begin
