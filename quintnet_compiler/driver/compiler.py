@@ -134,7 +134,7 @@ def _tried(request: Request, compiled: Callable[[Request], Any]) -> Iterator[Non
 
 
 def _rules_tried(error: CompileError, request: Request, compiled: Callable[[Request], Any]) -> str:
-    """Return what to write where operators without a rule compute each row on its own; "" where that does not compile."""
+    """Return the rules to write where operators without one compute each row alone; "" where that does not compile."""
     added: list[RowRule] = []
     while isinstance(error, MissingRule) and error.row_rule is not None and len(added) < MOST_RULES:
         added.append(error.row_rule)

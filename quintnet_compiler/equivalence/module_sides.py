@@ -138,7 +138,7 @@ class Sides:
         return None
 
     def sensitivity(self, **how: Any) -> dict[tuple[str, str], float]:
-        """Return what a rounding of each parameter does to each result of the module. ``how``: see :func:`module_step`."""
+        """Return what a rounding of each parameter does to each result. ``how``: see :func:`module_step`."""
         owner = self.owner
         with rounded(owner):
             other = self.again(**how)

@@ -89,7 +89,7 @@ class ObjectSnapshot:
         fields = getattr(value, "__dict__", None)
         for space in (SlotFields(value), fields):
             if isinstance(space, (SlotFields, dict)):
-                attributes = _Names(label, space, dict(space), all_names=True)
+                attributes = _KeptNames(label, space, dict(space), all_names=True)
                 self.held.append(attributes)
                 yield from ((attributes.path(name), x) for name, x in space.items() if not isinstance(x, _LEAVES))
         yield from self._classes(kind)
@@ -103,14 +103,14 @@ class ObjectSnapshot:
             members = Fields(base)
             yield from ((base.__name__, x) for x in members.values() if isinstance(x, types.FunctionType))
             data = {name: x for name, x in members.items() if not hasattr(type(x), "__get__")}
-            self.held.append(_Names(base.__name__, members, data))
+            self.held.append(_KeptNames(base.__name__, members, data))
             yield from ((f"{base.__name__}.{name}", x) for name, x in data.items() if isinstance(x, _CONTAINERS))
 
     def _read_by(self, label: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         """Yield what a function keeps, and the variables that it reads."""
         for name, content in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             cell = Cell(name, content)
-            self.held.append(_Names("", cell, dict(cell), all_names=True))
+            self.held.append(_KeptNames("", cell, dict(cell), all_names=True))
             yield from cell.items()
         yield from ((label, x) for x in (function.__defaults__, function.__kwdefaults__, function.__dict__) if x)
         if function.__module__ is None or function.__module__.partition(".")[0] in _LIBRARIES:
@@ -120,7 +120,7 @@ class ObjectSnapshot:
         space = function.__globals__
         read = {name: space[name] for name in _names(function.__code__) if name in space}
         if read:
-            self.held.append(_Names("", space, read))
+            self.held.append(_KeptNames("", space, read))
         yield from read.items()
 
 
@@ -149,7 +149,7 @@ class _Container(_Contents):
 
 
 @dataclass
-class _Names(_Contents):
+class _KeptNames(_Contents):
     """Names in a namespace: attributes of an object or a class, variables. ``all_names``: there are no others."""
 
     label: str
