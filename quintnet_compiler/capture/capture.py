@@ -78,6 +78,7 @@ def capture(
     once: bool = False,
     form: BatchForm | None = None,
     each: bool = False,
+    brought: nn.Module | None = None,
 ) -> Captured:
     """Trace ``model`` (and its loss) on inputs shaped like ``batch``; nothing is computed.
 
@@ -86,13 +87,23 @@ def capture(
     whether any program will train the parameters. ``once``: equal blocks are traced once, see
     :mod:`.block_reuse`; such a program is for planning. Without, they may be traced once, too, where there are many,
     and are all in the graph, see :mod:`.repeat_blocks`; ``each``: they are all traced. ``form``: which sizes of the
-    batch vary; by default, the number of rows.
+    batch vary; by default, the number of rows. ``brought``: that of an earlier capture, whose parameters a program has.
 
     Raises:
         CompileError: QN101 with the user's line where tracing fails, QN102, QN103, QN105, QN701.
     """
     traced = functools.partial(
-        _capture, model, batch, loss_fn, want=want, training=training, trained=trained, call=call, once=once, form=form
+        _capture,
+        model,
+        batch,
+        loss_fn,
+        want=want,
+        training=training,
+        trained=trained,
+        call=call,
+        once=once,
+        form=form,
+        brought=brought,
     )
     with torch.set_grad_enabled(training or torch.is_grad_enabled()):  # compiled under no_grad, it trains all the same
         try:
@@ -112,6 +123,7 @@ def _capture(
     call: Call | None,
     once: bool,
     form: BatchForm | None,
+    brought: nn.Module | None,
     each: bool,
     told: bool,
 ) -> Captured:
@@ -136,7 +148,7 @@ def _capture(
     device = device_of(model)
     sample = _sample(form, batch, device)
     changing = call is None
-    step = StepModule(model, loss_fn, want, call, buffers=changing)
+    step = StepModule(model, loss_fn, want, call, buffers=changing, brought=brought)
     blocks = contextlib.nullcontext(Skipped()) if each else blocks_once(model, least=4 if once else MANY)
     mode = contextlib.nullcontext() if training else evaluating(step)
     flags = contextlib.nullcontext() if trained else _untrained(step)
@@ -226,7 +238,16 @@ def _capture(
                 of_all = functools.partial(reads_of_all, model=model, captured=captured)
                 return replace(whole, guards=step.guards(training=training, of_all=of_all))
     return capture(
-        model, batch, loss_fn, want=want, training=training, trained=trained, call=call, form=form, each=True
+        model,
+        batch,
+        loss_fn,
+        want=want,
+        training=training,
+        trained=trained,
+        call=call,
+        form=form,
+        each=True,
+        brought=brought,
     )
 
 

@@ -47,8 +47,16 @@ class StepModule(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn | None, want: str, call: Call | None, *, buffers: bool = False
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        want: str,
+        call: Call | None,
+        *,
+        buffers: bool = False,
+        brought: nn.Module | None = None,
     ) -> None:
+        """``brought``: what an earlier trace found that the loss function uses, see :attr:`adopted`."""
         super().__init__()
         self.buffers_change = buffers  # whether forward may put others in their places
         self.unseen = Unseen()
@@ -57,6 +65,8 @@ class StepModule(nn.Module):
             self.loss_fn = loss_fn
         else:
             self.compute = loss_fn
+            if brought is not None and want == "loss":
+                self.loss_fn = brought
         self.seen = _Seen()
         self.modes = global_modes()
         self.stands_for: dict[int, Callable[[], Tensor]] = {}
@@ -197,6 +207,9 @@ class StepModule(nn.Module):
             return False
         foreign = dict(self.seen.trace.foreign)
         holder = nn.Module()
+        if self.adopted is not None:
+            holder._modules.update(self.adopted._modules)
+            holder._parameters.update(self.adopted._parameters)
         for name, found in trainable(self.compute, self).items():
             inside = {id(found)} if isinstance(found, nn.Parameter) else set(map(id, found.parameters()))
             if inside & foreign.keys():

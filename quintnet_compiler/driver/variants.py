@@ -51,6 +51,7 @@ class Programs:
         self.captured: dict[str, Captured] = {}
         self._versions = CapturedVersions()
         self._unread = UnreadState()
+        self._brought: nn.Module | None = None  # what the loss function uses and the model does not have
         self._proven: set[Hashable] = set()
         self._rows_at: dict[pytree.TreeSpec, int] = {}  # which leaf has the rows, of some structures of batches
         self._any_length: WeakKeyDictionary[Version, dict[int, LengthPrograms]] = WeakKeyDictionary()
@@ -242,8 +243,8 @@ class Programs:
         self._compare(task.primary_kind, version.captured, batch, first=True)
         self._primary = primary
         self._parameters = version.captured.tensors
-        brought = version.captured.brought
-        modules = modules_of(task) if brought is None else {**modules_of(task), "loss_fn": brought}
+        self._brought = version.captured.brought
+        modules = modules_of(task) if self._brought is None else {**modules_of(task), "loss_fn": self._brought}
         self.slots = Slots(modules, primary.program.state)
         self._versions.keep(task.primary_kind, version, version.sizes(self.flat(batch), size) or {}, primary.program)
 
@@ -296,7 +297,14 @@ class Programs:
         task = self.task
         want = "outputs" if kind == "outputs" else "loss"
         captured = capture(
-            task.model, batch, task.loss_fn, want=want, training=kind == "train", trained=task.training, form=form
+            task.model,
+            batch,
+            task.loss_fn,
+            want=want,
+            training=kind == "train",
+            trained=task.training,
+            form=form,
+            brought=self._brought,
         )
         if self._primary is not None:
             self._refuse_other_parameters(captured)

@@ -37,6 +37,7 @@ def test_settings_are_those_of_optimizers_that_change_a_parameter() -> None:
 
 
 def test_settings_leave_no_hook_behind() -> None:
+    gc.collect()  # of others
     before = len(torch_optimizer._global_optimizer_post_hooks)
     settings = OptimizerSettings({})
     assert len(torch_optimizer._global_optimizer_post_hooks) == before + 1
