@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import contextvars
 import dataclasses
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable
@@ -53,7 +55,7 @@ def _reorder(value: dict[str, float]) -> None:
 def _closure() -> Any:
     factor = [1.5]
 
-    def scale() -> float:
+    def scale(*_: Any) -> float:  # also as a method of a class
         return factor[0]
 
     scale.set = lambda k: factor.__setitem__(0, k)  # type: ignore[attr-defined]
@@ -131,7 +133,8 @@ class OwnReads:
         self.k = k
 
     def __getattribute__(self, name: str) -> Any:
-        return object.__getattribute__(self, "__dict__")[name]
+        fields = object.__getattribute__(self, "__dict__")
+        return fields[name] if name in fields else object.__getattribute__(self, name)
 
 
 class ByProperty:
@@ -233,9 +236,63 @@ def _identity(k: Any) -> Any:
     return k
 
 
-def _class_value(kind: type, value: Any) -> Any:
+def _class_value(kind: type, value: Any, of: type | None = None) -> Any:
     kind.k = value  # type: ignore[attr-defined]
-    return kind()
+    return (of or kind)()
+
+
+BOX = Box(None)
+NAMES = ["a"]
+K_OF = operator.attrgetter("k")
+
+
+class Described:
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return BOX.k
+
+
+class ByBox:
+    """Reads an object that is a global variable, in many ways."""
+
+    described = Described()
+
+    def get(self) -> Any:
+        return BOX.k
+
+    @property
+    def k(self) -> Any:
+        return BOX.k
+
+    def __getitem__(self, name: str) -> Any:
+        return BOX.k
+
+    @classmethod
+    def inner(cls) -> ByBox:
+        return cls()
+
+
+def _by_box(value: Any) -> ByBox:
+    BOX.k = value
+    return ByBox()
+
+
+def _set_box(_: Any, value: Any) -> None:
+    BOX.k = value
+
+
+class Meta(type):
+    k: Any = None
+
+
+class WithMeta(metaclass=Meta):
+    pass
+
+
+def _derived(k: Any) -> Derived:
+    Base.k = k
+    with contextlib.suppress(AttributeError):  # what a run before left
+        del Derived.k
+    return Derived()
 
 
 def _optimizer(k: Any) -> torch.optim.Optimizer:
@@ -337,10 +394,8 @@ HOLDERS = {
     "class of an object": Holder(
         lambda k: _class_value(OfClass, k), lambda h: type(h).k, lambda h, v: setattr(OfClass, "k", v)
     ),
-    "base class": Holder(lambda k: _class_value(Base, k) and Derived(), _attribute, lambda h, v: setattr(Base, "k", v)),
-    "derived class": Holder(
-        lambda k: _class_value(Base, k) and Derived(), _attribute, lambda h, v: setattr(Derived, "k", v)
-    ),
+    "base class": Holder(_derived, _attribute, lambda h, v: setattr(Base, "k", v)),
+    "derived class": Holder(_derived, _attribute, lambda h, v: setattr(Derived, "k", v)),
     "instance over class": Holder(lambda k: _class_value(OfClass, k), _attribute, _put_attribute),
     "module variable": Holder(
         lambda k: setattr(config, "k", k), lambda h: config.k, lambda h, v: setattr(config, "k", v)
@@ -361,6 +416,29 @@ HOLDERS = {
     "weak reference": Holder(_weak, lambda h: h().k, lambda h, v: _put_attribute(h(), v)),
     "context variable": Holder(_context, lambda h: h.get(), lambda h, v: CONTEXT.set(v)),
     "optimizer": Holder(_optimizer, lambda h: h.param_groups[0]["held"], lambda h, v: h.param_groups[0].update(held=v)),
+    "global object of a method": Holder(_by_box, lambda h: h.get(), _set_box),
+    "global object of a property": Holder(_by_box, lambda h: h.k, _set_box),
+    "global object of a special method": Holder(_by_box, lambda h: h["k"], _set_box),
+    "global object of a descriptor": Holder(_by_box, lambda h: h.described, _set_box),
+    "global object of an instance made in forward": Holder(_by_box, lambda h: type(h)().inner().get(), _set_box),
+    "metaclass": Holder(
+        lambda k: _class_value(Meta, k, WithMeta), lambda h: type(h).k, lambda h, v: setattr(Meta, "k", v)
+    ),
+    "computed name in a module": Holder(
+        lambda k: setattr(config, "scale_a", k) or config,
+        lambda h: getattr(h, "scale_" + NAMES[0]),
+        lambda h, v: setattr(config, "scale_a", v),
+    ),
+    "computed name in vars": Holder(
+        lambda k: setattr(config, "scale_a", k) or config,
+        lambda h: vars(h)["scale_" + NAMES[0]],
+        lambda h, v: setattr(config, "scale_a", v),
+    ),
+    "computed name in a class": Holder(
+        lambda k: _class_value(OfClass, k), lambda h: getattr(type(h), chr(107)), lambda h, v: setattr(OfClass, "k", v)
+    ),
+    "attrgetter": Holder(lambda k: _class_value(OfClass, k) and OfClass, K_OF, lambda h, v: setattr(OfClass, "k", v)),
+    "globals": Holder(_by_global, lambda h: globals()["VARI" + "ABLE"], _set_global),
     "hidden module": Holder(lambda k: [Part(k)], lambda h: h[0].k, lambda h, v: _put_own(h[0], v)),
 }
 

@@ -6,6 +6,12 @@ import hashlib
 from collections import defaultdict
 
 import pytest
+import torch
+
+with torch.device("meta"):
+    # torch remembers its functions that make tensors at the first such call. If that were inside of transformers, which
+    # has another torch.linspace there meanwhile, torch's own would ignore devices in all tests that follow.
+    torch.empty(0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import quintnet
 from quintnet_compiler.driver import variants
 
-from .changes_between_steps import CHANGES, HOLDERS, Net
+from .changes_between_steps import CHANGES, HOLDERS, Net, config
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2},
@@ -134,6 +134,30 @@ def test_what_was_not_read_and_is_read_later(held: Any, get: Callable[[Any], flo
         change(held)
         expected = float(F.cross_entropy(model(batch[0]).detach(), batch[1]))
         assert float(program.step(batch)) == pytest.approx(expected, abs=1e-5)
+
+
+def _counts_in_a_class(held: Any) -> float:
+    Counted.n += 1
+    return 1.5 + Counted.n
+
+
+def _counts_in_a_module(held: Any) -> float:
+    config.n += 1  # type: ignore[attr-defined]
+    return 1.5 + config.n  # type: ignore[attr-defined,no-any-return]
+
+
+class Counted:
+    n = 0
+
+
+@pytest.mark.parametrize("get", [_counts_in_a_class, _counts_in_a_module])
+def test_what_forward_counts_in_a_class_or_a_module_is_refused(get: Callable[[Any], float]) -> None:
+    Counted.n, config.n = 0, 0  # type: ignore[attr-defined]
+    batch = (torch.randn(8, 6), torch.randint(0, 4, (8,)))
+    program = quintnet.compile(Net(1, get, float, inside=True), quintnet.Mesh(dp=2), loss_fn=F.cross_entropy)
+    with pytest.raises(quintnet.CompileError, match="QN110") as refused:
+        program.step(batch)
+    assert ".n' (from 0 to 1)" in str(refused.value) and Counted.n == config.n == 0
 
 
 @pytest.mark.parametrize("drawn", _drawn(40), ids=", ".join)

@@ -19,7 +19,7 @@ from ..compat.torch import FakeTensor, FunctionalTensor, is_functional, pytree, 
 from ..compat.torch_func import is_transformed
 from ..core.errors import CompileError, Where
 from ..guards.attribute_reads import Read, Reads
-from ..guards.by_name import spaces_by_name
+from ..guards.by_name import class_namespaces, spaces_by_name
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
 from ..guards.guards import Roots, TraceReads
 from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
@@ -62,6 +62,8 @@ class WatchedTrace:
     changes: list[Change] = field(default_factory=list)
     assigned: frozenset[str] = frozenset()
     used_unseen: bool = False
+    _extent: tuple[int, ...] = ()
+    _met: dict[int, Any] = field(default_factory=dict)  # what was met by name, by its ``id``
 
     def run(
         self,
@@ -83,14 +85,12 @@ class WatchedTrace:
             CompileError: QN110 with the user's line if Python state changed; nothing has changed afterwards.
         """
         self.state, self.walk = AttributeSnapshot(), Walk()
-        self.reads = Reads(self.state, self.walk.follow)
-        self._meet()
+        self.reads = Reads(self.state, self.walk.follow, self._meet_by_name)
         generators = Generators.now()
 
         def watched() -> Any:
             with (
                 tables_by_type(self._python_values()),
-                self.reads.recording(),
                 _Tensors(self, stands_for),
                 checks_pass(_is_real, self.own),
                 uncompiled(self.own),
@@ -102,7 +102,9 @@ class WatchedTrace:
             generators.restore()
 
         try:
-            result = watched()
+            with self.reads.recording():
+                self._meet()
+                result = watched()
             self.assigned = frozenset(self.state.write_buffers()) if buffers else frozenset()
             changes = [*self.state.changes(), *generators.changes()]
             self.changes = [change for change in changes if change.put is not None]
@@ -149,7 +151,7 @@ class WatchedTrace:
             self.walk.follow(function)
             self.reads.meet("loss_fn", getattr(function, "__self__", function))
             self.reads.meet("loss_fn", function)
-        self._watch_variables()
+        self._meet_by_name()
 
     def follow(self, *functions: Any) -> None:
         """Watch what these derivatives read and change too; they are about to be called."""
@@ -160,22 +162,36 @@ class WatchedTrace:
             self.reads.meet(type(owner).__name__, owner)
             self.reads.meet(type(owner).__name__, function)
             if isinstance(owner, type):
-                self.state.add_class(owner)
-        self._watch_variables()
+                self.state.add_space(owner)
+        self._meet_by_name()
         self.state.by = FORWARD
 
-    def _watch_variables(self) -> None:
-        """Meet what was followed and is new, until that leads to nothing further."""
-        while len(self.walk.variables) > len(self.variables):
+    def _meet_by_name(self) -> None:
+        """Meet what functions look up by name, in variables, classes and modules, until nothing further comes of it."""
+        while (extent := self._extent_now()) != self._extent:
+            self._extent = extent
             new = self.walk.variables[len(self.variables) :]
             self.variables = [*self.variables, *new]
             self._remember(new)
             for variable in new:
                 self.reads.meet(variable.label, variable.value)
             roots = [(variable.label, variable.value) for variable in self.variables]
-            for space in spaces_by_name(roots, self.walk.names):
+            for space in spaces_by_name([*roots, *self.reads.spaces.values()], self.walk.names):
                 for label, value in space.values():
-                    self.reads.meet(label, value)
+                    self._meet_once(label, value)
+            if self.walk.computes_names:
+                for label, space in class_namespaces(self.reads.spaces.values()):
+                    for name, value in space.items():
+                        self._meet_once(f"{label}.{name}", value)
+
+    def _extent_now(self) -> tuple[int, ...]:
+        walk = self.walk
+        return len(walk.variables), len(walk.names), walk.computes_names, len(self.reads.spaces)
+
+    def _meet_once(self, label: str, value: Any) -> None:
+        if id(value) not in self._met:
+            self._met[id(value)] = value
+            self.reads.meet(label, value)
 
     def _remember(self, variables: Sequence[Variable]) -> None:
         """Notice it if a trace changes these."""
@@ -206,7 +222,8 @@ class WatchedTrace:
             frozenset(self.walk.names),
             list(self.constants.values()),
             [x for x, _ in self.foreign.values()],
-            self.reads.owners,
+            list(self.reads.spaces.values()),
+            self.walk.computes_names,
             modes,
             flags,
         )

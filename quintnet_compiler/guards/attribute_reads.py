@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from .by_name import is_users, special_methods
 from .containers import fields_of, names_of
-from .function_reads import is_library
+from .function_reads import CALLED, functions_of, is_library, is_library_module
 from .python_state import CODE, OWN, AttributeSnapshot
 from .reach import RECORDS, is_observable, reachable
 
@@ -30,22 +31,30 @@ def _ignore(function: Any) -> None:
     """Do nothing with a function that was met."""
 
 
+def _nothing() -> None:
+    """Do nothing after something was met."""
+
+
 @dataclass
 class Reads:
     """Records what is read of the objects that it was told of, and of those that it meets on the way.
 
     ``state``: every object that is met is remembered there as it was. ``on_function``: is called with each function
-    that is met. After the trace: ``found``, the attributes that were read; ``missing``, those that were not there;
-    ``whole``, the objects whose ``__dict__`` was read, of which all may have been read; ``modules``, those that were
-    met first.
+    that is met; ``on_read``: after a read, when what it gave was met. After the trace: ``found``, the attributes that
+    were read; ``missing``, those that were not there; ``whole``, the objects whose ``__dict__`` was read, of which all
+    may have been read; ``modules``, those that were met first; ``spaces``, the classes and Python modules that were
+    met, and the classes of all objects.
     """
 
     state: AttributeSnapshot
     on_function: Callable[[Any], None] = _ignore
+    on_read: Callable[[], None] = _nothing
     found: list[Read] = field(default_factory=list)
     missing: list[Read] = field(default_factory=list)
     whole: dict[int, Any] = field(default_factory=dict)
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    spaces: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    _modules: list[types.ModuleType] = field(default_factory=list)  # whose reads are recorded
     _labels: dict[int, tuple[str, Any]] = field(default_factory=dict)
     _seen: set[tuple[int, str]] = field(default_factory=set)
     _classes: dict[type, tuple[bool, Any]] = field(
@@ -57,14 +66,46 @@ class Reads:
         for path, child in reachable([(label, value)], self.is_whole, {}):
             if isinstance(child, nn.Module):
                 self._meet_module(path, child)
-            elif isinstance(child, CODE) and not isinstance(child, (type, types.ModuleType)):
+            elif isinstance(child, (type, types.ModuleType)):
+                self._meet_space(path, child)
+            elif isinstance(child, (*CODE, *CALLED)):
                 self.on_function(child)
+            elif isinstance(child, (property, staticmethod, classmethod)):
+                for function in functions_of(child):
+                    self.on_function(function)
             elif is_observable(child) and id(child) not in self._labels:
                 self._labels[id(child)] = path, child
                 self.state.add(path, child)
+                self._meet_space(type(child).__name__, type(child))
                 if not self._watch(type(child)):
                     self._take_whole(path, child)
-                self.on_function(getattr(type(child), "__call__", None))  # noqa: B004
+            else:
+                self._meet_space(type(child).__name__, type(child))
+
+    def _meet_space(self, label: str, space: type | types.ModuleType) -> None:
+        if id(space) in self.spaces:
+            return
+        self.spaces[id(space)] = label, space
+        if isinstance(space, type):
+            self._meet_class(space)
+        elif not is_library_module(space):
+            self._meet_python_module(label, space)
+
+    def _meet_class(self, kind: type) -> None:
+        for base in filter(is_users, kind.__mro__):
+            self.state.add_space(base)
+        if is_users(kind):
+            self._meet_space(type(kind).__name__, type(kind))
+            for function in special_methods(kind):
+                self.on_function(function)
+
+    def _meet_python_module(self, label: str, module: types.ModuleType) -> None:
+        self.state.add_space(module)
+        if type(module) is types.ModuleType:
+            self._labels[id(module)] = label, module
+            module.__class__ = _RecordedModule
+            self._modules.append(module)
+            self._watch(_RecordedModule)
 
     def _meet_module(self, label: str, module: nn.Module) -> None:
         if id(module) in self._labels:
@@ -75,6 +116,7 @@ class Reads:
                 path = ".".join(filter(None, (label, name)))
                 self._labels[id(part)] = path, part
                 self.state.add(path, part)
+                self._meet_space(type(part).__name__, type(part))
                 self.on_function(getattr(type(part), "forward", None))
 
     def _take_whole(self, label: str, owner: Any) -> None:
@@ -87,11 +129,6 @@ class Reads:
         """Return whether all attributes of an object may have been read."""
         return id(value) in self.whole
 
-    @property
-    def owners(self) -> list[tuple[str, Any]]:
-        """The objects and modules whose reads were recorded, with their labels."""
-        return list(self._labels.values())
-
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record reads inside."""
@@ -99,6 +136,9 @@ class Reads:
         try:
             yield
         finally:
+            for space in self._modules:
+                space.__class__ = types.ModuleType
+            self._modules.clear()
             for kind, (own, method) in self._classes.items():
                 if own:
                     kind.__getattribute__ = method  # type: ignore[method-assign]
@@ -117,7 +157,8 @@ class Reads:
             key = (id(this), name)
             if key in seen or name in OWN or id(this) not in labels:
                 return method(this, name)
-            seen.add(key)
+            if name != "__dict__":  # this package reads it too
+                seen.add(key)
             try:
                 value = method(this, name)
             except AttributeError:
@@ -145,13 +186,19 @@ class Reads:
 
     def _note(self, owner: Any, name: str, value: Any) -> None:
         if name == "__dict__":
-            if not is_library(sys._getframe(2).f_code):
+            if id(owner) not in self.whole and not is_library(sys._getframe(2).f_code):
                 self._take_whole(self._labels[id(owner)][0], owner)
+                self.on_read()
             return
         if name.startswith("__"):
             return
         self.found.append(Read(self._label(owner, name), owner, name))
         self.meet(self._label(owner, name), value)
+        self.on_read()
+
+
+class _RecordedModule(types.ModuleType):
+    """Is the class of Python modules while reads of their variables are recorded."""
 
 
 def _is_part(module: nn.Module, name: str) -> bool:

@@ -63,11 +63,26 @@ def is_users(kind: type) -> bool:
     return module is not None and (kind.__module__ == "__main__" or not is_library_module(module))
 
 
+def special_methods(kind: type) -> Iterator[types.FunctionType]:
+    """Yield the methods of a class that Python calls without reading an attribute, as ``__getitem__``."""
+    for base in filter(is_users, kind.__mro__):
+        for name, member in vars(base).items():
+            if name.startswith("__") and isinstance(member, types.FunctionType):
+                yield member
+
+
 def _of_class(kind: type, names: Set[str]) -> list[NamedSpace]:
     bases = [base for base in kind.__mro__ if is_users(base)]
     known = {name for base in kind.__mro__ for name in vars(base)}
     absent = frozenset(names - known)
     return [NamedSpace(base.__name__, vars(base), tuple(sorted(names & vars(base).keys())), absent) for base in bases]
+
+
+def class_namespaces(spaces: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the namespaces of the users' classes among ``spaces``, and of the classes that they are derived from."""
+    kinds = [space for _, space in spaces if isinstance(space, type)]
+    bases = {id(base): base for kind in kinds for base in kind.__mro__ if is_users(base)}
+    return [(base.__name__, vars(base)) for base in bases.values()]
 
 
 def is_constant(value: Any) -> bool:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import site
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from ..compat.torch import pytree
 from ..core import code_origin
 
 STDLIB = code_origin.STDLIB, str(Path(dis.__file__).parent)
-CALLED = (types.FunctionType, types.MethodType, functools.partial)
+_GETTERS = (operator.attrgetter, operator.methodcaller)
+CALLED = (types.FunctionType, types.MethodType, functools.partial, *_GETTERS)
+_ALL_NAMES = ("vars", "dir", "attrgetter", "inspect")  # look up all names, or those that they are given elsewhere
+_READ_ALL = ("globals", "eval", "exec")  # may read any variable of the function's module
 _PACKAGES = tuple({*site.getsitepackages(), site.getusersitepackages(), *STDLIB})
 _LIBRARIES = (*_PACKAGES, code_origin.TORCH, code_origin.PACKAGE, "<frozen")
 
@@ -48,7 +53,8 @@ class Walk:
     """Follows functions to the functions that they call by name.
 
     ``variables``: what all of them read, ``unset``: what they name in vain; ``functions``: themselves. ``names``: what
-    they look up in objects, modules and classes, or might, as they have text that is a name.
+    they look up in objects, modules and classes, or might, as they have text that is a name. ``computes_names``:
+    whether they also look up names that are computed, as in ``getattr(config, key)``.
     Functions of installed packages are not followed: their variables are constants.
     """
 
@@ -56,6 +62,7 @@ class Walk:
     unset: list[Unset] = field(default_factory=list)
     functions: list[types.FunctionType] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
+    computes_names: bool = False
     _followed: set[int] = field(default_factory=set)
     _seen: set[tuple[int, str]] = field(default_factory=set)
 
@@ -72,6 +79,9 @@ class Walk:
         elif isinstance(value, types.FunctionType):
             self.follow(getattr(value, "__wrapped__", None), owner)
             self._function(value, owner)
+        elif isinstance(value, _GETTERS):
+            paths = [path for path in pytree.tree_leaves(value.__reduce__()) if isinstance(path, str)]
+            self.names.update(name for path in paths for name in path.split("."))
         elif isinstance(call := getattr(type(value), "__call__", None), types.FunctionType):  # noqa: B004
             self._function(call, type(value))
 
@@ -85,6 +95,10 @@ class Walk:
             self._variable(Variable(name, name, cell))
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.follow(default)
+        self.computes_names |= computes_names(code)
+        if any(kind == "global" and name in _READ_ALL for name, kind in _names(code)):
+            for name in list(function.__globals__):
+                self._global(name, function.__globals__)
         for name, kind in _names(code):
             if kind == "global":
                 self._global(name, function.__globals__)
@@ -112,6 +126,49 @@ class Walk:
         self.variables.append(variable)
         if isinstance(value, CALLED):
             self.follow(value)
+
+
+def computes_names(code: types.CodeType) -> bool:
+    """Return whether code, or a function inside it, looks up an attribute by a name that is not text in it, as far as
+    it can be told from the code: with ``getattr``, ``hasattr``, ``vars``, ``dir`` or ``__dict__``."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG", "RESUME")]
+    for index, step in enumerate(steps):
+        name = step.argval
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and name in ("__dict__", "__getattribute__"):
+            return True
+        if step.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
+            continue
+        if name in _ALL_NAMES or (name in ("getattr", "hasattr") and not _is_given_text(steps[index + 1 :])):
+            return True
+    return any(computes_names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
+
+
+def _is_given_text(steps: Sequence[dis.Instruction]) -> bool:
+    """Return whether the call of ``getattr`` that follows takes text as it stands in the code for its second argument:
+    what puts it on the stack is a constant, and what comes after lies above it."""
+    depth, name_depth = 0, 2
+    is_text, before = False, ""
+    for step in steps:
+        calls = step.opname == "PRECALL" or (step.opname == "CALL" and before != "PRECALL")
+        if calls and depth == step.arg:
+            return is_text
+        if "JUMP" in step.opname:
+            return False
+        before = step.opname
+        if depth == 0 and step.opname == "PUSH_NULL":
+            continue
+        after = depth + dis.stack_effect(step.opcode, step.arg, jump=False)
+        if depth < name_depth:
+            is_text = after == name_depth and step.opname == "LOAD_CONST" and isinstance(step.argval, str)
+        elif after <= name_depth:
+            is_text = False
+        depth = after
+    return False
+
+
+def functions_of(member: property | staticmethod[..., Any] | classmethod[Any, ..., Any]) -> list[Any]:
+    """Return the functions that a member of a class calls."""
+    return [member.fget] if isinstance(member, property) else [member.__func__]
 
 
 def is_library(code: types.CodeType) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..compat.torch import version, without_torch_function
 from ..compat.torch_hooks import GLOBAL_HOOKS
 from .attribute_reads import Read
-from .by_name import NamedSpace, is_constant, spaces_by_name
+from .by_name import NamedSpace, class_namespaces, is_constant, spaces_by_name
 from .columns import Absent, Constants, Flags, Modes, Parts, PlainValues, Row, SameObjects, TraceGuard
 from .containers import ContainerGuards, fields_of, names_of
 from .function_reads import Unset, Variable
@@ -32,7 +32,8 @@ class TraceReads:
     that were not there; ``whole``: the objects whose ``__dict__`` was read. ``modules``: those that were met elsewhere.
     ``variables``: those of functions, ``unset`` those that were not there; ``functions``: that were followed;
     ``names``: what they look up. ``constants``: tensors with their versions; ``foreign``: those whose values a program
-    reads anew in each step. ``owners``: the objects whose reads were recorded. ``modes``: see :func:`global_modes`.
+    reads anew in each step. ``spaces``: the classes and Python modules that were met, and the classes of all objects.
+    ``whole_classes``: whether all that these classes hold may have been read. ``modes``: see :func:`global_modes`.
     ``flags``: whether it matters which parameters require gradients.
     """
 
@@ -47,7 +48,8 @@ class TraceReads:
     names: Set[str] = frozenset()
     constants: Sequence[tuple[Tensor, int]] = ()
     foreign: Sequence[Tensor] = ()
-    owners: Sequence[tuple[str, Any]] = ()
+    spaces: Sequence[tuple[str, Any]] = ()
+    whole_classes: bool = False
     modes: tuple[Any, ...] = ()
     flags: bool = True
 
@@ -170,10 +172,11 @@ class _Rows:
         for space in self._named_spaces():
             self._named(space)
         self.held += [(function.__name__, function) for function in source.functions]
+        self.held += class_namespaces(source.spaces) if source.whole_classes else []
         for owner in source.whole:
             label = type(owner).__name__
             self.held += [(f"{label}.{name}", x) for name, x in zip(names_of(owner), fields_of(owner), strict=True)]
-            self.held.append((label, owner))
+            self.held.append((label, _readable(owner)))
         for label, module in self._modules():
             self._module(label, module)
         for label, module in self.hidden:
@@ -266,8 +269,7 @@ class _Rows:
 
     def _named_spaces(self) -> list[NamedSpace]:
         roots = [(variable.label, variable.value) for variable in self.source.variables]
-        owners = [(type(owner).__name__, type(owner)) for _, owner in self.source.owners]
-        return spaces_by_name([*roots, *self.held, *owners], self.source.names)
+        return spaces_by_name([*roots, *self.held, *self.source.spaces], self.source.names)
 
     def _named(self, space: NamedSpace) -> None:
         for name in space.present:
@@ -291,6 +293,11 @@ class _Rows:
                 self.same += [
                     (".".join(filter(None, (label, path, name))), space, name, x) for name, x in space.items()
                 ]
+
+
+def _readable(owner: Any) -> Any:
+    """Return what is compared of an object of which all may have been read: of a Python module, its variables."""
+    return types.MappingProxyType(vars(owner)) if isinstance(owner, types.ModuleType) else owner
 
 
 def _space_of(owner: Any, name: str) -> Any:

@@ -182,9 +182,9 @@ class SlotFields(MutableMapping[str, Any]):
 
 
 class Fields(MutableMapping[str, Any]):
-    """The attributes of a class as a namespace, without those of the language."""
+    """The attributes of a class or a Python module as a namespace, without those of the language."""
 
-    def __init__(self, owner: type) -> None:
+    def __init__(self, owner: type | types.ModuleType) -> None:
         self.owner = owner
 
     def __getitem__(self, name: str) -> Any:
@@ -315,8 +315,8 @@ class AttributeSnapshot:
         """Remember some variables of a namespace."""
         self.kept.append(_Namespace.of("the variable", "", own, names, self.by))
 
-    def add_class(self, owner: type) -> None:
-        """Remember the attributes of a class."""
+    def add_space(self, owner: type | types.ModuleType) -> None:
+        """Remember the attributes of a class, or the variables of a Python module."""
         if id(owner) not in self.seen:
             self.seen.add(id(owner))
             self.kept.append(_Namespace.of("the attribute", owner.__name__, Fields(owner), None, self.by))
