@@ -103,7 +103,8 @@ class WatchedTrace:
 
         try:
             with self.reads.recording():
-                self._meet()
+                with self.reads.unrecorded():
+                    self._meet()
                 result = watched()
             self.assigned = frozenset(self.state.write_buffers()) if buffers else frozenset()
             changes = [*self.state.changes(), *generators.changes()]
@@ -181,7 +182,7 @@ class WatchedTrace:
                     self._meet_once(label, value)
             if self.walk.computes_names:
                 for label, space in class_namespaces(self.reads.spaces.values()):
-                    for name, value in space.items():
+                    for name, value in list(space.items()):
                         self._meet_once(f"{label}.{name}", value)
 
     def _extent_now(self) -> tuple[int, ...]:

@@ -54,6 +54,7 @@ class Reads:
     whole: dict[int, Any] = field(default_factory=dict)
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     spaces: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    _notes: bool = True  # False while this class itself reads
     _modules: list[types.ModuleType] = field(default_factory=list)  # whose reads are recorded
     _labels: dict[int, tuple[str, Any]] = field(default_factory=dict)
     _seen: set[tuple[int, str]] = field(default_factory=set)
@@ -61,8 +62,21 @@ class Reads:
         default_factory=dict
     )  # whether it had a method of its own, and which
 
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Record nothing of what is read inside."""
+        before, self._notes = self._notes, False
+        try:
+            yield
+        finally:
+            self._notes = before
+
     def meet(self, label: str, value: Any) -> None:
         """Record from now on what is read of ``value``, and of all that it holds, where reads can be observed."""
+        with self.unrecorded():
+            self._meet(label, value)
+
+    def _meet(self, label: str, value: Any) -> None:
         for path, child in reachable([(label, value)], self.is_whole, {}):
             if isinstance(child, nn.Module):
                 self._meet_module(path, child)
@@ -155,7 +169,7 @@ class Reads:
 
         def read(this: Any, name: str) -> Any:
             key = (id(this), name)
-            if key in seen or name in OWN or id(this) not in labels:
+            if key in seen or name in OWN or id(this) not in labels or not self._notes:
                 return method(this, name)
             if name != "__dict__":  # this package reads it too
                 seen.add(key)
@@ -164,7 +178,8 @@ class Reads:
             except AttributeError:
                 self._miss(this, name)
                 raise
-            self._note(this, name, value)
+            with self.unrecorded():
+                self._note(this, name, value)
             return value
 
         setattr(read, RECORDS, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import operator
+import os
 import site
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ CALLED = (types.FunctionType, types.MethodType, functools.partial, *_GETTERS)
 _ALL_NAMES = ("vars", "dir", "attrgetter", "inspect")  # look up all names, or those that they are given elsewhere
 _READ_ALL = ("globals", "eval", "exec")  # may read any variable of the function's module
 _PACKAGES = tuple({*site.getsitepackages(), site.getusersitepackages(), *STDLIB})
+_PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # also those of another environment that is on the path
 _LIBRARIES = (*_PACKAGES, code_origin.TORCH, code_origin.PACKAGE, "<frozen")
 
 
@@ -173,13 +175,17 @@ def functions_of(member: property | staticmethod[..., Any] | classmethod[Any, ..
 
 def is_library(code: types.CodeType) -> bool:
     """Return whether code belongs to an installed package, to torch, to this package or to Python itself."""
-    return code.co_filename.startswith(_LIBRARIES)
+    return _is_library_file(code.co_filename)
 
 
 def is_library_module(module: types.ModuleType) -> bool:
     """Return whether a module belongs to an installed package, to torch, to this package or to Python itself."""
     file = getattr(module, "__file__", None)
-    return file is None or str(file).startswith(_LIBRARIES)
+    return file is None or _is_library_file(str(file))
+
+
+def _is_library_file(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or any(f"{os.sep}{folder}{os.sep}" in file for folder in _PACKAGE_FOLDERS)
 
 
 def _names(code: types.CodeType) -> Iterator[tuple[str, str]]:

@@ -143,7 +143,8 @@ class Cell(MutableMapping[str, Any]):
 
 def slot_names(kind: type) -> tuple[str, ...]:
     """Return the names of the attributes that a class keeps in slots, without those of the language."""
-    members = ((name, x) for base in kind.__mro__ for name, x in vars(base).items())
+    bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
+    members = ((name, x) for base in bases for name, x in vars(base).items())
     return tuple(name for name, x in members if isinstance(x, types.MemberDescriptorType) and name[:2] != "__")
 
 
