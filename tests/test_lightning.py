@@ -118,8 +118,9 @@ def _fit(
     if folder:
         callbacks.append(lightning.callbacks.ModelCheckpoint(folder, save_last=True))
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, max_epochs=epochs, logger=False, enable_checkpointing=bool(folder),
-        enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks, **more,
+        accelerator="cpu", devices=1, max_epochs=epochs, logger=False,
+        enable_checkpointing=more.pop("enable_checkpointing", bool(folder)), enable_progress_bar=False,
+        enable_model_summary=False, callbacks=callbacks, **more,
     )  # fmt: skip
     trainer.fit(module, DataLoader(data, batch_size=4), ckpt_path=resume)
     return module.losses, {name: p.detach().clone() for name, p in module.model.named_parameters()}
@@ -161,8 +162,120 @@ def test_arguments_of_the_trainer(more: dict[str, Any]) -> None:
     _equal(_fit("the loss", {"dp": 2}, **more), _fit("the loss", None, **more))
 
 
+@pytest.mark.parametrize(("before", "after"), [({"dp": 2}, {"tp": 2}), ({"tp": 2}, {"pp": 2})])
+def test_a_run_goes_on_in_an_epoch(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> None:
+    """As Lightning does on one device."""
+
+    def resumed(name: str, first: dict[str, Any] | None, second: dict[str, Any] | None) -> Any:
+        from lightning.pytorch.callbacks import ModelCheckpoint
+
+        folder = tmp_path / name
+        kept = lambda: [ModelCheckpoint(str(folder), every_n_train_steps=4, save_top_k=-1, filename="{step}")]  # noqa: E731
+        _fit("the loss", first, epochs=1, callbacks=kept, enable_checkpointing=True)
+        return _fit("the loss", second, resume=str(folder / "step=4.ckpt"))
+
+    _equal(resumed("ours", before, after), resumed("plain", None, None))
+
+
 @pytest.mark.parametrize("step", ["the loss", "two optimizers"])
 def test_every_optimizer_and_scheduler_is_restored(step: str, tmp_path: Path) -> None:
     known = _fit(step, None, epochs=3)
     _fit(step, {"dp": 2}, epochs=1, folder=str(tmp_path))
     _equal(_fit(step, {"tp": 2}, epochs=3, folder=str(tmp_path), resume=str(tmp_path / "last.ckpt")), known)
+
+
+# -- everything around a step
+
+
+IGNORED = -100
+
+
+def _rows(rows: int, seed: int) -> TensorDataset:
+    """Some labels do not count: more of them in the first rows."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+    labels = torch.randint(CLASSES, (rows,), generator=generator)
+    return TensorDataset(x, torch.where(torch.arange(rows) % 5 < 2 - torch.arange(rows) // 8, IGNORED, labels))
+
+
+def _with_validation() -> Any:
+    import lightning.pytorch as lightning
+
+    class Validated(lightning.LightningModule):  # type: ignore[misc]
+        """Sums losses and two metrics over the labels that count, in batches of unequal sizes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model, self.numbers, self.sums = Net().double(), list[dict[str, float]](), [0.0] * 4
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            run = getattr(self.trainer.strategy, "step", None)
+            loss: Tensor = F.cross_entropy(self.model(batch[0]), batch[1]) if run is None else run(batch)
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            x, labels = batch
+            program = getattr(self.trainer.strategy, "program", None)
+            logits = self.model(x) if program is None else program(x)
+            counted = labels != IGNORED
+            among = (logits.topk(2, -1).indices == labels[:, None]).any(-1)
+            numbers = (
+                F.cross_entropy(logits, labels, reduction="sum"),
+                (logits.argmax(-1) == labels)[counted].sum(),
+                among[counted].sum(),
+                counted.sum(),
+            )
+            self.sums = [total + float(number) for total, number in zip(self.sums, numbers, strict=True)]
+
+        def on_validation_epoch_end(self) -> None:
+            *totals, count = self.sums
+            if count:
+                told = {name: x / count for name, x in zip(("loss", "accuracy", "second"), totals, strict=True)}
+                self.log_dict({f"val_{name}": torch.tensor(x) for name, x in told.items()})
+                self.numbers.append(told)
+            self.sums = [0.0] * 4
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    return Validated()
+
+
+def _around(layout: dict[str, Any] | None, folder: Path, accumulate: int) -> tuple[Any, Any]:
+    """The module and the Trainer of a run that has validated, stopped early, kept the best and an average."""
+    import lightning.pytorch as lightning
+    from lightning.pytorch import callbacks
+
+    import quintnet.lightning
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    module, data, more = _with_validation(), _rows(ROWS, 0), {}
+    if layout is not None:
+        options = {name: x for name, x in layout.items() if name not in ("dp", "tp", "pp")}
+        mesh = quintnet.Mesh(**{name: size for name, size in layout.items() if name not in options})
+        more["strategy"] = quintnet.lightning.MeshStrategy(mesh, data[:8], loss_fn=F.cross_entropy, options=options)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_epochs=8, logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
+        enable_model_summary=False, accumulate_grad_batches=accumulate, **more,
+        callbacks=[
+            callbacks.ModelCheckpoint(str(folder), "best", monitor="val_loss"),
+            callbacks.EarlyStopping("val_loss", patience=2),
+            callbacks.EMAWeightAveraging(decay=0.8, update_every_n_steps=1),
+        ],
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(data, batch_size=8), DataLoader(_rows(13, 1), batch_size=5))
+    return module, trainer
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_everything_around_a_step(layout: dict[str, Any], accumulate: int, tmp_path: Path) -> None:
+    known, plain = _around(None, tmp_path / "plain", accumulate)
+    module, trainer = _around(layout, tmp_path / "ours", accumulate)
+    assert trainer.current_epoch == plain.current_epoch and len(known.numbers) > 2
+    for numbers, expected in zip(module.numbers, known.numbers, strict=True):
+        assert numbers == pytest.approx(expected, rel=1e-9)
+    assert trainer.checkpoint_callback.best_model_score == pytest.approx(plain.checkpoint_callback.best_model_score)
+    for (name, p), q in zip(module.named_parameters(), known.parameters(), strict=True):
+        torch.testing.assert_close(getattr(p, "full_tensor", lambda p=p: p)(), q, rtol=1e-9, atol=1e-12, msg=name)

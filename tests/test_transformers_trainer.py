@@ -176,6 +176,8 @@ def test_a_plain_checkpoint_is_not_resumed(tmp_path: Path) -> None:
     train(str(tmp_path), 4, max_steps=2, eval_strategy="no", gradient_accumulation_steps=1)
     with pytest.raises(quintnet.CheckpointError, match=r"QN602[\s\S]*from_pretrained"):
         train(str(tmp_path), 4, quintnet.Mesh(tp=2), str(tmp_path / "checkpoint-2"))
+    with pytest.raises(quintnet.CheckpointError, match=r"there is no folder .*checkpoint-9"):
+        train(str(tmp_path), 4, quintnet.Mesh(tp=2), str(tmp_path / "checkpoint-9"))
 
 
 REPLACED = {

@@ -228,6 +228,8 @@ class TrainerMixin:
             save_random_states(self._me, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not Path(resume_from_checkpoint).is_dir():
+            raise CheckpointError("QN602", f"there is no folder {resume_from_checkpoint}")
         if not (Path(resume_from_checkpoint) / FOLDER).is_dir():
             raise CheckpointError(
                 "QN602",
