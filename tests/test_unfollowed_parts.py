@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
+import quintnet
+
 from .frontier import refused, trains_equally
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -223,3 +225,19 @@ def test_nothing_is_offered_that_was_not_tried() -> None:
     (text,) = refused(Failing, (X, Y), "QN101", loss_fn=F.cross_entropy, meshes=ONE).values()
     assert "ArithmeticError" in text
     assert "fix:" not in text
+
+
+@pytest.mark.parametrize(
+    ("x", "named"),
+    [
+        (torch.eye(4).to_sparse(), "sparse.*\n.*to_dense"),
+        (torch.eye(4).to_sparse_csr(), "sparse.*\n.*to_dense"),
+        (torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)]), "nested.*\n.*pad"),
+        (torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged), "nested.*\n.*pad"),
+    ],
+    ids=["coo", "csr", "strided", "jagged"],
+)
+def test_batches_of_other_layouts_are_refused(x: Tensor, named: str) -> None:
+    program = quintnet.compile(nn.Linear(4, 4), quintnet.Mesh(dp=2), loss_fn=lambda found, wanted: found.mean())
+    with pytest.raises(quintnet.CompileError, match=f"QN102[\\s\\S]*{named}"):
+        program.step((x, torch.ones(4)))

@@ -447,6 +447,10 @@ def _place(error: Exception) -> Where:
     return Where(module, _user_frame(stack) or (lines[-1] if lines else ""))
 
 
+# Raised by Python, whatever tensors there are.
+_OF_PYTHON = (TypeError, AttributeError, LookupError, NameError, AssertionError, ArithmeticError)
+
+
 def _untraceable(error: Exception) -> CompileError:
     where = _place(error)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -467,7 +471,7 @@ def _untraceable(error: Exception) -> CompileError:
     elif "unhashable type: non-nested SymInt" in reason:
         reason = "a key or an argument of functools.lru_cache is a size that varies, such as the number of rows"
         fix = "use sizes of the module or of the other dims as keys, or call the function's __wrapped__"
-    elif layout := _layout(error):
+    elif not isinstance(error, _OF_PYTHON) and (layout := _layout(error)):
         reason = f"{layout} tensors have operators that a trace does not have: {reason[:200]}"
         fix = "compute with plain tensors: .to_dense()" if layout == "sparse" else "pad to plain tensors, and mask"
     elif _packed(error):

@@ -49,10 +49,12 @@ class FlatBatch:
         """``rows_at``: which leaf has the rows, of batches of some structures.
 
         Raises:
-            CompileError: QN102 if it is neither a tuple (or list) nor a mapping, or has no tensor with a dim.
+            CompileError: QN102 if it is neither a tuple (or list) nor a mapping, or has no tensor with a dim, or one
+                that is sparse or nested.
         """
         plain = plain_batch(batch)
         leaves, structure = pytree.tree_flatten(plain)
+        _require_strided(leaves)
         if rows_at and structure in rows_at:
             leaf = leaves[rows_at[structure]]
             if isinstance(leaf, Tensor) and leaf.dim() > 0:
@@ -65,6 +67,17 @@ class FlatBatch:
     @property
     def tensors(self) -> list[Tensor]:
         return [x for x in self.leaves if isinstance(x, Tensor)]
+
+
+def _require_strided(leaves: Sequence[Any]) -> None:
+    for x in leaves:
+        if isinstance(x, Tensor) and (x.layout is not torch.strided or x.is_nested):
+            nested = x.is_nested or x.layout is torch.jagged
+            raise CompileError(
+                "QN102",
+                f"the batch holds a tensor that is {'nested' if nested else 'sparse'}, of which ranks cannot take rows",
+                fix="pad it to a plain tensor, and mask" if nested else "pass it as a plain tensor: x.to_dense()",
+            )
 
 
 def rows_among(sizes: Sequence[int]) -> int:
