@@ -19,7 +19,7 @@ from ..compat.torch import FakeTensor, FunctionalTensor, is_functional, pytree, 
 from ..compat.torch_func import is_transformed
 from ..core.errors import CompileError, Where
 from ..guards.attribute_reads import Read, Reads
-from ..guards.by_name import class_namespaces, spaces_by_name
+from ..guards.by_name import class_namespaces, constructors, spaces_by_name
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
 from ..guards.guards import Roots, TraceReads
 from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
@@ -176,14 +176,21 @@ class WatchedTrace:
             self._remember(new)
             for variable in new:
                 self.reads.meet(variable.label, variable.value)
-            roots = [(variable.label, variable.value) for variable in self.variables]
-            for space in spaces_by_name([*roots, *self.reads.spaces.values()], self.walk.names):
-                for label, value in space.values():
-                    self._meet_once(label, value)
-            if self.walk.computes_names:
-                for label, space in class_namespaces(self.reads.spaces.values()):
-                    for name, value in list(space.items()):
-                        self._meet_once(f"{label}.{name}", value)
+            for label, value in list(self._named_values()):
+                self._meet_once(label, value)
+
+    def _named_values(self) -> Iterator[tuple[str, Any]]:
+        """Yield what functions may look up in modules and classes, and what runs when objects of these are made."""
+        spaces = list(self.reads.spaces.values())
+        roots = [(variable.label, variable.value) for variable in self.variables]
+        for space in spaces_by_name([*roots, *spaces], self.walk.names):
+            yield from space.values()
+        if "__class__" in self.walk.names or any(unset.name == "type" for unset in self.walk.unset):
+            kinds = [kind for _, kind in spaces if isinstance(kind, type)]
+            yield from ((kind.__name__, function) for kind in kinds for function in constructors(kind))
+        if self.walk.computes_names:
+            namespaces = class_namespaces(spaces)
+            yield from ((f"{label}.{name}", value) for label, space in namespaces for name, value in space.items())
 
     def _extent_now(self) -> tuple[int, ...]:
         walk = self.walk

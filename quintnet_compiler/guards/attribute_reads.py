@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .by_name import is_users, special_methods
+from .by_name import constructors, is_users, special_methods
 from .containers import fields_of, names_of
 from .function_reads import CALLED, functions_of, is_library, is_library_module
 from .python_state import CODE, OWN, AttributeSnapshot
@@ -80,7 +80,11 @@ class Reads:
         for path, child in reachable([(label, value)], self.is_whole, {}):
             if isinstance(child, nn.Module):
                 self._meet_module(path, child)
-            elif isinstance(child, (type, types.ModuleType)):
+            elif isinstance(child, type):
+                self._meet_space(path, child)
+                for function in constructors(child):
+                    self.on_function(function)
+            elif isinstance(child, types.ModuleType):
                 self._meet_space(path, child)
             elif isinstance(child, (*CODE, *CALLED)):
                 self.on_function(child)

@@ -63,12 +63,25 @@ def is_users(kind: type) -> bool:
     return module is not None and (kind.__module__ == "__main__" or not is_library_module(module))
 
 
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+
+
 def special_methods(kind: type) -> Iterator[types.FunctionType]:
-    """Yield the methods of a class that Python calls without reading an attribute, as ``__getitem__``."""
+    """Yield the methods of a class that Python calls without reading an attribute of an object, as ``__getitem__``."""
+    return (method for name, method in _methods(kind) if name.startswith("__") and name not in _CONSTRUCTORS)
+
+
+def constructors(kind: type) -> Iterator[types.FunctionType]:
+    """Yield the methods of a class that are called when an object is made."""
+    return (method for name, method in _methods(kind) if name in _CONSTRUCTORS)
+
+
+def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
     for base in filter(is_users, kind.__mro__):
         for name, member in vars(base).items():
-            if name.startswith("__") and isinstance(member, types.FunctionType):
-                yield member
+            function = member.__func__ if isinstance(member, staticmethod) else member  # __new__ is one
+            if isinstance(function, types.FunctionType):
+                yield name, function
 
 
 def _of_class(kind: type, names: Set[str]) -> list[NamedSpace]:

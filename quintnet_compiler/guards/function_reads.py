@@ -7,6 +7,7 @@ import functools
 import operator
 import os
 import site
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -179,8 +180,10 @@ def is_library(code: types.CodeType) -> bool:
 
 
 def is_library_module(module: types.ModuleType) -> bool:
-    """Return whether a module belongs to an installed package, to torch, to this package or to Python itself."""
-    file = getattr(module, "__file__", None)
+    """Return whether a module belongs to an installed package, to torch, to this package or to Python itself, or is in
+    the namespace of one that does, as ``torch.ops.aten``."""
+    package = sys.modules.get(str(module.__name__).partition(".")[0], module)
+    file = getattr(package, "__file__", None)
     return file is None or _is_library_file(str(file))
 
 

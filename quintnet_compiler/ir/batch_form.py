@@ -54,12 +54,16 @@ class FlatBatch:
         """
         plain = plain_batch(batch)
         leaves, structure = pytree.tree_flatten(plain)
-        _require_strided(leaves)
+        sizes: list[int] = []
+        for x in leaves:
+            if isinstance(x, Tensor):
+                if x.layout is not torch.strided or x.is_nested:
+                    raise _irregular(x)
+                sizes += x.shape[:1]
         if rows_at and structure in rows_at:
             leaf = leaves[rows_at[structure]]
             if isinstance(leaf, Tensor) and leaf.dim() > 0:
                 return cls(plain, leaves, structure, leaf.shape[0])
-        sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim() > 0]
         if sizes:
             return cls(plain, leaves, structure, rows_among(sizes))
         raise CompileError("QN102", _without_rows(leaves), fix="pass a tuple or a dict of tensors that have rows")
@@ -69,15 +73,13 @@ class FlatBatch:
         return [x for x in self.leaves if isinstance(x, Tensor)]
 
 
-def _require_strided(leaves: Sequence[Any]) -> None:
-    for x in leaves:
-        if isinstance(x, Tensor) and (x.layout is not torch.strided or x.is_nested):
-            nested = x.is_nested or x.layout is torch.jagged
-            raise CompileError(
-                "QN102",
-                f"the batch holds a tensor that is {'nested' if nested else 'sparse'}, of which ranks cannot take rows",
-                fix="pad it to a plain tensor, and mask" if nested else "pass it as a plain tensor: x.to_dense()",
-            )
+def _irregular(x: Tensor) -> CompileError:
+    nested = x.is_nested or x.layout is torch.jagged
+    return CompileError(
+        "QN102",
+        f"the batch holds a tensor that is {'nested' if nested else 'sparse'}, of which ranks cannot take rows",
+        fix="pad it to a plain tensor, and mask" if nested else "pass it as a plain tensor: x.to_dense()",
+    )
 
 
 def rows_among(sizes: Sequence[int]) -> int:
