@@ -173,6 +173,7 @@ def test_saved_adapters_are_those_of_peft(options: dict[str, Any], tmp_path: Pat
         quintnet.compile(wrong, quintnet.Mesh(dp=2), _language()).load_pretrained(tmp_path / "adapter")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"target_modules": "all-linear"}, {"modules_to_save": ["head"]}, {"target_modules": ["embed", "up"]}],

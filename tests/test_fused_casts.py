@@ -104,6 +104,7 @@ def _step(recipe: str, axes: dict[str, int], **plan: Any) -> list[Tensor]:
     return [loss, *(p.grad.full_tensor() for p in program.parameters() if p.grad is not None)]  # type: ignore[attr-defined]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "axes", "plan"),
     [

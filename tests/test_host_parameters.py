@@ -36,7 +36,7 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
     return ids, ids
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("axes", "decided", "rows"), PLANS, ids=str)
 def test_an_estimate_is_what_is_simulated(axes: dict[str, int], decided: dict[str, Any], rows: int) -> None:
     """In time; and no less memory of the device. On the host are AdamW's moments, too."""
@@ -67,6 +67,7 @@ class Large(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_they_are_chosen_where_nothing_else_fits(devices: int) -> None:
     """Parameters and gradients take 12 GiB of each device, which has 12 GB; a host has 30 for each. Where hosts do not

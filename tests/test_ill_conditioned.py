@@ -86,6 +86,7 @@ def every_difference_counts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layers", [18, 50])
 def test_resnets_pass_where_float32_is_ill_conditioned(layers: int) -> None:
     torch.manual_seed(0)
@@ -98,8 +99,10 @@ SIZES = [(18, 32), (18, 64), (18, 224), (50, 32), (50, 64), (50, 224)]
 
 @pytest.mark.slow
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("layers, size", SIZES)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("layers", "size", "seed"),
+    [(*sizes, seed) for i, sizes in enumerate(SIZES) for seed in range(5 * (i % 2), 5 * (i % 2) + 5)],
+)
 def test_every_resnet_compiles(layers: int, size: int, seed: int) -> None:
     torch.manual_seed(seed)
     model, batch = resnet(layers), images(size)
@@ -135,6 +138,7 @@ def traced(name: str) -> ModuleCheck:
     return check_of(resnet(18, width=8, classes=10), images(32, classes=10))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("factor", [1 + 3e-4, 1 - 1e-3, 0.0])
 @pytest.mark.parametrize("name", ["kinks", "resnet"])
 def test_a_derivative_that_is_wrong_by_little_is_refused(

@@ -77,7 +77,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return made
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_length_is_that_of_the_module(layout: str, captures: list[bool]) -> None:
     axes, options = LAYOUTS[layout]
@@ -91,6 +91,7 @@ def test_every_length_is_that_of_the_module(layout: str, captures: list[bool]) -
     assert float(program.evaluate(batch)) == pytest.approx(float(twin(*batch).detach()), abs=1e-9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["pp2, 2 microbatches", "dp2 x tp2, ZeRO 3"])
 def test_one_compilation_for_many_lengths(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs with other numbers are those that compiling makes, and train as the module does."""
@@ -114,6 +115,7 @@ def test_one_compilation_for_many_lengths(layout: str, monkeypatch: pytest.Monke
     assert len(usual) == 4 + len(lengths)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "axes"),
     [

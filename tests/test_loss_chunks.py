@@ -30,6 +30,7 @@ torch.set_num_threads(1)
 aten = torch.ops.aten
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_in_parts_equals_the_unsplit_one(name: str) -> None:
     program = compiled(LOSSES[name], {"dp": 2}, loss_chunks=3, microbatches=2)

@@ -121,6 +121,7 @@ def _room(
     return [one.total - one.optimizer - peak.bytes for one, peak in pairs], list(planned.memory)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("axes", "decided", "rows", "early"), EARLY, ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_plan_counts_gradients_when_they_come(

@@ -42,6 +42,7 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("layout", ["dp2", "pp2", "dp2 tp2 zero3"])
 @pytest.mark.parametrize("case", CASES)
 def test_diagonals_of_rows(case: str, layout: str) -> None:

@@ -42,7 +42,7 @@ def test_every_rule_has_samples_and_every_sample_a_rule() -> None:
     assert {*SAMPLES, dropout, noise, with_tangent, declare_gradient, after_gradients} == set(RULES)
 
 
-@pytest.mark.sample(120)
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_every_strategy_on_one_axis(target: Any) -> None:
     """Axes of 2 ranks, and of 3 (elementwise operators share one rule: for them 3 is left to the sweep)."""

@@ -90,6 +90,7 @@ def _chosen(program: quintnet.CompiledProgram, axis: str = "tp") -> list[Strateg
 WAYS = [("o", True, False), ("i", False, True)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("skew", [0.0, 10.0])
 @pytest.mark.parametrize(("up", "down"), product(range(len(WAYS)), repeat=2))
 def test_every_way_is_exact(up: int, down: int, skew: float) -> None:

@@ -119,6 +119,7 @@ def test_the_loss_is_that_of_one_batch(name: str) -> None:
     assert float(program.evaluate_together(batches)) == pytest.approx(float(expected), rel=1e-9)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", ["weights of classes", "two means", "a sum divided by labels, by hand"])
 def test_the_loss_on_layouts(name: str, layout: dict[str, Any]) -> None:
@@ -150,6 +151,7 @@ class Shifted(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_causal_model_that_shifts_its_labels(layout: dict[str, Any]) -> None:
     torch.manual_seed(0)
