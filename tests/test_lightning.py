@@ -231,9 +231,9 @@ def _with_validation() -> Any:
         def on_validation_epoch_end(self) -> None:
             *totals, count = self.sums
             if count:
-                told = {name: x / count for name, x in zip(("loss", "accuracy", "second"), totals, strict=True)}
-                self.log_dict({f"val_{name}": torch.tensor(x) for name, x in told.items()})
-                self.numbers.append(told)
+                means = {name: x / count for name, x in zip(("loss", "accuracy", "second"), totals, strict=True)}
+                self.log_dict({f"val_{name}": torch.tensor(x) for name, x in means.items()})
+                self.numbers.append(means)
             self.sums = [0.0] * 4
 
         def configure_optimizers(self) -> Any:

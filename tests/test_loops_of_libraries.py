@@ -141,10 +141,12 @@ def _trainer(kind: str, folder: str, mesh: quintnet.Mesh | None, changes: Mappin
             "eval_dataset": _sentences(10, 1),
             "processing_class": _tokenizer(),
         }
-    made = base if mesh is None else type("MeshTrainer", (TrainerMixin, base), {})
+    trainer_class = base if mesh is None else type("MeshTrainer", (TrainerMixin, base), {})
     average = Average()
     patience = [transformers.EarlyStoppingCallback(2)] if options["load_best_model_at_end"] else []
-    trainer = made(_language_model(), arguments, compute_metrics=_metrics, callbacks=[average, *patience], **more)
+    trainer = trainer_class(
+        _language_model(), arguments, compute_metrics=_metrics, callbacks=[average, *patience], **more
+    )
     return trainer, average
 
 

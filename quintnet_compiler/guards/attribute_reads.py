@@ -54,7 +54,7 @@ class Reads:
     whole: dict[int, Any] = field(default_factory=dict)
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     spaces: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    _notes: bool = True  # False while this class itself reads
+    _records: bool = True  # False while this class itself reads
     _modules: list[types.ModuleType] = field(default_factory=list)  # whose reads are recorded
     _labels: dict[int, tuple[str, Any]] = field(default_factory=dict)
     _seen: set[tuple[int, str]] = field(default_factory=set)
@@ -65,11 +65,11 @@ class Reads:
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Record nothing of what is read inside."""
-        before, self._notes = self._notes, False
+        before, self._records = self._records, False
         try:
             yield
         finally:
-            self._notes = before
+            self._records = before
 
     def meet(self, label: str, value: Any) -> None:
         """Record from now on what is read of ``value``, and of all that it holds, where reads can be observed."""
@@ -173,7 +173,7 @@ class Reads:
 
         def read(this: Any, name: str) -> Any:
             key = (id(this), name)
-            if key in seen or name in OWN or id(this) not in labels or not self._notes:
+            if key in seen or name in OWN or id(this) not in labels or not self._records:
                 return method(this, name)
             if name != "__dict__":  # this package reads it too
                 seen.add(key)
