@@ -27,6 +27,7 @@ from ..ops.collectives import (
 )
 from ..ops.experts.grouped_rows import grouped_linear, grouped_weight_grad
 from ..ops.experts.scaled_groups import scaled_expert_linear, scaled_grouped_linear, scaled_grouped_weight_grad
+from ..ops.filters_of_rows import grouped_convolution, grouped_convolution_weight
 from ..ops.rank_local import embedding_rows
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
@@ -54,6 +55,19 @@ def _convolution_backward(node: fx.Node) -> ProductSize:
     """Two products of the forward's size: for the input, and for the weight."""
     grad, given, weight = (shape(source) for source in tensor_inputs(node)[:3])
     return 2, _positions(given if _transposed(node) else grad, weight), weight[0], math.prod(weight[1:])
+
+
+def _grouped_convolution(node: fx.Node) -> ProductSize:
+    """As :func:`_convolution`, for each group."""
+    x, weight = (shape(source) for source in tensor_inputs(node))
+    image = x if argument(node, "transposed") else shape(node)
+    return x[1], x[0] * math.prod(image[3:]), weight[1], math.prod(weight[2:])
+
+
+def _grouped_convolution_weight(node: fx.Node) -> ProductSize:
+    grad, x, weight = (shape(source) for source in tensor_inputs(node))
+    image = x if argument(node, "transposed") else grad
+    return x[1], x[0] * math.prod(image[3:]), weight[1], math.prod(weight[2:])
 
 
 def _positions(image: tuple[int, ...], weight: tuple[int, ...]) -> int:
@@ -117,6 +131,8 @@ SIZES: Mapping[Any, Callable[[fx.Node], ProductSize]] = MappingProxyType(
         **dict.fromkeys([grouped_linear, scaled_grouped_linear, scaled_expert_linear], _grouped_linear),
         **dict.fromkeys([grouped_weight_grad, scaled_grouped_weight_grad], _grouped_weight_grad),
         aten.convolution_backward.default: _convolution_backward,
+        grouped_convolution: _grouped_convolution,
+        grouped_convolution_weight: _grouped_convolution_weight,
         aten._trilinear.default: _trilinear,
         aten._cdist_backward.default: _cdist_backward,
         **dict.fromkeys(

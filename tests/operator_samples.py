@@ -24,6 +24,7 @@ from quintnet_compiler.ops.ctc import ctc_rows
 from quintnet_compiler.ops.experts.expert_linear import expert_linear
 from quintnet_compiler.ops.experts.scaled_groups import scaled_expert_linear
 from quintnet_compiler.ops.filled_rows import alike, fill_rows
+from quintnet_compiler.ops.filters_of_rows import grouped_convolution, grouped_convolution_weight
 from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 
 from .one_operator import Input, Sample, call
@@ -680,6 +681,9 @@ def _lookups() -> list[Sample]:
         call(aten.multilabel_margin_loss_forward.default, f(6), ints(6, 6), 0),
         call(aten.multilabel_margin_loss_forward.default, f(4, 6), ints(6, 4, 6), 2),
         call(ctc_rows, log_probs(6, 4, 3), all_of(1, 4, 2), all_of(6, 4), all_of(2, 4), 0, False),
+        call(grouped_convolution, f(2, 4, 2, 6), f(4, 6, 2, 3), [2], [1], [1], False, [0]),
+        call(grouped_convolution, f(1, 4, 2, 4, 6), f(4, 2, 6, 3, 2), [1, 2], [0, 1], [1, 1], True, [0, 1]),
+        call(grouped_convolution_weight, f(2, 4, 6, 3), f(2, 4, 2, 6), const(4, 6, 2, 3), [2], [1], [1], False, [0]),
         call(aten.dist.default, f(4, 6), f(4, 6)),
         call(aten.pdist.default, f(4, 6)),
         call(aten.put.default, f(4, 6), permutations(24, 4), f(4)),

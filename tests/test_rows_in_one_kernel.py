@@ -93,3 +93,78 @@ def test_bags_with_a_padding_row(layout: str) -> None:
     ids = torch.randint(9, (8, 4), generator=torch.Generator().manual_seed(1))
     ids[0] = 0  # nothing is in it
     train_as_plain(Bags().double(), layout, [(ids, ids[:, 0] % 5)] * 2, F.cross_entropy)
+
+
+class OwnFilters(nn.Module):
+    """Each row makes the filters that it is convolved with."""
+
+    def __init__(self, *, transposed: bool = False, biased: bool = False, dims: int = 1) -> None:
+        super().__init__()
+        self.channels, self.outputs, self.dims = 3, 4, dims
+        self.filters = nn.Linear(6, self.channels * self.outputs * 3**dims)
+        self.biases = nn.Linear(6, self.outputs) if biased else None
+        self.mix, self.last = nn.Linear(6, 6), nn.Linear(self.outputs, 5)
+        names = {1: (F.conv1d, F.conv_transpose1d), 2: (F.conv2d, F.conv_transpose2d)}
+        self.convolve, self.transposed = names[dims][transposed], transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, wide = x.shape[0], [6] * self.dims
+        style = x.flatten(1)[:, :6]
+        channels = (self.channels, self.outputs) if self.transposed else (self.outputs, self.channels)
+        weight = self.filters(style).reshape(rows * channels[0], channels[1], *[3] * self.dims)
+        bias = None if self.biases is None else self.biases(style).reshape(-1)
+        image = self.mix(x).reshape(1, rows * self.channels, *wide)
+        out = self.convolve(image, weight, bias, stride=2, padding=1, groups=rows)
+        return self.last(out.reshape(rows, self.outputs, -1).tanh().mean(2))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "options", [{}, {"biased": True}, {"transposed": True}, {"dims": 2, "transposed": True, "biased": True}], ids=str
+)
+def test_filters_of_each_row(options: dict[str, int], layout: str) -> None:
+    sizes = (3, *[6] * options.get("dims", 1))
+    batches = [(_random(rows, *sizes), torch.arange(rows) % 5) for rows in (8, 7)]
+    train_as_plain(OwnFilters(**options).double(), layout, batches, F.cross_entropy)  # type: ignore[arg-type]
+
+
+class MappedFilters(nn.Module):
+    """``torch.vmap`` of a convolution over rows with filters of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters, self.last = nn.Linear(6, 4 * 3 * 3), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.filters(x[:, 0]).reshape(-1, 4, 3, 3)
+        out = torch.vmap(lambda image, filters: F.conv1d(image[None], filters, padding=1)[0])(x, weight)
+        return self.last(out.tanh().mean(2))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_mapped_filters_of_each_row(layout: str) -> None:
+    batches = [(_random(rows, 3, 6), torch.arange(rows) % 5) for rows in (8, 7)]
+    train_as_plain(MappedFilters().double(), layout, batches, F.cross_entropy)
+
+
+class Penalised(nn.Module):
+    """The gradient of a discriminator with filters of each row, as in R1 penalties."""
+
+    def __init__(self, **options: int) -> None:
+        super().__init__()
+        self.net = OwnFilters(**options)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.enable_grad():  # also where the module is evaluated
+            x = x.detach().requires_grad_()
+            out = self.net(x)
+            (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return F.cross_entropy(out, y) + gradient.square().mean()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", [{}, {"transposed": True, "dims": 2}], ids=str)
+def test_penalties_of_filters_of_each_row(options: dict[str, int], layout: str) -> None:
+    sizes = (3, *[6] * options.get("dims", 1))
+    batches = [(_random(rows, *sizes), torch.arange(rows) % 5) for rows in (8, 7)]
+    train_as_plain(Penalised(**options).double(), layout, batches)

@@ -17,6 +17,7 @@ from ...ops.attention.operator import attention
 from ...ops.rank_local import dropout
 from .attention_rewrites import masked_attention, scaled_dot_product
 from .bag_rewrites import embedding_bag
+from .convolution_rewrites import CONVOLUTIONS, convolution
 from .counted.rows import CountedRows
 from .derivative_rewrites import DERIVATIVE_REWRITES
 from .list_rewrites import cat
@@ -259,6 +260,7 @@ def _pad(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str
 REWRITES: dict[Any, Rewrite] = {
     **RANDOM_REWRITES,
     **DERIVATIVE_REWRITES,
+    **dict.fromkeys(CONVOLUTIONS, convolution),
     **dict.fromkeys(
         [aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats], batch_norm
     ),

@@ -217,6 +217,8 @@ OPERATORS = _read(
     exp                                                   -          32  -
     exp2                                                  -          32  -
     expert_linear                                         -          16  keep
+    grouped_convolution                                   -          16  keep
+    grouped_convolution_weight                            -          16  keep
     expm1                                                 -          32  -
     group_norm                                            -          16  -
     _grouped_mm                                           -          -   keep

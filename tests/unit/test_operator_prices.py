@@ -18,6 +18,7 @@ from quintnet_compiler.cost_models.kernels import Kernel
 from quintnet_compiler.cost_models.operators import SIZES, guessed, kernel_of, traffic
 from quintnet_compiler.ops.catalog import OPERATORS, work_of
 from quintnet_compiler.ops.experts.scaled_groups import EXPERT_LAYERS
+from quintnet_compiler.ops.filters_of_rows import grouped_convolution, grouped_convolution_weight
 from quintnet_compiler.ops.rules.notation import rule
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.scaled_products import scaled_matmul
@@ -132,6 +133,12 @@ def test_sizes_of_products_are_those_that_torch_counts(sample: Sample) -> None:
     if sample.target in EXPERT_LAYERS:
         rows, (_, *weight) = sample.inputs[0].shape[0], sample.inputs[2].shape
         counted = 2 * rows * weight[0] * weight[1]
+    if sample.target in (grouped_convolution, grouped_convolution_weight):
+        x, weight = _drawn(sample)[-2:]
+        options = sample.args[len(sample.inputs) :]
+        with FlopCounterMode(display=False) as counter:
+            aten.convolution(x.flatten(1, 2), weight.flatten(0, 1), None, *options, x.shape[1])
+        counted = counter.get_total_flops()
     if sample.target is scaled_matmul:
         a, b = (given.shape for given in sample.inputs[:2])
         counted = 2 * math.prod(a) * b[0 if sample.args[4] == "mk,nk->mn" else -1]

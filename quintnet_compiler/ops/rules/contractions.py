@@ -147,6 +147,35 @@ def convolution(node: fx.Node) -> Factors:
     )
 
 
+def grouped_convolution(node: fx.Node) -> Factors:
+    """quintnet.grouped_convolution: images, groups, input channels (a sum) and output channels; space is whole."""
+    x, weight = (shape(n) for n in tensor_inputs(node))
+    images, filters, out, sizes = _grouped(x, weight, shape(node), transposed=bool(argument(node, "transposed")))
+    return Factors((images, filters), (out,), sizes, frozenset(sizes) - set("ngio"), linear=((0,), (1,)))
+
+
+def grouped_convolution_weight(node: fx.Node) -> Factors:
+    """quintnet.grouped_convolution_weight: likewise, and a sum over images."""
+    grad, x, weight = (shape(n) for n in tensor_inputs(node))
+    images, filters, out, sizes = _grouped(x, weight, grad, transposed=bool(argument(node, "transposed")))
+    inputs = (out, images, filters)
+    return Factors(inputs, (filters,), sizes, frozenset(sizes) - set("ngio"), linear=((0,), (1,)))
+
+
+def _grouped(
+    x: Sequence[int], weight: Sequence[int], out: Sequence[int], *, transposed: bool
+) -> tuple[Dims, Dims, Dims, dict[str, int]]:
+    """Return the factors of images, filters and results, and their sizes."""
+    sizes = {"n": x[0], "g": x[1], "i": x[2], "o": out[2]}
+    places: dict[str, Named] = {}
+    for label, dims in (("x", x[3:]), ("w", weight[3:]), ("y", out[3:])):
+        places[label], more = named(dims, f"{label}_")
+        sizes |= more
+    filters: Named = [("i",), ("o",)] if transposed else [("o",), ("i",)]
+    images = (("n",), ("g",), ("i",), *places["x"])
+    return images, (("g",), *filters, *places["w"]), (("n",), ("g",), ("o",), *places["y"]), sizes
+
+
 def attention(node: fx.Node) -> Factors:
     """scaled_dot_product_attention: batch, heads and (unless their number says what they see) queries. Fewer key heads
     form groups."""

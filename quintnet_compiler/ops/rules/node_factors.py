@@ -27,6 +27,13 @@ def argument(node: fx.Node, name: str) -> Any:
     return None
 
 
+def arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by their names in the operator's schema, with its defaults."""
+    known = schema(target).arguments
+    defaults = {x.name: x.default_value for x in known}
+    return defaults | dict(zip(defaults, args, strict=False)) | dict(kwargs)
+
+
 def named(sizes: Sequence[int], prefix: str = "d") -> tuple[Named, dict[str, int]]:
     """One factor per dim, and its size.
 

@@ -20,6 +20,7 @@ from ..derivatives.user_derivatives import after_gradients, declare_gradient, wi
 from ..experts.expert_linear import expert_linear
 from ..experts.scaled_groups import scaled_expert_linear
 from ..filled_rows import alike, fill_rows
+from ..filters_of_rows import grouped_convolution, grouped_convolution_weight
 from ..rank_local import dropout, noise
 from ..scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from . import contractions as c
@@ -148,6 +149,8 @@ RULES = MappingProxyType(
             c.convolution,
             "matmul",
         ),
+        _each([grouped_convolution], c.grouped_convolution, "matmul"),
+        _each([grouped_convolution_weight], c.grouped_convolution_weight, "matmul"),
         _each([aten.scaled_dot_product_attention.default], c.attention, "attention"),
         _each([attention], c.masked_attention, "attention"),
         _each([paged_attention], c.paged_attention, "attention"),
