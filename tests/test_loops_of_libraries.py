@@ -39,7 +39,7 @@ LOOP: Mapping[str, Any] = {
     "warmup_steps": 2,
     "gradient_checkpointing": False,
 }
-LOADERS = {
+INSTALLED = {
     "transformers": True,
     "trl": find_spec("trl") is not None and find_spec("datasets") is not None,
 }
@@ -113,7 +113,7 @@ def _tokenizer() -> Any:
 
 
 def _sentences(rows: int, seed: int) -> Any:
-    """Of different lengths."""
+    """Return sentences of different lengths."""
     import datasets
 
     generator = torch.Generator().manual_seed(seed)
@@ -181,7 +181,7 @@ def _same(shown: Shown, known: Shown, first: int = 1) -> None:
 
 
 KINDS = [
-    pytest.param(kind, marks=pytest.mark.skipif(not there, reason=f"needs {kind}")) for kind, there in LOADERS.items()
+    pytest.param(kind, marks=pytest.mark.skipif(not there, reason=f"needs {kind}")) for kind, there in INSTALLED.items()
 ]
 
 

@@ -1,5 +1,8 @@
-"""How :mod:`.normalize` spells convolutions of which each row has filters of its own: the number of groups varies with
-the rows, and becomes the size of a dim. So ``torch.vmap`` spells them, too."""
+"""How :mod:`.normalize` spells convolutions of which each row has filters of its own.
+
+The number of groups, which is that of the rows or a multiple of it, becomes the size of a dim. ``torch.vmap`` of a
+convolution is one of them.
+"""
 
 from __future__ import annotations
 

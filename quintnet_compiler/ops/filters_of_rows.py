@@ -26,8 +26,8 @@ def _convolved(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
 
 def _of_weight(grad: Tensor, x: Tensor, weight: Tensor, *options: Any) -> Tensor:
     tensors = grad.flatten(1, 2), x.flatten(1, 2), weight.flatten(0, 1)
-    found: Tensor = aten.convolution_backward(*tensors, None, *options, x.shape[1], [False, True, False])[1]
-    return found.reshape(weight.shape)
+    gradient: Tensor = aten.convolution_backward(*tensors, None, *options, x.shape[1], [False, True, False])[1]
+    return gradient.reshape(weight.shape)
 
 
 # of images [images, groups, inputs, *space] and filters [groups, outputs, inputs, *kernel] (of a transposed
@@ -50,8 +50,8 @@ def _of_x(grad: Tensor, x: Tensor, weight: Tensor, *options: Any) -> Tensor:
     if not transposed:  # what a stride left over
         sizes = zip(x.shape[3:], grad.shape[3:], stride, padding, dilation, weight.shape[3:], strict=True)
         rest = [size - ((out - 1) * s - 2 * p + d * (k - 1) + 1) for size, out, s, p, d, k in sizes]
-    found: Tensor = grouped_convolution(grad, weight, stride, padding, dilation, not transposed, rest)
-    return found
+    gradient: Tensor = grouped_convolution(grad, weight, stride, padding, dilation, not transposed, rest)
+    return gradient
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:

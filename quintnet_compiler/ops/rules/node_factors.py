@@ -28,9 +28,8 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by their names in the operator's schema, with its defaults."""
-    known = schema(target).arguments
-    defaults = {x.name: x.default_value for x in known}
+    """Return all arguments of a call by their names in the operator's schema, with its defaults."""
+    defaults = {known.name: known.default_value for known in schema(target).arguments}
     return defaults | dict(zip(defaults, args, strict=False)) | dict(kwargs)
 
 
