@@ -44,7 +44,8 @@ check: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -p no:xdist -q tests/test_structure.py tests/test_compat.py tests/test_docs_claims.py
+	$(BIN)/python -m pytest -p no:xdist -q tests/test_structure.py tests/test_compat.py tests/test_docs_claims.py \
+		tests/unit/test_every_module_has_a_test.py
 
 screenshots: setup
 	$(BIN)/python docs/screenshots.py

@@ -22,6 +22,7 @@ from quintnet_compiler.ops.experts.expert_linear import expert_linear
 from quintnet_compiler.ops.rank_local import dropout
 from quintnet_compiler.passes.frontend.attention_rewrites import masked_attention, scaled_dot_product
 from quintnet_compiler.passes.frontend.bag_rewrites import embedding_bag
+from quintnet_compiler.passes.frontend.convolution_rewrites import convolution
 from quintnet_compiler.passes.frontend.decompose import decompose, has_parts
 from quintnet_compiler.passes.frontend.loss_rewrites import cross_entropy, distance, divergence, many_labels, mean, nll
 from quintnet_compiler.passes.frontend.narrow_leaves import narrow_leaves
@@ -156,6 +157,35 @@ def test_what_autograd_and_a_write_in_place_differentiate_otherwise_is_refused()
     old = fx.Graph().call_function(aten.as_strided_scatter.default, (source,))
     with pytest.raises(CompileError, match="QN105"):
         as_strided_scatter(to, old, [source, written, [4, 2], [6, 3], 1], {})
+
+
+EACH = "quintnet.grouped_convolution"
+
+
+@pytest.mark.parametrize(
+    ("target", "shapes", "options", "operators"),
+    [
+        (aten.conv1d.default, [(1, 8, 6), (4, 4, 3), (4,)], ([2], [1], [1], 2), [EACH, "aten.add"]),
+        (aten.conv2d.default, [(1, 8, 6, 5), (12, 2, 3, 3)], (None, [1], [0], [2], 4), [EACH]),
+        (aten.conv_transpose2d.input, [(1, 8, 3, 4), (8, 2, 3, 2)], (None, [2], [1], [1], 4), [EACH]),
+        # channels of several images, and one group of one image
+        (aten.conv2d.default, [(2, 8, 6, 5), (12, 2, 3, 3)], (None, [1], [0], [2], 4), ["aten.conv2d"]),
+        (aten.conv1d.default, [(1, 8, 6), (4, 8, 3), (4,)], ([2], [1]), ["aten.conv1d"]),
+    ],
+    ids=str,
+)
+def test_one_image_in_many_groups_is_a_convolution_of_each(
+    target: Any, shapes: list[tuple[int, ...]], options: tuple[Any, ...], operators: list[str]
+) -> None:
+    tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+    def rewrite(to: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        node.args = tuple(args)
+        return convolution(to, node, args, kwargs)
+
+    result, names = _numbers(rewrite, target, *tensors, *options)
+    assert torch.allclose(result, target(*tensors, *options), atol=1e-12)
+    assert [name.removesuffix(".Tensor") for name in names if "reshape" not in name] == operators
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
