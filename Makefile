@@ -45,7 +45,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -p no:xdist -q tests/test_structure.py tests/test_compat.py tests/test_docs_claims.py \
-		tests/unit/test_every_module_has_a_test.py
+		tests/unit/test_every_module_has_a_test.py tests/test_ratchets.py
 
 screenshots: setup
 	$(BIN)/python docs/screenshots.py

@@ -1,0 +1,240 @@
+"""Count what may only become less: complexity, vague names, docstrings that do not begin with a verb, long files.
+
+    python tools/ratchets.py          # what tests/test_ratchets.py compares with tests/ratchets.toml
+    python tools/ratchets.py --lower  # write the numbers that became smaller
+
+A number that became larger is mended, or raised by hand in a commit that says why.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMITS = ROOT / "tests/ratchets.toml"
+FOLDERS = ("quintnet", "quintnet_compiler", "passes", "cost_models")
+
+MAX_DECISIONS = 14  # of a function that is not listed
+MAX_FILE_LINES = 400
+MAX_PAGE_WORDS = 3500
+MAX_FILES_OF_A_NAME = 2
+PACKAGE_LINES_STEP = 250  # the limit of a package is the next multiple of it
+VAGUE_NAMES = ("found", "made", "given", "told", "one", "known", "whoever", "before")
+FRAGMENTS = ("What", "Whether", "Of", "Where", "How")  # first words of docstrings that are not sentences
+LINT_RULES = ("C901", "D", "D401", "N", "PLR0912", "PLR0913")
+LINT_OPTIONS = (
+    "lint.mccabe.max-complexity=15",
+    "lint.pylint.max-branches=12",
+    "lint.pylint.max-args=8",
+    "lint.pydocstyle.convention='google'",
+)
+
+Counts = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A module of the product."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Return the path from the root."""
+        return self.path.relative_to(ROOT).as_posix()
+
+    @property
+    def package(self) -> str:
+        """Return the folder, at most two levels deep."""
+        return "/".join(self.path.relative_to(ROOT).parent.parts[:2])
+
+    @cached_property
+    def text(self) -> str:
+        """Return the source."""
+        return self.path.read_text()
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """Return the syntax tree."""
+        return ast.parse(self.text)
+
+    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        """Yield functions and methods, nested ones too."""
+        return (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def product_files() -> list[SourceFile]:
+    """Return the modules of the product. Links to folders are left out."""
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [SourceFile(path) for path in paths if path.resolve() == path]
+
+
+def decisions(function: ast.AST) -> int:
+    """Return the cyclomatic complexity: one, and each branch, loop, comprehension, assertion and operand of and/or."""
+    branches = (
+        ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.Assert, ast.match_case,
+    )  # fmt: skip
+    nodes = list(ast.walk(function))
+    operands = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
+    return 1 + operands + sum(isinstance(node, branches) for node in nodes)
+
+
+def complexity(files: list[SourceFile]) -> Counts:
+    """Count decisions of functions that have more than ``MAX_DECISIONS``."""
+    counts = Counter[str]()
+    for file in files:
+        for function in file.functions():
+            number = decisions(function)
+            if number > MAX_DECISIONS:
+                counts[f"{file.name} {function.name}"] = max(number, counts[f"{file.name} {function.name}"])
+    return counts
+
+
+def vague_names(files: list[SourceFile]) -> Counts:
+    """Count functions that bind a vague name, by package and name."""
+    counts = Counter[str]()
+    for file in files:
+        for function in file.functions():
+            counts.update(f"{file.package} {name}" for name in _bound(function) & set(VAGUE_NAMES))
+    return counts
+
+
+def _bound(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Return the names of parameters and locals."""
+    parameters = {x.arg for x in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
+    stores = (node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    return parameters | {node.id for node in stores}
+
+
+def fragments(files: list[SourceFile]) -> Counts:
+    """Count docstrings of functions and classes whose first word is one of ``FRAGMENTS``, by package."""
+    counts = Counter[str]()
+    for file in files:
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                words = (ast.get_docstring(node) or "").split()
+                if words and words[0].strip(",.:;") in FRAGMENTS:
+                    counts[file.package] += 1
+    return counts
+
+
+def public_names(files: list[SourceFile]) -> Counts:
+    """Count the files that define a public function or method of one name, where they are many."""
+    places = defaultdict(set)
+    for file in files:
+        for function in file.functions():
+            if not function.name.startswith("_"):
+                places[function.name].add(file.name)
+    return {name: len(where) for name, where in places.items() if len(where) > MAX_FILES_OF_A_NAME}
+
+
+def operator_identity(files: list[SourceFile]) -> Counts:
+    """Count comparisons of a node's target (``node.target is aten.sum.default``, ``target in CASTS``), by package."""
+    counts = Counter[str]()
+    for file in files:
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.Compare) and re.fullmatch(r"(.*\.)?target", ast.unparse(node.left)):
+                counts[file.package] += 1
+    return counts
+
+
+def long_files(files: list[SourceFile]) -> Counts:
+    """Count lines of files that have more than ``MAX_FILE_LINES``."""
+    lengths = {file.name: len(file.text.splitlines()) for file in files}
+    return {name: length for name, length in lengths.items() if length > MAX_FILE_LINES}
+
+
+def package_lines(files: list[SourceFile]) -> Counts:
+    """Count lines of packages, rounded up to ``PACKAGE_LINES_STEP``."""
+    counts = Counter[str]()
+    for file in files:
+        counts[file.package] += len(file.text.splitlines())
+    return {package: -(-lines // PACKAGE_LINES_STEP) * PACKAGE_LINES_STEP for package, lines in counts.items()}
+
+
+def page_words(files: list[SourceFile]) -> Counts:
+    """Count words of pages that have more than ``MAX_PAGE_WORDS``."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    lengths = {page.relative_to(ROOT).as_posix(): len(page.read_text().split()) for page in pages}
+    return {name: length for name, length in lengths.items() if length > MAX_PAGE_WORDS}
+
+
+def lint(files: list[SourceFile]) -> Counts:
+    """Count what ruff says of ``LINT_RULES``, by package and rule."""
+    options = [part for option in LINT_OPTIONS for part in ("--config", option)]
+    command = [
+        sys.executable, "-m", "ruff", "check", "--isolated", "--exit-zero", "--output-format", "json",
+        "--select", ",".join(LINT_RULES), *options, *(file.name for file in files),
+    ]  # fmt: skip
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
+    packages = {str(file.path): file.package for file in files}
+    return Counter(f"{packages[entry['filename']]} {entry['code']}" for entry in json.loads(output))
+
+
+MEASURES: Mapping[str, Callable[[list[SourceFile]], Counts]] = {
+    measure.__name__: measure
+    for measure in (
+        complexity, vague_names, fragments, public_names, operator_identity, long_files, package_lines, page_words,
+        lint,
+    )
+}  # fmt: skip
+
+
+def measured() -> dict[str, Counts]:
+    """Return all counts, by measure."""
+    files = product_files()
+    return {name: measure(files) for name, measure in MEASURES.items()}
+
+
+def limits() -> dict[str, dict[str, int]]:
+    """Return what tests/ratchets.toml allows."""
+    document: dict[str, dict[str, int]] = tomllib.loads(LIMITS.read_text())
+    return document
+
+
+def larger(counts: Counts, allowed: Counts) -> dict[str, str]:
+    """Return what exceeds its limit, with both numbers."""
+    return {key: f"{n} > {allowed.get(key, 0)}" for key, n in counts.items() if n > allowed.get(key, 0)}
+
+
+def smaller(counts: Counts, allowed: Counts) -> dict[str, str]:
+    """Return limits that are larger than they need to be, with both numbers."""
+    return {key: f"{counts.get(key, 0)} < {n}" for key, n in allowed.items() if n > counts.get(key, 0)}
+
+
+def lower() -> None:
+    """Write the counts that became smaller to tests/ratchets.toml; none is raised."""
+    lines = ["# What may only become less: see tools/ratchets.py. Written by `python tools/ratchets.py --lower`.", ""]
+    for name, counts in measured().items():
+        lines.append(f"[{name}]")
+        for key, limit in sorted(limits()[name].items()):
+            number = min(limit, counts.get(key, 0))
+            if number:
+                lines.append(f"{json.dumps(key)} = {number}")
+        lines.append("")
+    LIMITS.write_text("\n".join(lines))
+
+
+def main() -> None:
+    """Print totals and what exceeds its limit, or lower the limits."""
+    if sys.argv[1:] == ["--lower"]:
+        return lower()
+    allowed = limits()
+    for name, counts in measured().items():
+        print(f"{name}: {sum(counts.values())} in {len(counts)}, allowed {sum(allowed[name].values())}")
+        for key, numbers in larger(counts, allowed[name]).items():
+            print(f"  {key}: {numbers}")
+
+
+if __name__ == "__main__":
+    main()
