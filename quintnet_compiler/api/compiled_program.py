@@ -387,8 +387,8 @@ class CompiledProgram(ProgramGeneration):
     def close(self) -> None:
         """Give the module plain, whole parameters again, so that it can be called or compiled for another mesh, and
         free what the program held: its parts of parameters, and the folders that it saved to. Waits for a save that is
-        under way. Every rank calls this; after it, no program of this module can run any more. Once is enough: further
-        calls do nothing.
+        under way, and warns if it failed and nobody asked for its result. Every rank calls this; after it, no program
+        of this module can run any more. Once is enough: further calls do nothing.
 
         A program that is not closed is freed with its module, when nothing refers to them. Process groups belong to the
         mesh: all programs of this process share them, and they end with the world's group.
@@ -396,7 +396,7 @@ class CompiledProgram(ProgramGeneration):
         if self._closed:
             return
         if self._saving is not None:
-            self._saving.wait()
+            self._saving.close()
         home = self._home or home_of(self._task.model)
         if home is not None and not home.closed:
             program = home.primary.program

@@ -2,61 +2,169 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+import warnings
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 import torch.distributed as dist
 
+from ..core.errors import CheckpointError, CheckpointWarning
+from ..runtime.threads.at_exit import PATIENCE, finish_at_exit
 from ..runtime.transport.groups import new_group
+from ..weights.files import shown
+from .folder import name_of
 from .staging import Staging
 from .training_state import Destination, Snapshot, write
 
 
+class Saving(Future[Path | str]):
+    """A save under way. It cannot be cancelled: other ranks take part. ``asked``: whether somebody has heard how it
+    ended, from ``result`` or ``exception``; if nobody has, a failure is told later."""
+
+    def __init__(self, to: Destination) -> None:
+        super().__init__()
+        self.where = f"{shown(str(to.folder.path))}: {name_of(to.step)}"
+        self.asked = False
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> Path | str:
+        try:
+            return super().result(timeout)
+        finally:
+            self.asked = self.asked or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            self.asked = self.asked or self.done()
+
+    @property
+    def over(self) -> bool:
+        return self.done() and self._untold() is None
+
+    def wait(self) -> None:
+        """Until it has ended, however that is."""
+        super().exception()
+
+    def finish(self, seconds: float) -> None:
+        """
+        Raises:
+            CheckpointError: QN603 if it takes longer than ``seconds``; or if it failed, and nobody has asked.
+        """
+        if wait_for([self], seconds).not_done:
+            raise CheckpointError(
+                "QN603",
+                f"{self.where}: save_async was still writing it after {seconds:.0f} s more, and it is given up",
+                fix="wait for the result() of the last save_async",
+            )
+        if (error := self._untold()) is not None:
+            self.asked = True
+            raise self._failed(error) from error
+
+    def warn(self) -> None:
+        """Warn of a failure of which nobody has asked, once."""
+        if self.done() and (error := self._untold()) is not None:
+            self.asked = True
+            warnings.warn(CheckpointWarning(str(self._failed(error))), stacklevel=5)
+
+    def _untold(self) -> BaseException | None:
+        return None if self.asked else super().exception()
+
+    def _failed(self, error: BaseException) -> CheckpointError:
+        text = error.message if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return CheckpointError(
+            "QN603",
+            f"{self.where} was not written: save_async failed, and nobody asked for its result\n  {text}",
+            fix="call result() of what save_async returns",
+        )
+
+
 @dataclass
-class SaveThread:
-    """One thread that writes snapshots in order, over a process group of its own: steps go on over theirs. All programs
-    of a process share it."""
+class SaveLine:
+    """Saves of a process, one after the other, each in a thread; over a process group of their own: steps go on over
+    theirs. All programs of a process share it."""
 
     group: dist.ProcessGroup | None
-    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "quintnet-save", _step_back))
-    last: Future[Path | str] | None = None
+    process: int = field(default_factory=os.getpid)
+    last: Saving | None = None
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, found: Snapshot, to: Destination) -> Saving:
+        """Write ``found``, which is a copy, in a thread. Nothing else is under way."""
+        saving = self.last = Saving(to)
+        finish_at_exit(saving)
+        # as a daemon: the process's exit waits for it by itself, and not for ever
+        threading.Thread(target=_run, args=(saving, found, to, self.group), name="quintnet-save", daemon=True).start()
+        return saving
+
+    def wait(self) -> None:
+        """Until no save is under way; warn if the last one failed, and nobody asked."""
+        if self.last is not None:
+            self.last.wait()
+            self.last.warn()
 
 
 @dataclass
 class Background:
     """A program's saves. ``staging``: its own, which is freed with it."""
 
-    line: SaveThread
+    line: SaveLine
     staging: Staging = field(default_factory=Staging)
 
     @classmethod
     def make(cls) -> Background:
         """Every rank must call this at the same time."""
         spread = dist.is_initialized() and dist.get_world_size() > 1
-        return cls(_thread_of(dist.group.WORLD if spread else None))
+        return cls(_line_of(dist.group.WORLD if spread else None, os.getpid()))
 
-    def save(self, found: Snapshot, to: Destination) -> Future[Path | str]:
+    def save(self, found: Snapshot, to: Destination) -> Saving:
         """``found`` is copied before this returns, once the save before is on disk: its copy is overwritten."""
-        self.wait()
-        line = self.line
-        line.last = line.thread.submit(write, found.on_host(self.staging.copies), to, line.group)
-        return line.last
+        if self.line.process != os.getpid():  # forked: threads stayed behind
+            self.line, self.staging = _line_of(None, os.getpid()), Staging()
+        with self.line.turn:
+            self.line.wait()
+            return self.line.begin(found.on_host(self.staging.copies), to)
 
     def wait(self) -> None:
-        """Until no save is under way."""
-        if self.line.last is not None:
-            self.line.last.exception()  # whoever asked for that one is told by its own future
+        """Until no save is under way; warn if the last one failed, and nobody asked."""
+        if self.line.process == os.getpid():
+            self.line.wait()
+
+    def close(self) -> None:
+        """As :meth:`wait`.
+
+        Raises:
+            CheckpointError: QN603 if that takes too long.
+        """
+        last = self.line.last
+        if last is not None and self.line.process == os.getpid() and wait_for([last], PATIENCE).not_done:
+            last.finish(0.0)
+        self.wait()
 
 
 @lru_cache(maxsize=1)
-def _thread_of(world: dist.ProcessGroup | None) -> SaveThread:
+def _line_of(world: dist.ProcessGroup | None, process: int) -> SaveLine:
     """That of a world; of one before, nothing is kept."""
-    return SaveThread(None if world is None else new_group(backend="gloo"))
+    return SaveLine(None if world is None else new_group(backend="gloo"))
+
+
+def _run(saving: Saving, found: Snapshot, to: Destination, group: dist.ProcessGroup | None) -> None:
+    with contextlib.suppress(OSError):
+        _step_back()
+    try:
+        path = write(found, to, group)
+    except BaseException as error:
+        saving.set_exception(error)
+    else:
+        saving.set_result(path)
 
 
 def _step_back() -> None:

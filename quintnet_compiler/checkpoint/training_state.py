@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from ..compat.distributed import save_state_dict
 from ..core.empty_storage import is_of_other_ranks
 from ..core.errors import CheckpointError, CheckpointWarning
 from ..weights.files import INDEX, METADATA, SINGLE, conversion, refuse_all, shown
@@ -125,10 +125,7 @@ def write(
     rank = 0 if alone else dist.get_rank()
     writer = Writer(folder, step, to.keep, found.note, lambda notes: _merged(step, notes), rank, to.locks)
     try:
-        with _quiet():
-            dcp_save(
-                dict(found.parts), storage_writer=writer, planner=SavePlanning(), process_group=group, no_dist=alone
-            )
+        save_state_dict(dict(found.parts), writer, process_group=group, no_dist=alone, planner=SavePlanning())
     except CheckpointException as error:
         if writer.temporary is not None:
             with contextlib.suppress(Exception):  # a later save removes it; why this one failed is what is told

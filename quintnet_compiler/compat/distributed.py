@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -25,9 +26,14 @@ __all__ = [
     "TCPStore",  # likewise
     "all_gather", "checkpoint_parts_by", "dtensor_over", "flight_record", "interleaved_shard", "is_interleaved",
     "local_tensor", "numbers_by", "positions_of", "reduce_scatter", "replace_local_tensor",
+    # instead: torch.distributed.checkpoint.save, which warns that one process is alone; filters of warnings belong to the
+    # process, and a thread that saves must not change them
+    "save_state_dict",
     "store_of_world", "symmetric_matmuls", "timeout_of", "use_symmetric_memory",
     "wait_as_long",
 ]  # fmt: skip
+
+save_state_dict: Callable[..., Any] = _save_state_dict
 
 # torch 2.13 renamed these two; the names before it are deprecated
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

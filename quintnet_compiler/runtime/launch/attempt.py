@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ...compat.distributed import PrefixStore, TCPStore
 from ...core.errors import QuintNetError, RunError
+from ..threads.at_exit import finish_all, finish_or_warn
 from .accelerator import take_accelerator
 from .disagreement import disagreement, stalled
 from .faults import Fault, RankError, Scene, gone, stopped
@@ -306,16 +307,32 @@ def work(job: Job, seat: Seat, pipe: Connection) -> None:
                 world_size=seat.size,
                 timeout=patience,
             )
-            try:
-                answer = job.call()
-            except Preempted as left:
-                answer = left
-            pulse.finish()
+            answer = _answer(job, seat.rank)
+            if not isinstance(answer, RankError):
+                pulse.finish()
     except BaseException as error:
-        send(pipe, seat.rank, report(seat.rank, error))
+        answer = report(seat.rank, error)
+    if isinstance(answer, RankError):
+        send(pipe, seat.rank, answer)
         return
     send(pipe, seat.rank, answer)
     dist.destroy_process_group()
+
+
+def _answer(job: Job, rank: int) -> Any:
+    """What the job returns or raises, once what it has begun in the background is done: other ranks take part in that,
+    and the process group ends with this process."""
+    answer: Any
+    try:
+        answer = job.call()
+    except Preempted as left:
+        answer = left
+    except BaseException as error:
+        answer = report(rank, error)  # now: before others see what comes of it
+        finish_or_warn(job.patience)
+        return answer
+    finish_all(job.patience)
+    return answer
 
 
 def _prepare(seat: Seat) -> None:

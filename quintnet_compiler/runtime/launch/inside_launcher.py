@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ...compat.distributed import PrefixStore, Store
 from ...core.errors import QuintNetError, RunError
+from ..threads.at_exit import finish_all, finish_or_warn
 from .accelerator import take_accelerator
 from .attempt import Job
 from .board import last_step
@@ -54,7 +55,8 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
         )
     results: list[Any] = [None] * size
     if dist.is_initialized():
-        results[dist.get_rank()] = job.call()
+        with finished_saves(job.patience):
+            results[dist.get_rank()] = job.call()
         return results
     patience = timedelta(seconds=job.patience)
     given, prefix, rank = world.meet(patience)
@@ -79,7 +81,8 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
         accelerator = take_accelerator(world.place)
         dist.init_process_group(**accelerator, store=store, rank=rank, world_size=size, timeout=patience)
         try:
-            results[rank] = job.call()
+            with finished_saves(job.patience):
+                results[rank] = job.call()
         except Preempted as asked:  # all ranks leave together
             left = asked
         except RuntimeError as error:  # outside of a program's run: in a save, or in communication of the user's own
@@ -92,6 +95,24 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
     if left is not None:
         raise left
     return results
+
+
+@contextlib.contextmanager
+def finished_saves(patience: float) -> Iterator[None]:
+    """Leave only when what was begun in the background inside is done, also by an exception.
+
+    Raises:
+        QuintNetError: if that failed, and nothing else did.
+    """
+    try:
+        yield
+    except Preempted:
+        finish_all(patience)
+        raise
+    except BaseException:
+        finish_or_warn(patience)
+        raise
+    finish_all(patience)
 
 
 def folder_of(name: str) -> Path:

@@ -186,5 +186,6 @@ def _differ(told: Sequence[Sequence[int]], place: int, groups: Groups) -> bool:
 def _path(saved: Saved) -> str:
     """Return where a checkpoint is, if it was written."""
     if isinstance(saved, Future):
-        return str(saved.result()) if saved.done() and saved.exception() is None else ""
+        # as a Future: who looks here has not asked the user's question, see checkpoint.background
+        return str(Future.result(saved)) if saved.done() and Future.exception(saved) is None else ""
     return "" if saved is None else str(saved)

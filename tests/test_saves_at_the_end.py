@@ -1,0 +1,184 @@
+"""Saves that are under way when a job, a process or a program ends; and those that failed, of which nobody asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quintnet
+from quintnet_compiler.checkpoint import background
+from quintnet_compiler.checkpoint.training_state import Destination, Snapshot, write
+
+WIDE = 50_000
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(8, 16, generator=generator), torch.arange(8) % 4
+
+
+def _program(mesh: quintnet.Mesh, wide: int = 8) -> quintnet.CompiledProgram:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, wide), nn.Linear(wide, 4))
+    return quintnet.compile(model, mesh, _batch(), loss_fn=F.cross_entropy, check="off")
+
+
+def _saves_last(folder: str, how: str) -> str:
+    program = _program(quintnet.Mesh(dp=2), WIDE)
+    program.step(_batch())
+    program.save_async(folder, step=1)
+    if how == "raise" and torch.distributed.get_rank() == 1:
+        raise ValueError("after save_async")
+    if how == "exit":
+        sys.exit(0)
+    return how
+
+
+@pytest.mark.parametrize("how", ["return", "raise", "exit"])
+def test_a_job_ends_when_its_last_save_is_on_disk(how: str, tmp_path: Path) -> None:
+    if how == "return":
+        assert quintnet.launch(_saves_last, 2, (str(tmp_path), how), timeout=240) == ["return"] * 2
+    else:
+        with pytest.raises(quintnet.RunError, match="after save_async" if how == "raise" else "SystemExit"):
+            quintnet.launch(_saves_last, 2, (str(tmp_path), how), timeout=240)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".writer") == ["step-00000001"]
+    assert _program(quintnet.Mesh(dp=1), WIDE).load(tmp_path).step == 1
+
+
+def _save_fails(folder: str, asks: bool) -> str:
+    """Whether the job asks its last future, which has failed."""
+    program = _program(quintnet.Mesh(dp=2))
+    saving = program.save_async(folder, step=1)
+    if asks:
+        assert saving.exception(120) is not None
+    return "the end"
+
+
+def test_a_job_whose_last_save_failed_has_failed_unless_it_asked(tmp_path: Path) -> None:
+    (file := tmp_path / "file").write_text("")
+    with pytest.raises(quintnet.CheckpointError, match="step-00000001 was not written: save_async failed") as caught:
+        quintnet.launch(_save_fails, 2, (str(file), False), timeout=240)
+    assert caught.value.code == "QN603" and str(file) in caught.value.message
+    assert quintnet.launch(_save_fails, 2, (str(file), True), timeout=240) == ["the end"] * 2
+
+
+SCRIPT = f"""
+import os, sys
+import torch
+import quintnet
+from tests.test_saves_at_the_end import _batch, _program
+
+if __name__ == "__main__":
+    folder, how = sys.argv[1:]
+    program = _program(quintnet.Mesh(dp=int(os.environ.get("WORLD_SIZE", "1"))), {WIDE})
+    program.step(_batch())
+    program.save_async(folder, step=1)
+    if how == "raise":
+        raise ValueError("after save_async")
+"""
+
+
+def _script(folder: Path, how: str, *prefix: str) -> subprocess.CompletedProcess[str]:
+    (script := folder / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, *prefix, str(script), str(folder / "run"), how]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize("prefix", [(), TORCHRUN], ids=["alone", "torchrun"])
+def test_the_interpreter_waits_for_a_save(prefix: tuple[str, ...], tmp_path: Path) -> None:
+    done = _script(tmp_path, "return", *prefix)
+    assert done.returncode == 0, done.stderr
+    assert _program(quintnet.Mesh(dp=1), WIDE).load(tmp_path / "run").step == 1
+
+
+def test_the_interpreter_waits_for_a_save_after_an_exception(tmp_path: Path) -> None:
+    assert "ValueError: after save_async" in _script(tmp_path, "raise").stderr
+    assert _program(quintnet.Mesh(dp=1), WIDE).load(tmp_path / "run").step == 1
+
+
+def test_the_interpreter_tells_of_a_failed_save(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    said = _script(tmp_path, "return").stderr
+    assert "CheckpointWarning: QN603" in said and "run: step-00000001 was not written: save_async failed" in said
+
+
+@pytest.mark.parametrize("told_by", ["save_async", "save", "close"])
+def test_a_failure_nobody_asked_of_is_told_once(told_by: str, tmp_path: Path) -> None:
+    (file := tmp_path / "file").write_text("")
+    program = _program(quintnet.Mesh(dp=1))
+    later = {
+        "save_async": lambda: program.save_async(tmp_path / "run", step=2).result(),
+        "save": lambda: program.save(tmp_path / "run", step=2),
+        "close": program.close,
+    }
+    program.save_async(file, step=1)
+    with pytest.warns(quintnet.CheckpointWarning, match="file: step-00000001 was not written: save_async failed"):
+        later[told_by]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        later[told_by]()
+
+
+def test_a_failure_that_was_asked_of_is_not_told_again(tmp_path: Path) -> None:
+    (file := tmp_path / "file").write_text("")
+    program = _program(quintnet.Mesh(dp=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for ask in ("result", "exception"):
+            saving = program.save_async(file, step=1)
+            try:
+                assert isinstance(getattr(saving, ask)(), quintnet.CheckpointError)
+            except quintnet.CheckpointError:
+                assert ask == "result"
+        program.save(tmp_path / "run", step=2)
+        program.close()
+
+
+def test_a_save_is_given_up_by_name_after_a_while(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    def slow(found: Snapshot, to: Destination, group: Any) -> Path | str:
+        go_on.wait(120)
+        return write(found, to, group)
+
+    monkeypatch.setattr(background, "write", slow)
+    monkeypatch.setattr(background, "PATIENCE", 0.1)
+    program = _program(quintnet.Mesh(dp=1))
+    saving = program.save_async(tmp_path, step=7)
+    assert not saving.cancel()
+    with pytest.raises(quintnet.CheckpointError, match=f"QN603(?s:.*){tmp_path}: step-00000007") as caught:
+        program.close()
+    assert "still writing" in caught.value.message
+    go_on.set()
+    assert Path(saving.result(120)).name == "step-00000007"
+    program.close()
+
+
+def test_a_forked_child_saves_with_a_thread_of_its_own(tmp_path: Path) -> None:
+    program = _program(quintnet.Mesh(dp=1))
+    program.save_async(tmp_path / "parent", step=1).result(120)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking where there are threads
+        child = os.fork()
+    if child == 0:
+        try:
+            program.save_async(tmp_path / "child", step=2).result(120)
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert program.load(tmp_path / "child").step == 2
