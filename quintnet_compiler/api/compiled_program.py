@@ -19,7 +19,7 @@ from ..compat.torch_hooks import share_backward_hooks
 from ..core.errors import CompileError, InputError, QuintNetError, RunError
 from ..core.mesh import Mesh
 from ..driver.generation.decoding import Decoding
-from ..driver.task import Task
+from ..driver.task import Task, modules_of
 from ..driver.variants import Programs
 from ..driver.whole_loss.total import PartTotals
 from ..equivalence.module_copy import module_copy
@@ -41,6 +41,7 @@ from ..runtime.launch.calls import announced, collective, running
 from ..runtime.launch.world import has_process, own_rank
 from ..runtime.state.computed_loss import SettledLoss
 from ..runtime.state.module_parameters import check_fits
+from ..runtime.threads.turns import Turn, in_turn, turn_of, turn_of_world
 from ..simulation.measured import measured_timeline, shown_ranks
 from ..simulation.timeline import Timeline
 from ..weights.meta_buffers import with_buffers
@@ -67,6 +68,9 @@ class LossTotal:
 class CompiledProgram(ProgramGeneration):
     """A model compiled for a mesh. It is captured when it is compiled with a batch, otherwise at the first step.
 
+    Threads that run programs of one module take turns. With one process per rank, a second thread is error QN113 while
+    a first one runs a program: they could come in another order on other ranks.
+
     ``step`` and ``evaluate`` take the global batch, on every rank. ``parameters`` are the module's own. Without an
     initialised process group, all ranks run in this process in lockstep, and parameters are whole; with one process per
     rank, they are DTensors.
@@ -74,6 +78,7 @@ class CompiledProgram(ProgramGeneration):
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        self._turn_here: Turn = turn_of(list(modules_of(task).values()))
         self._programs = Programs(task)
         self._backend: Backend | None = None
         self._home: Home | None = None  # who split the module's parameters: this program, or one before
@@ -97,6 +102,7 @@ class CompiledProgram(ProgramGeneration):
 
     # -- training
 
+    @in_turn
     def step(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
         """Forward and backward of one global batch, with gradients reduced over ranks: afterwards every parameter's
         ``grad`` is that of the unsplit model.
@@ -118,6 +124,7 @@ class CompiledProgram(ProgramGeneration):
         self._require_training("step")
         return self._run("train", batch, batch_is_local)[0].as_subclass(SettledLoss)
 
+    @in_turn
     def measure(self, batch: Any, *, batch_is_local: bool = False) -> tuple[Tensor, Timeline]:
         """A step with time measurement: the loss, and a timeline of what each rank did and waited for, the same on
         every rank. Gradients are those of :meth:`step`.
@@ -142,6 +149,7 @@ class CompiledProgram(ProgramGeneration):
         if not self._spread:
             require_measure(self.mesh)
 
+    @in_turn
     def evaluate(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
         """The loss of one global batch with the model in evaluation mode; no gradients."""
         return self._run("evaluate", batch, batch_is_local)[0]
@@ -164,6 +172,7 @@ class CompiledProgram(ProgramGeneration):
         """Return what :meth:`evaluate_together` adds batches to, for loops that do more with each batch."""
         return LossTotal(self)
 
+    @in_turn
     def require_parts(self, batch: Any) -> None:
         """Raises: CompileError QN108 if :meth:`evaluate_together` cannot be given batches like this one."""
         self._programs.captured_parts(batch)
@@ -173,6 +182,7 @@ class CompiledProgram(ProgramGeneration):
         """The batch that the program was compiled with, or the latest that it trained on; None if there is none."""
         return self._batch
 
+    @in_turn
     def _evaluated_parts(self, batch: Any) -> tuple[LossParts, list[Tensor], Mapping[str, int]]:
         """Return what the loss of a batch is computed from, the loss and the values of that, and the batch's sizes."""
         results = self._run("parts", batch, False)
@@ -181,6 +191,7 @@ class CompiledProgram(ProgramGeneration):
         assert captured.parts is not None and sizes is not None
         return captured.parts, results, sizes
 
+    @in_turn
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's outputs for global inputs, whole and the same on every rank; evaluation mode, no gradients."""
         batch = kwargs if kwargs else inputs
@@ -285,6 +296,7 @@ class CompiledProgram(ProgramGeneration):
 
     # -- compiling
 
+    @in_turn
     def prepare(self, batch: Any) -> CompiledProgram:
         """Compile for batches like this one now, without running anything. With one process per rank, the module's
         parameters become this rank's shards."""
@@ -339,6 +351,13 @@ class CompiledProgram(ProgramGeneration):
         return self.mesh.data_rank(own_rank()) if self._spread else 0
 
     @property
+    def _turn(self) -> Turn:
+        """Of the thread that may run this program, or read what a run changes."""
+        if self._backend is None and self._spread and self.mesh.size > 1:
+            return turn_of_world()
+        return self._turn_here
+
+    @property
     def _label(self) -> str:
         return "" if self._backend is None else self._backend.label
 
@@ -348,6 +367,10 @@ class CompiledProgram(ProgramGeneration):
 
     def _state(self) -> Backend:
         self._require_open()
+        return self._opened() if self._backend is None else self._backend
+
+    @in_turn
+    def _opened(self) -> Backend:
         if self._backend is None:
             primary, task, slots = self._primary(), self._task, self._programs.slots
             assert slots is not None
@@ -382,8 +405,12 @@ class CompiledProgram(ProgramGeneration):
                 if self._spread:
                     know_all_boxes(primary.program.state.values())
             self._home = home_of(task.model)
+            many = self._spread and self.mesh.size > 1
+            # with the modules that the loss brought
+            self._turn_here = turn_of_world() if many else turn_of(list(slots.modules.values()))
         return self._backend
 
+    @in_turn
     def close(self) -> None:
         """Give the module plain, whole parameters again, so that it can be called or compiled for another mesh, and
         free what the program held: its parts of parameters, and the folders that it saved to. Waits for a save that is

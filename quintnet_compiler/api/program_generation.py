@@ -15,6 +15,7 @@ from ..driver.generation.generation import Generation
 from ..driver.generation.sampling import Sampling, ends_of
 from ..runtime.backends.copied import ProgramTensors, copied
 from ..runtime.launch.calls import announced
+from ..runtime.threads.turns import all_turns, in_turn
 from .program_reports import ProgramReports
 
 
@@ -110,16 +111,20 @@ class ProgramGeneration(ProgramReports):
         ends = ends_of(self._task.model, eos_token_id, pad_token_id)
         if not prompts:
             raise InputError("QN102", "there are no prompts", fix="pass one or more")
-        texts = self.generation(rows=len(prompts) if rows is None else rows)
-        numbers = [
-            texts.add_text(prompt, max_new_tokens, sampling, (seed, index), ends.ends)
-            for index, prompt in enumerate(prompts)
-        ]
-        with announced("generate", self._label, lambda: (str(prompts), str(max_new_tokens), str(sampling), str(ends))):
-            found = texts.run()
+        with self._turn:
+            texts = self.generation(rows=len(prompts) if rows is None else rows)
+            numbers = [
+                texts.add_text(prompt, max_new_tokens, sampling, (seed, index), ends.ends)
+                for index, prompt in enumerate(prompts)
+            ]
+            with announced(
+                "generate", self._label, lambda: (str(prompts), str(max_new_tokens), str(sampling), str(ends))
+            ):
+                found = texts.run()
         made = [found[number].to(prompt.device) for number, prompt in zip(numbers, prompts, strict=True)]
         return joined(ids, prompts, made, ends.then) if isinstance(ids, Tensor) else made
 
+    @in_turn
     def generation(self, *, rows: int = 16, page: int = 16, max_pages: int | None = None) -> Generation:
         """Texts that come and go (continuous batching): ``add`` prompts at any time, and ``step`` for the next token of
         each text under way. Every rank makes the same calls. What :meth:`generate` says of models holds here, too.
@@ -145,7 +150,7 @@ class ProgramGeneration(ProgramReports):
             if self._decoding is None:
                 pools = self.mesh.data_ways * (plan.microbatches if plan.batch_statistics == "batch" else 1)
                 self._decoding = Decoding(self._task.model, self._state(), self._programs.follow, pools)
-        return Generation(self._decoding, plan.seed, rows, page, max_pages)
+        return Generation(self._decoding, plan.seed, rows, page, max_pages, self._turn)
 
     def copy_parameters(self, source: ProgramGeneration) -> int:
         """Take over the parameters and buffers of another program of the same ranks, of any layout: to generate on
@@ -165,7 +170,7 @@ class ProgramGeneration(ProgramReports):
             RunError: QN604 if the source has tensors without values, QN301 if only one of them has a process per rank.
         """
         here, there = self._state(), source._state()
-        with announced("copy_parameters", self._label):
+        with all_turns(self._turn, source._turn), announced("copy_parameters", self._label):
             return copied(
                 ProgramTensors(self._primary().program, here, self._task.model),
                 ProgramTensors(source._primary().program, there, source._task.model),

@@ -41,6 +41,7 @@ from ..runtime.state.digests import together
 from ..runtime.state.plain_update import Make
 from ..runtime.state.state import without_offset
 from ..runtime.state.whole_optimizer import WholeOptimizer
+from ..runtime.threads.turns import Turn, in_turn
 from ..weights.adapters import is_peft
 from .initial_values import InitialValues, give_values
 
@@ -68,6 +69,10 @@ class ProgramState(abc.ABC):
     @abc.abstractmethod
     def _label(self) -> str: ...
 
+    @property
+    @abc.abstractmethod
+    def _turn(self) -> Turn: ...
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters (those of its stages) under the model's names. All ranks in one process: whole; one
         process per rank: DTensors. Both have ``full_tensor()``."""
@@ -78,6 +83,7 @@ class ProgramState(abc.ABC):
         for _, parameter in self.named_parameters():
             yield parameter
 
+    @in_turn
     def state_dict(self) -> dict[str, Tensor]:
         """The module's state dict (with one process per rank: this rank's DTensors), and under ``loss_fn.`` that of the
         loss function. The tensors are the trained ones, not copies.
@@ -95,6 +101,7 @@ class ProgramState(abc.ABC):
         found |= {name: p.detach() for name, p in parameters.items() if name not in found}
         return {name: without_offset(x) for name, x in found.items()}
 
+    @in_turn
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what :meth:`state_dict` gave on this layout, or whole tensors on any: each rank keeps its part.
 
@@ -205,15 +212,18 @@ class ProgramState(abc.ABC):
         program, aliases = self._primary().program, self._programs.captured[self._task.primary_kind].aliases
         return Pretrained(self._task.model, program, self._state(), aliases)
 
+    @in_turn
     def zero_grad(self) -> None:
         """Set every parameter's ``grad`` to None."""
         deque(map(setattr, self._state().parameters.values(), repeat("grad"), repeat(None)), maxlen=0)
 
+    @in_turn
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global L2 norm is at most ``max_norm``. Returns the norm before."""
         with frequent("clip_grad_norm", self._label):
             return self._state().clip_grad_norm(self._primary().program, max_norm)
 
+    @in_turn
     def grad_norm(self) -> Tensor:
         """The global L2 norm of all gradients, those of other stages among them."""
         with frequent("grad_norm", self._label):

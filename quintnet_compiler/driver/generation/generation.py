@@ -17,6 +17,7 @@ from torch import Tensor
 from ...core.errors import InputError
 from ...runtime.backends.backend import Caches
 from ...runtime.launch.calls import announced, frequent
+from ...runtime.threads.turns import Turn, in_turn
 from .decoding import CallSize, Decoding, TextRow, power_of_two, rounded
 from .pages import Pool
 from .sampling import Sampling, draws_of, ends_of
@@ -68,7 +69,8 @@ class Generation:
     tokens share the pages that these fill. Caches grow with the tokens that there are.
     """
 
-    def __init__(self, decoding: Decoding, seed: int, rows: int, page: int, most_pages: int | None) -> None:
+    def __init__(self, decoding: Decoding, seed: int, rows: int, page: int, most_pages: int | None, turn: Turn) -> None:
+        self._turn = turn
         self._decoding, self._seed, self._page, self._most_pages = decoding, seed, page, most_pages
         self._rows = -(-rows // decoding.pools)  # of each pool
         self._pools = [Pool(page) for _ in range(decoding.pools)]
@@ -79,6 +81,7 @@ class Generation:
         self._caches: Caches | None = None
         self._room = 0  # pages of each pool that caches have
 
+    @in_turn
     def add(
         self,
         prompt: Tensor | Sequence[int],
@@ -112,6 +115,7 @@ class Generation:
         ends = ends_of(self._decoding.model, eos_token_id).ends
         return self.add_text(prompt, max_new_tokens, sampling, stream, ends)
 
+    @in_turn
     def add_text(
         self,
         prompt: Tensor | Sequence[int],
@@ -147,6 +151,7 @@ class Generation:
         """Pages that texts have now, of all pools."""
         return sum(pool.used for pool in self._pools)
 
+    @in_turn
     def step(self) -> list[NewToken]:
         """One call of the model: the next token of every text that runs, or a part of the prompts of new ones.
 
@@ -164,6 +169,7 @@ class Generation:
             texts, tokens = self._chosen()
             return self._advance(texts, tokens) if texts else []
 
+    @in_turn
     def run(self) -> dict[int, Tensor]:
         """Steps until all texts have ended: the tokens of each, as :meth:`pop` gives them."""
         left = max((one.longest - len(one.tokens) for one in (*self._running.values(), *self._waiting)), default=0)
@@ -173,6 +179,7 @@ class Generation:
                 self.step()
         return {number: self.pop(number) for number in list(self._ended)}
 
+    @in_turn
     def pop(self, text: int) -> Tensor:
         """The prompt and what followed [length] of a text that has ended, which is then forgotten. Of one that has not,
         what there is: it ends here."""

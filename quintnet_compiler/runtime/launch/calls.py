@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ...core.errors import QuintNetError
+from ..threads.turns import Turn
 from .heartbeat import CollectiveCall, Heartbeat, here
 from .rank_status import OTHERS, described, of_communication
 
@@ -76,10 +77,13 @@ def announced(name: str, label: str = "", given: Callable[[], Any] = tuple) -> c
 
 
 class Labelled(Protocol):
-    """Has a label: see :func:`next_label`."""
+    """Has a label, see :func:`next_label`, and is run by one thread at a time."""
 
     @property
     def _label(self) -> str: ...
+
+    @property
+    def _turn(self) -> Turn: ...
 
 
 def collective(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Self, P], T]:
@@ -87,7 +91,7 @@ def collective(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenat
 
     @functools.wraps(method)
     def together(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with announced(method.__name__, self._label):
+        with self._turn, announced(method.__name__, self._label):
             return method(self, *args, **kwargs)
 
     return together

@@ -1,0 +1,67 @@
+"""Turns of threads, and what a process finishes at its end."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from torch import nn
+
+from quintnet_compiler.core.errors import CheckpointError, CheckpointWarning, RunError
+from quintnet_compiler.runtime.threads import at_exit
+from quintnet_compiler.runtime.threads.turns import LocalTurns, WorldTurn, all_turns, turn_of
+
+
+def test_who_shares_a_part_shares_a_turn() -> None:
+    part, alone = nn.Linear(2, 2), nn.Linear(2, 2)
+    one, other = nn.Sequential(part, nn.ReLU()), nn.Sequential(part, nn.ReLU())
+    assert turn_of([one]) is turn_of([other]) is turn_of([part]) is not turn_of([alone])
+    both = turn_of([nn.Sequential(one, alone)])
+    assert isinstance(both, LocalTurns) and set(both.turns) == {turn_of([one]), turn_of([alone])}
+    joined = all_turns(turn_of([alone]), turn_of([one]))
+    assert isinstance(joined, LocalTurns) and joined.turns == both.turns
+    free = nn.ReLU()  # without a tensor, each place of it is its own
+    assert turn_of([nn.Sequential(free)]) is not turn_of([nn.Sequential(free)])
+
+
+def test_the_turn_of_a_world_names_who_has_it() -> None:
+    turn, inside, end = WorldTurn(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turn, turn:
+            inside.set()
+            end.wait(60)
+
+    thread = threading.Thread(target=hold, name="holder")
+    thread.start()
+    assert inside.wait(60)
+    with pytest.raises(RunError, match="while thread 'holder' does"):
+        turn.__enter__()
+    end.set()
+    thread.join(60)
+    with turn:
+        pass
+
+
+class _Work:
+    def __init__(self, name: str, error: CheckpointError | None = None, *, over: bool = False) -> None:
+        self.name, self.error, self.over, self.waited = name, error, over, list[float]()
+
+    def finish(self, seconds: float) -> None:
+        self.waited.append(seconds)
+        if self.error is not None:
+            raise self.error
+
+
+def test_all_is_finished_and_the_first_error_told() -> None:
+    error = CheckpointError("QN603", "first")
+    works = [_Work("over", over=True), _Work("fails", error), _Work("last", CheckpointError("QN603", "second"))]
+    for work in works:
+        at_exit.finish_at_exit(work)
+    with pytest.raises(CheckpointError) as caught:
+        at_exit.finish_all(5.0)
+    assert caught.value is error and [len(work.waited) for work in works] == [0, 1, 1]
+    at_exit.finish_all(5.0)
+    at_exit.finish_at_exit(works[1])
+    with pytest.warns(CheckpointWarning, match="first"):
+        at_exit.finish_or_warn(5.0)
