@@ -14,6 +14,7 @@ from .core.errors import (
     CompileWarning,
     FaultWarning,
     InputError,
+    LogWarning,
     QuintNetError,
     RunError,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "Cluster",
     "Estimate",
     "FaultWarning",
+    "LogWarning",
     "Faults",
     "PlanReport",
     "accuracy",

@@ -89,6 +89,10 @@ class FaultWarning(UserWarning):
     """A rank failed, and all ranks are started again."""
 
 
+class LogWarning(UserWarning):
+    """A log of a run cannot be written: the run goes on. Each log says so once."""
+
+
 def whole(value: Any) -> int | None:
     """``value`` as an int; None if it is no whole number (a bool is none, nor is a tensor or a text).
 

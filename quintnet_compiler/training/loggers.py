@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
+import os
+import sys
 import time
+import warnings
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import CompileError
+from ..core.errors import CompileError, LogWarning
 from .callbacks import Callback
 
 if TYPE_CHECKING:
@@ -17,7 +23,21 @@ if TYPE_CHECKING:
 
 
 class Logger(Callback):
-    """A callback that writes numbers, on one rank."""
+    """A callback that writes numbers, on one rank. An error in it does not end the run: the first one is a
+    :class:`quintnet.LogWarning`. (One of QuintNet's own, such as QN108 for a library that is missing, does.)"""
+
+    failed = False
+
+    @property
+    def name(self) -> str:
+        """What it writes to, for people."""
+        return type(self).__name__
+
+    def fail(self, error: Exception) -> None:
+        """Warn, the first time."""
+        if not self.failed:
+            self.failed = True
+            warn_of_log(self.name, error)
 
     def open(self) -> None:
         """Before the first number."""
@@ -52,8 +72,24 @@ class Logger(Callback):
             self.write(trainer.history.step, kind, numbers)
 
 
+def warn_of_log(name: str, error: Exception) -> None:
+    """Warn of a log that cannot be written."""
+    text = f"{name} cannot be written ({type(error).__name__}: {error}): the run goes on"
+    warnings.warn(LogWarning(text), stacklevel=4)
+
+
 class ConsoleLogger(Logger):
     """One line for each step that is logged, and at the end where the time went."""
+
+    name = "the console"
+
+    def fail(self, error: Exception) -> None:
+        if isinstance(
+            error, BrokenPipeError
+        ):  # nobody will read it any more: the process must not fail of it at its end
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        super().fail(error)
 
     def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
         told = "   ".join(f"{_LABELS.get(name, name)} {_shown(name, x)}" for name, x in numbers.items())
@@ -70,16 +106,21 @@ class JsonLogger(Logger):
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.file: Any = None
+        self.file: FileIO | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.folder / "metrics.jsonl")
 
     def open(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.file = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self.file = (self.folder / "metrics.jsonl").open("ab", buffering=0)
         if self._cut():
-            self.file.write("\n")
+            self.file.write(b"\n")
 
     def _cut(self) -> bool:
-        """Whether the last line was cut, when the machine stopped: the next one must not become a part of it."""
+        """Whether the last line was cut, when the machine stopped or the disk was full: the next one must not become a
+        part of it."""
         with (self.folder / "metrics.jsonl").open("rb") as written:
             size = written.seek(0, 2)
             written.seek(max(0, size - 1))
@@ -88,12 +129,21 @@ class JsonLogger(Logger):
     def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
         # JSON has no NaN and no Inf
         plain: dict[str, Any] = {name: x if math.isfinite(x) else str(x) for name, x in numbers.items()}
-        self.file.write(json.dumps({"time": time.time(), "step": step, "kind": kind, **plain}) + "\n")
-        self.file.flush()
+        line = (json.dumps({"time": time.time(), "step": step, "kind": kind, **plain}) + "\n").encode()
+        try:
+            if self.file is None:
+                self.open()
+            assert self.file is not None
+            if self.file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self.close()  # the next line opens it again
+            raise
 
     def close(self) -> None:
         if self.file is not None:
-            self.file.close()
+            file, self.file = self.file, None
+            file.close()
 
 
 class TensorBoardLogger(Logger):
@@ -107,6 +157,10 @@ class TensorBoardLogger(Logger):
         self.folder = Path(folder)
         self.writer: Any = None
 
+    @property
+    def name(self) -> str:
+        return f"{self.folder} (TensorBoard)"
+
     def open(self) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -117,6 +171,8 @@ class TensorBoardLogger(Logger):
         self.writer = SummaryWriter(str(self.folder))
 
     def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
+        if self.writer is None:
+            self.open()
         for name, x in numbers.items():
             self.writer.add_scalar(f"{kind}/{name}", x, step)
 
@@ -147,7 +203,7 @@ class WandbLogger(Logger):
         self.run = wandb.init(**self.options)
 
     def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
-        if numbers:
+        if self.run is not None and numbers:
             self.run.log({f"{kind}/{name}": x for name, x in numbers.items()}, step=step)
 
     def close(self) -> None:

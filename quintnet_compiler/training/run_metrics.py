@@ -98,7 +98,7 @@ class RunMetrics:
                 if os.fstat(file.fileno()).st_size < self._offset or file.read(len(self._head)) != self._head:
                     vars(self).update(vars(RunMetrics(self.folder)))
                 return self._read(file)
-        except FileNotFoundError:
+        except OSError:  # not there yet, or not for now
             return False
 
     def _read(self, file: BinaryIO) -> bool:

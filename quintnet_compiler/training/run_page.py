@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ..core import html
-from ..core.errors import CompileError
+from ..core.errors import CompileError, LogWarning
 from ..reports.line_chart import Line, line_chart, short
 from ..simulation.chart import figure_svg
 from ..simulation.timeline import Timeline, duration
@@ -57,7 +58,9 @@ class RunPage:
         seen = tuple(_changed_at(self.folder / name) for name in (TIMELINE, "time.json"))
         if seen != self._seen:
             changed, self._seen = True, seen
-            with contextlib.suppress(CompileError):  # it is being written, or damaged: what was there before stays
+            with contextlib.suppress(
+                CompileError, OSError
+            ):  # it is being written, or damaged: what was there before stays
                 self.timeline = Timeline.load(self.folder / TIMELINE) if seen[0] else None
             with contextlib.suppress(CompileError):
                 self.spent = RunTime.read(self.folder)
@@ -157,15 +160,28 @@ def watch(
 ) -> RunPage:
     """Write the page into ``out`` whenever there is something new, until the run has finished, or ``once``.
 
-    A run that failed, or was preempted, may be started again: it is watched on.
+    A run that failed, or was preempted, may be started again: it is watched on. A page that cannot be written is
+    written at a later look; :class:`quintnet.LogWarning` says so, the first time.
+
+    Raises:
+        OSError: if ``once``, and the page cannot be written.
     """
+    failed = False
     shown, refresh = RunPage(folder), 0 if once else max(1, round(every))
     new, written = shown.update(), False
     while True:
         over = once or shown.end == "finished"
         if new or not written:
-            shown.write(out, 0 if over else refresh)
-            written = True
+            try:
+                shown.write(out, 0 if over else refresh)
+                written = True
+            except OSError as error:
+                if once:
+                    raise
+                written = False
+                if not failed:
+                    failed = True
+                    warnings.warn(LogWarning(f"{out} cannot be written ({error}): it is tried again"), stacklevel=2)
         if over:
             return shown
         sleep(every)

@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..core.errors import CompileError
+from ..core.errors import CompileError, LogWarning
 
 NAME = "time.json"
 SPENT = ("step", "data", "compile", "validation", "save", "restart", "other")
@@ -135,13 +136,17 @@ class Stopwatch:
     clock: Callable[[], float] = time.monotonic
     every: float = 5.0  # seconds between writes: what a kill leaves unknown
     run: RunTime = field(default_factory=RunTime)
+    failed: bool = False
 
     def __post_init__(self) -> None:
         if self.folder is not None:
             try:
                 self.run = RunTime.read(self.folder)
             except CompileError:  # a machine that lost power may leave it so, and training must go on
-                os.replace(self.folder / NAME, self.folder / f"{NAME}.damaged")
+                try:
+                    os.replace(self.folder / NAME, self.folder / f"{NAME}.damaged")
+                except OSError as error:
+                    self._fail(error)
         now = time.time()
         self.start = RunStart(began=now, until=now)
         self.run.starts.append(self.start)
@@ -185,7 +190,18 @@ class Stopwatch:
         self._other()
         self.start.end, self.written = end, self.clock()
         if self.folder is not None:
-            self.run.write(self.folder)
+            try:
+                self.run.write(self.folder)
+            except OSError as error:
+                self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        """Warn, the first time: training goes on."""
+        assert self.folder is not None
+        if not self.failed:
+            self.failed = True
+            text = f"{self.folder / NAME} cannot be written ({error}): the run goes on"
+            warnings.warn(LogWarning(text), stacklevel=4)
 
     def _other(self) -> None:
         """Whatever no kind was named for."""

@@ -22,7 +22,7 @@ from ..checkpoint.optimizer_state import plain
 from ..checkpoint.stores.places import folder_at
 from ..checkpoint.training_state import require_number
 from ..compat.torch import pytree
-from ..core.errors import CheckpointError, CheckpointWarning, RunError
+from ..core.errors import CheckpointError, CheckpointWarning, QuintNetError, RunError
 from ..ir.batch_form import batch_size_of, plain_batch
 from ..runtime.launch.accelerator import group_accelerator
 from ..runtime.launch.consistency import tell
@@ -31,7 +31,7 @@ from ..runtime.launch.preemption import SIGNALS, Preempted
 from ..runtime.launch.world import judges, many
 from .buckets import PaddedBatches
 from .callbacks import Callback
-from .loggers import ConsoleLogger, JsonLogger, TensorBoardLogger
+from .loggers import ConsoleLogger, JsonLogger, Logger, TensorBoardLogger, warn_of_log
 from .measures import Metric, device_flops, memory_gib
 from .resume.resumable_loader import ResumableLoader
 from .save_interval import SaveInterval
@@ -267,7 +267,11 @@ class Trainer:
             return self.program.step(batch, batch_is_local=self.batch_is_local)
         loss, timeline = self.program.measure(batch, batch_is_local=self.batch_is_local)
         if self.program.first:
-            timeline.save(Path(self.log_folder or ".") / "timeline.json")
+            path = Path(self.log_folder or ".") / "timeline.json"
+            try:
+                timeline.save(path)
+            except OSError as error:
+                warn_of_log(str(path), error)
         return loss
 
     def _speed(self, batch: Any, rows: int, device: torch.device, seconds: float) -> dict[str, float]:
@@ -313,7 +317,12 @@ class Trainer:
 
     def _tell(self, what: str, *about: Any) -> None:
         for one in self.told:
-            getattr(one, what)(self, *about)
+            try:
+                getattr(one, what)(self, *about)
+            except Exception as error:
+                if isinstance(error, QuintNetError) or not isinstance(one, Logger):
+                    raise
+                one.fail(error)
 
     def _stopwatch(self) -> Stopwatch:
         saves = None if self.checkpoint_folder is None else folder_at(self.checkpoint_folder).path
