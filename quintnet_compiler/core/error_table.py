@@ -236,7 +236,8 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
             "launch cannot start its ranks",
             "Ranks are processes of their own. They import the script that launched them, and its import must not "
             "launch ranks again. The function and its arguments are sent to them, which locks, open files, generators "
-            "and compiled programs cannot be.",
+            "and compiled programs cannot be. They need the machine's loopback and room in TMPDIR, and a daemonic "
+            "process may start none.",
             'Call launch below `if __name__ == "__main__":`; make what cannot be sent inside the function.',
         ),
         "QN401": ErrorEntry(

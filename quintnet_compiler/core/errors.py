@@ -25,6 +25,18 @@ class Where:
         return "  ".join(part for part in (self.module, self.source) if part)
 
 
+def printable(text: str) -> str:
+    """``text`` as a terminal may show it: lines stay lines, all else that is no text is escaped. Errors have what other
+    processes, files and names say.
+
+    >>> printable("rank 1: \\x1b[2Jred")
+    'rank 1: \\\\x1b[2Jred'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 class QuintNetError(Exception):
     """Base of every error that QuintNet raises on purpose.
 
@@ -32,13 +44,14 @@ class QuintNetError(Exception):
     """
 
     def __init__(self, code: str, message: str, *, where: Where | None = None, fix: str = "") -> None:
+        message = printable(message)
         self.code, self.message, self.where, self.fix = code, message, where, fix
         lines = [f"{code} {ERRORS[code].summary}", f"  {message}"]
         if where is not None and str(where):
             lines.append(f"  at: {where}")
         if fix:
             lines.append(f"  fix: {fix}")
-        super().__init__("\n".join(lines))
+        super().__init__(printable("\n".join(lines)))
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions cross process borders (quintnet.launch); the default would re-call __init__ wrongly.

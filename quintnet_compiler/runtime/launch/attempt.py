@@ -7,7 +7,6 @@ import math
 import multiprocessing as mp
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ...compat.distributed import PrefixStore, TCPStore
-from ...core.errors import QuintNetError, RunError
+from ...core.errors import QuintNetError, RunError, printable
 from ..threads.at_exit import finish_all, finish_or_warn
 from .accelerator import take_accelerator
 from .disagreement import disagreement, stalled
@@ -33,7 +33,7 @@ from .heartbeat import GRACE, LOOK, PERIOD, SAVED, SAVES, VERDICT, Heartbeat
 from .preemption import Preempted
 from .rank_status import LONGEST_LINE, RankStatus, cut, first_line, of_communication, read_rows
 from .run_folder import mark_fork_server_folder, remove_with_its_owner
-from .sending import importable_main, packed, unpacked
+from .sending import LOOPBACK, importable_main, local_listener, packed, unpacked
 
 STOPPED = 1.0  # seconds after which a rank that may not run is given up
 STALL = 3.0  # seconds after which ranks that may wait for each other in vain are told of
@@ -41,7 +41,6 @@ AGAIN = 1.0  # seconds between two looks at which places are available
 SETTLE = 1.0  # seconds in which the cause of an error that another rank caused shows
 LONGEST_TEXT = 20_000  # characters of an error and its traceback
 LOST = 60.0  # seconds in which the launching process answers, however busy; if it ends, ranks know at once
-LOOPBACK = "127.0.0.1"
 NO_CODE = 255  # what multiprocessing says of a process whose fork server is gone
 # what the fork server has imported, and each rank would import otherwise: at once, or when it first traces and solves
 # for a layout
@@ -96,44 +95,67 @@ class Attempt:
         self.since: dict[int, float] = {}  # when a rank was first seen stopped
         self.stall = "", 0.0  # what ranks wait in, and since when
         self.looks, self.apart = 0, dict[int, RankStatus]()  # rows of ranks that can never meet
+        self.left = False  # whether the thread that starts ranks is to end
+        self.trouble: BaseException | None = None  # what it met
         self.orphans: set[int] = set()  # ranks that live, and whose fork server has ended
         folder.mkdir()
 
     def __enter__(self) -> Attempt:
-        listener = socket.create_server((LOOPBACK, 0), backlog=2 * self.size)
+        listener = local_listener(2 * self.size)
         port = listener.getsockname()[1]
         self.store = TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
         self.store.set(VERDICT, "")
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
-        mark_fork_server_folder()
-        self.processes, self.pipes = [], {}
-        for rank, slot in enumerate(self.slots):
-            ours, theirs = context.Pipe(duplex=False)
-            seat = Seat(
-                rank, self.size, slot, max(self.slots) + 1, port, self.folder, mp.get_start_method(allow_none=True)
-            )
-            process = context.Process(target=work, args=(self.job, seat, theirs), daemon=True)
-            with importable_main():
-                process.start()
-            theirs.close()
-            self.pipes[ours] = rank
-            self.processes.append(process)
+        self.processes, self.pipes = list[ForkServerProcess](), dict[Connection, int]()
+        # in a thread, as each waits until the fork server has imported torch, however long that takes
+        self.starting = threading.Thread(target=self._start, args=(port,), daemon=True, name="quintnet-start")
+        self.starting.start()
         return self
 
+    def _start(self, port: int) -> None:
+        try:
+            context = mp.get_context("forkserver")
+            context.set_forkserver_preload(list(PRELOADED))
+            mark_fork_server_folder()
+            method = mp.get_start_method(allow_none=True)
+            for rank, slot in enumerate(self.slots):
+                ours, theirs = context.Pipe(duplex=False)
+                seat = Seat(rank, self.size, slot, max(self.slots) + 1, port, self.folder, method)
+                process = context.Process(target=work, args=(self.job, seat, theirs), daemon=True)
+                with importable_main():
+                    process.start()
+                theirs.close()
+                self.pipes[ours] = rank
+                self.processes.append(process)
+                if self.left:  # nobody waits for ranks any more
+                    process.kill()
+                    return
+        except BaseException as error:
+            self.trouble = error
+
+    def _started(self, deadline: float) -> bool:
+        """Whether all ranks were started in time. Raises: what went wrong."""
+        while self.starting.is_alive() and time.monotonic() < deadline:
+            self.starting.join(PERIOD)
+        if self.trouble is not None:
+            raise self.trouble
+        return not self.starting.is_alive()
+
     def __exit__(self, *error: object) -> None:
-        for process in self.processes:
+        self.left = True
+        for process in list(self.processes):
             if process.is_alive():
                 process.kill()  # stopped ones would never see another signal
         for rank in self.orphans - self.ended.keys():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid(rank), signal.SIGKILL)
-        for process in self.processes:
+        for process in list(self.processes):
             process.join()
 
     def run(self, deadline: float) -> list[Any] | Fault:
         """Results by rank, or what went wrong."""
         doubt: float | None = None
+        if not self._started(deadline):
+            return Fault(RunError("QN304", "the ranks were not started in time"), tuple(range(self.size)))
         while len(self.results) < self.size:
             self._hear(PERIOD / 2)
             self._look_at_slots()
@@ -235,7 +257,7 @@ class Attempt:
         if text != self.stall[0]:
             self.stall = text, now
         elif text and now - self.stall[1] > STALL:
-            print(f"all ranks have been waiting for {STALL:g} s: {text}", file=sys.stderr, flush=True)
+            print(printable(f"all ranks have been waiting for {STALL:g} s: {text}"), file=sys.stderr, flush=True)
             self.stall = text, math.inf
 
     def _scene(self, given_up: Sequence[int]) -> Scene:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from ...compat.distributed import Store, flight_record
-from ...core.errors import InputError, QuintNetError, RunError
+from ...core.errors import InputError, QuintNetError, RunError, printable
 from .board import Board
 from .disagreement import disagreement, said_of
 from .faults import number_space
@@ -289,7 +289,7 @@ class Heartbeat:
             self._look()
         with self.lock:
             self._say()
-            self.verdict = self.store.get(VERDICT).decode()
+            self.verdict = printable(self.store.get(VERDICT).decode(errors="replace"))
             self.last = time.monotonic()
             if not self.verdict and self.observer is not None and self.may_end:
                 self._announce(self.observer.look(self.store) or self._missing())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing as mp
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ...core.errors import CompileError, FaultWarning, RunError
+from ...core.errors import CompileError, FaultWarning, RunError, printable
 from .attempt import Attempt, Job
 from .faults import Fault
 from .forwarding import Forwarding, forwarding
@@ -51,7 +52,7 @@ def launch(
             call of launch, as its ranks import the script.
         num_ranks: the number of processes.
         args: the arguments of ``fn``. Each rank gets copies of its own, and so does the caller of results.
-        timeout: seconds after which the run is ended; None: no limit.
+        timeout: seconds after which the run is ended, from the call on; None: no limit.
         collective_timeout: seconds that ranks wait for each other in a collective.
         threads: torch threads per process.
         restarts: how often all ranks are started again after a fault. ``fn`` then runs from the beginning and must load
@@ -62,8 +63,9 @@ def launch(
             the machine has enough); None: all. It is called before each start and once a second, and must return at
             once. If ranks run on other places than these, they are asked to save and to end, as after a signal (see
             ``grace``), and ``fn`` starts again with a rank on each of these: more ranks, fewer, or others. This is no
-            restart. While there are less than ``fewest``, nothing runs. A place that was left out may be used again
-            after it was not available for a while.
+            restart. If it raises, places are as before, with a :class:`quintnet.FaultWarning`; the first time, that is
+            the error of launch. While there are less than ``fewest``, nothing runs. A place that was left out may be
+            used again after it was not available for a while.
         grace: SIGTERM and SIGUSR1 that this process gets, and does not handle by itself, are passed on to all ranks;
             seconds that these have then to save and to end (see :meth:`CompiledProgram.on_preempt`). They are not
             started again.
@@ -73,7 +75,8 @@ def launch(
         RunError: QN302 if a rank fails or dies, QN303 if one is stopped, QN402 if one does not reach a collective,
             QN304 after ``timeout``, or ``grace`` after a signal; with the rank that caused it. All others are ended. A
             QuintNetError that ``fn`` raised is raised as it is, and is not retried. QN307 if ``fn`` or an
-            argument cannot be sent to other processes, or if the script launches its ranks again when they import it.
+            argument cannot be sent to other processes, if the script launches its ranks again when they import it, or
+            if this machine or process cannot start ranks.
     """
     least = num_ranks if fewest is None else fewest
     if not 1 <= least <= num_ranks or restarts < 0:
@@ -88,6 +91,13 @@ def launch(
     world, pulse = started(), current.get()
     if world is not None and (world.elastic or pulse is None or pulse.group is not None):
         return inside_launcher(job, world, num_ranks, least)
+    if mp.current_process().daemon:
+        raise RunError(
+            "QN307",
+            f"launch was called in {mp.current_process().name}, a daemonic process, which may have no children",
+            fix="call it in another process: multiprocessing.Process(..., daemon=False), or one of "
+            "concurrent.futures.ProcessPoolExecutor",
+        )
     job = replace(job, call=packed_call(fn, args))
     places = Places(num_ranks, least, available)
     with forwarding(grace) as signals:
@@ -109,18 +119,32 @@ class Places:
     number: int
     fewest: int
     ask: Callable[[], Collection[int]] | None = None
+    answer: set[int] | None = None  # the last one
+    told: str = ""  # why there was none, the last time
     suspects: set[int] = field(default_factory=set)
     left_out: set[int] = field(default_factory=set)
 
     def now(self) -> list[int]:
         """Raises: CompileError QN108 for a place that there is not."""
         every = range(self.number)
-        there = set(every if self.ask is None else self.ask())
+        there = set(every) if self.ask is None else self._asked(self.ask)
         if not there <= {*every}:
             fix = f"return some of the places 0 to {self.number - 1}"
             raise CompileError("QN108", f"available returned {sorted(there, key=str)}", fix=fix)
         self.left_out &= there
         return sorted(there - self.left_out)
+
+    def _asked(self, ask: Callable[[], Collection[int]]) -> set[int]:
+        try:
+            self.answer, self.told = set(ask()), ""
+        except Exception as error:
+            if self.answer is None:  # nothing runs yet
+                raise
+            text = printable(f"available raised {type(error).__name__}: {error}; places are taken as before")
+            if text != self.told:
+                warnings.warn(FaultWarning(text), stacklevel=2)
+            self.told = text
+        return set(self.answer)
 
     def blame(self, at_fault: set[int]) -> None:
         """Ranks on these places were at fault."""

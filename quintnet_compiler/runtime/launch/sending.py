@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import os
 import pickle
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ import cloudpickle
 
 from ...core.errors import QuintNetError, RunError
 
+LOOPBACK = "127.0.0.1"
+ANSWERS = 3.0  # seconds in which a machine reaches itself
 RANKS_MAIN = "__mp_main__"  # what multiprocessing calls the script that a rank imports
 LAUNCHES_AGAIN = 78  # exit code of a rank whose import of the script launches ranks; EX_CONFIG of sysexits.h
 
@@ -110,3 +113,22 @@ def _refused(fn: Callable[..., Any], args: Sequence[Any]) -> Iterator[tuple[str,
             packed(x)
         except Exception as error:
             yield name, error
+
+
+def local_listener(waiting: int) -> socket.socket:
+    """Where ranks meet.
+
+    Raises:
+        RunError: QN307 if this machine cannot talk to itself: torch would try it for minutes.
+    """
+    try:
+        listener = socket.create_server((LOOPBACK, 0), backlog=waiting)
+        with socket.create_connection(listener.getsockname(), timeout=ANSWERS):
+            listener.accept()[0].close()
+    except OSError as error:
+        raise RunError(
+            "QN307",
+            f"this machine has no loopback of IPv4 ({LOOPBACK}), over which ranks talk: {error.strerror or error}",
+            fix="ip link set lo up; ip addr add 127.0.0.1/8 dev lo",
+        ) from error
+    return listener
