@@ -164,6 +164,8 @@ def _other_arguments(folder: str) -> list[str]:
         lambda: program.load(f"{folder}/run0", optimizer=mine),
         lambda: program.load(f"{folder}/run{rank}", optimizer=optimizer),
         lambda: program.load("."),
+        lambda: program.reserve(f"{folder}/new{rank}"),
+        lambda: program.save_pretrained(f"{folder}/weights", merged=bool(rank)),
     ]
     for call in calls:
         try:
@@ -191,6 +193,8 @@ def test_ranks_that_save_or_load_something_else_are_told_at_once(tmp_path: Path)
         "optimizer of load: rank 1: AdamW; all others: None",
         "ranks would load 2 different checkpoints of step 2",
         "ranks would load 2 different checkpoints of step 2",
+        "folder of reserve: rank 1:",
+        "merged of save_pretrained: rank 1: True; all others: False",
         "extra of save is not the same on all ranks: that of rank 0 is kept",
     ]
     for texts in quintnet.launch(_other_arguments, 2, (str(tmp_path),), timeout=120):

@@ -201,6 +201,7 @@ class ProgramState(abc.ABC):
         Raises:
             CheckpointError: QN603 if it cannot be written, QN604 if a tensor has no values; on every rank.
         """
+        self._agree("save_pretrained", None, None, merged=merged)
         if merged:
             save_merged(self._pretrained(), Path(folder))
         elif is_peft(self._task.model):
@@ -367,6 +368,7 @@ class ProgramState(abc.ABC):
         Raises:
             CheckpointError: QN603 on every rank, if another process writes there.
         """
+        self._agree("reserve", None, None, folder=folder_at(folder).path)
         with everywhere(self._state(), "QN603"):
             if self._state().first:
                 self._locks.take(folder_at(folder))
