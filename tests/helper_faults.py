@@ -274,7 +274,7 @@ FAULTS = [
           _of_result(lambda found: (*found[:2], torch.bfloat16))),
     Fault(generate_ranks, "during_step", "slices are read as they are stored",
           _of_result(lambda found: (found[1], found[0]))),
-    Fault(batch_factors, "made_of_the_batch", "nothing is", _of_result(lambda found: frozenset())),
+    Fault(batch_factors, "batch_dependent", "nothing is", _of_result(lambda found: frozenset())),
     # shapes and slices
     Fault(sharding, "local_shape", "axes divide nothing", lambda right: lambda shape, kinds, ranks: tuple(shape)),
     Fault(sharding, "shard_shape", "another dim is divided",

@@ -49,7 +49,8 @@ from quintnet_compiler.passes.lowering.chunk_losses import ChunkLosses
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.passes.sharding.shard_parameters import ShardParameters
 from quintnet_compiler.passes.stages.cut_stages import staged_operators
-from quintnet_compiler.passes.strategies.rule_book import RuleBook, find_cuts, leaf_strategies, refine, strategies
+from quintnet_compiler.passes.strategies.cuts import find_cuts
+from quintnet_compiler.passes.strategies.rule_book import RuleBook, leaf_strategies, refine, strategies
 from quintnet_compiler.runtime.backends.local import LocalBackend
 from quintnet_compiler.runtime.execute.executor import Run
 from quintnet_compiler.schedules.kinds import SCHEDULES

@@ -36,7 +36,7 @@ def batch(seed: int = 1, width: int = WIDTH) -> tuple[Tensor, Tensor]:
 
 def wide() -> AbstractContextManager[Any]:
     """Programs that gather 16 bits and cast what arrives."""
-    return mock.patch.object(shard_parameters, "on_slices", lambda *_: {})
+    return mock.patch.object(shard_parameters, "slice_cast_strategies", lambda *_: {})
 
 
 def compiled(mesh: dict[str, int], width: int = WIDTH, **plan: Any) -> quintnet.CompiledProgram:

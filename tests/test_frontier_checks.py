@@ -49,7 +49,7 @@ HARMLESS = {
     "refine: nothing is gone",
     "hops: in the other order",
     "during_step: slices are read as they are stored",
-    "made_of_the_batch: nothing is",
+    "batch_dependent: nothing is",
     "conversion_path: inner slices stay where they are",
     "fit: what is whole may be split",
 }

@@ -31,7 +31,7 @@ from quintnet_compiler.ir.program import Axis
 from quintnet_compiler.ir.repeated_blocks import block_members
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.frontend.normalize import Normalize
-from quintnet_compiler.passes.sharding.axis_view import Wishes
+from quintnet_compiler.passes.sharding.axis_view import ShardingOptions
 from quintnet_compiler.passes.sharding.choose_sharding import ChooseSharding
 from quintnet_compiler.passes.sharding.fold_blocks import FoldBlocks, Folded
 from quintnet_compiler.passes.stages.partition import balanced_starts
@@ -184,7 +184,7 @@ def test_blocks_are_folded_and_chosen_as_in_the_whole_model() -> None:
         folded = FoldBlocks()(program)
         assert len(folded.blocks) == left and sum(folded.repeats.values()) == len(program.graph.nodes)
         whole = ChooseSharding(axes, RuleBook(RULES), Roofline())(program)
-        some = ChooseSharding(axes, RuleBook(RULES), Roofline(), Wishes(), folded.repeats)(folded.program)
+        some = ChooseSharding(axes, RuleBook(RULES), Roofline(), ShardingOptions(), folded.repeats)(folded.program)
         expected = {node.name: found for node, found in whole.strategies.items()}
         assert all(expected[node.name] == found for node, found in some.strategies.items())
 

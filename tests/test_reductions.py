@@ -26,7 +26,7 @@ from quintnet_compiler.ops.collectives import all_reduce, reduce_scatter
 from quintnet_compiler.passes.checks.backward import check_backward
 from quintnet_compiler.passes.checks.code import check_code
 from quintnet_compiler.passes.checks.reductions import check_reductions
-from quintnet_compiler.passes.sharding.batch_factors import made_of_the_batch
+from quintnet_compiler.passes.sharding.batch_factors import batch_dependent
 
 from .models import CASES, build
 from .mutations import Change, as_mutant, copied, piece_copied, rebuilt
@@ -69,7 +69,7 @@ def _programs(victim: Victim) -> tuple[LocalProgram, DifferentiatedProgram, Dist
 
 def _typed(program: LocalProgram) -> Iterator[Change]:
     sharded = program.staged.sharded
-    activations = made_of_the_batch(sharded.program.graph)
+    activations = batch_dependent(sharded.program.graph)
     for node, strategies in sharded.strategies.items():
         if node.target is not aten._to_copy.default:
             continue

@@ -16,7 +16,7 @@ from ...ops.collectives import combine, convert, dispatch, dispatch_plan
 from ...ops.experts.expert_linear import counts_on_host
 from ...ops.experts.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
 from ...ops.rank_local import local_experts, pick_experts
-from ..strategies.expert_axes import hops, moved_there
+from ..strategies.expert_axes import hops, row_conversions
 from .scaled_experts import ScaledExperts
 
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ class LowerExperts:
             weight = self._with_hot(stage, weight, hot, split, way)
             bias = None if bias is None else self._with_hot(stage, bias, hot, split, way)
         rows = self._shared(stage, group_rows, rows, *grouped)
-        arriving, leaving = moved_there(self.axes, chosen)
+        arriving, leaving = row_conversions(self.axes, chosen)
         for move in arriving:
             rows = self._shared(stage, convert, rows, *move)
         if scaled:

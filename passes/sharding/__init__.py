@@ -1,4 +1,4 @@
-"""Which strategy every operator gets: one integer program per mesh axis, and ZeRO's storage.
+"""Choose a strategy for every operator, one integer program per mesh axis, and the storage of ZeRO.
 
 Imports ``rules``.
 """

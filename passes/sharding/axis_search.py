@@ -7,6 +7,7 @@ set of variables (after Alpa, Zheng et al. 2022, and AutoParallel; the edge marg
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
@@ -19,20 +20,31 @@ from ...core.sharding import AxisType, I, P, R, plain
 from ...ir.program import Strategy, outputs
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ..lowering.padding import mixed
-from ..strategies.rule_book import find_cuts, flows
+from ..strategies.cuts import find_cuts
+from ..strategies.rule_book import flows
 from .axis_view import AxisView, OperandEdge, refusal
 from .candidates import Candidates
 from .conversion_prices import ConversionPrices, leaves_as_is
-from .integer_program import FORBIDDEN, IntegerProgram
+from .integer_program import FORBIDDEN_SECONDS, IntegerProgram
 from .row_travel import RowTravel
 
 User = tuple[Hashable, int]  # the class of an operator, and the position among its inputs (or outputs)
-Together = tuple[tuple[User, int], ...]  # who uses a value, each with how often it is repeated
-Shared = dict[tuple[AxisType, AxisType, Together], int]
+UserGroup = tuple[tuple[User, int], ...]  # all users of a value, each with the number of its repetitions
+SharedVariables = dict[tuple[AxisType, AxisType, UserGroup], int]  # one variable per conversion and group of users
+VariablesOfType = Mapping[AxisType, list[int]]  # the variables of the strategies that produce (or read) a type
 
 
 class AxisSearch:
-    """``same``: operators with the same key in repeated blocks share variables."""
+    """The integer program that chooses a strategy for every operator on one axis.
+
+    Attributes:
+        key: the class of each operator; operators with equal keys in ``same`` (of repeated blocks) share variables.
+        first: the first operator of each class.
+        count: how many operators a class has, with repetitions.
+        options_of: the strategies of each class.
+        choice: the variables of a class, one for each strategy.
+        forbidden: variables that stand for a conversion that must not be, with its edge.
+    """
 
     def __init__(self, view: AxisView, same: Mapping[fx.Node, Hashable]) -> None:
         self.view, self.axis, self.factors = view, view.axis, view.factors
@@ -53,25 +65,18 @@ class AxisSearch:
         self.forbidden: dict[int, OperandEdge] = {}
 
     def solve(self) -> dict[fx.Node, Strategy]:
+        """Return the cheapest strategy of every operator.
+
+        Raises:
+            CompileError: QN104, QN106 or QN205 if no choice satisfies the plan.
+        """
         cuts = find_cuts(self.view.program.graph, self.factors)
         for key, node in self.first.items():
-            found = self.candidates(node, cuts[node])
-            self.options_of[key] = found
-            self.choice[key] = [
-                self.model.variable(self._work(node, s) * self.count[key], integral=True, order=i)
-                for i, s in enumerate(found)
-            ]
-            self.model.choose_one(self.choice[key])
+            self._add_choice(key, node, self.candidates(node, cuts[node]))
         self._edges()
         solution = self.model.solve()
         if solution is None:
-            fixed = sorted(name for name, axis in self.view.constraints.fixed if axis == self.axis.name)
-            what = f"with {', '.join(fixed[:4])} fixed" if fixed else "of this model"
-            raise CompileError(
-                "QN205",
-                f"no sharding {what} over {self.axis.name}={self.axis.size} is possible",
-                fix="fix fewer parameters" if fixed else "",
-            )
+            raise self._unsolvable()
         for variable, edge in self.forbidden.items():
             if solution[variable] > 0.5:
                 raise refusal(self.view, edge)
@@ -79,154 +84,199 @@ class AxisSearch:
         for key, variables in self.choice.items():
             best = max(range(len(variables)), key=lambda i: solution[variables[i]])
             picked[key] = self.options_of[key][best]
+        self._check_classes(picked, cuts)
+        return {node: picked[self.key[node]] for node in self.factors}
+
+    def _add_choice(self, key: Hashable, node: fx.Node, options: tuple[Strategy, ...]) -> None:
+        self.options_of[key] = options
+        self.choice[key] = [
+            self.model.variable(self._work(node, strategy) * self.count[key], integral=True, order=order)
+            for order, strategy in enumerate(options)
+        ]
+        self.model.choose_one(self.choice[key])
+
+    def _unsolvable(self) -> CompileError:
+        fixed = sorted(name for name, axis in self.view.constraints.fixed if axis == self.axis.name)
+        subject = f"with {', '.join(fixed[:4])} fixed" if fixed else "of this model"
+        return CompileError(
+            "QN205",
+            f"no sharding {subject} over {self.axis.name}={self.axis.size} is possible",
+            fix="fix fewer parameters" if fixed else "",
+        )
+
+    def _check_classes(self, picked: Mapping[Hashable, Strategy], cuts: Mapping[fx.Node, dict[str, set[int]]]) -> None:
+        """Raise if the strategy of a class is not legal for one of its operators."""
         for node in self.factors:
             first = self.first[self.key[node]]
-            if self._alike(node, first) and cuts[node] == cuts[first]:
+            if self._same_rule(node, first) and cuts[node] == cuts[first]:
                 continue
             if picked[self.key[node]] not in self.view.legal(node, cuts[node]):
                 raise CompileError(
                     "QN209", f"{node} got a strategy that its rule does not allow", where=facts(node).where
                 )
-        return {node: picked[self.key[node]] for node in self.factors}
 
-    def _alike(self, node: fx.Node, other: fx.Node) -> bool:
-        """Whether the same strategies are legal for both, given the same cuts."""
+    def _same_rule(self, node: fx.Node, other: fx.Node) -> bool:
+        """Return whether the same strategies are legal for both nodes if their cuts are the same."""
         return self.factors[node] == self.factors[other] and flows(node) == flows(other)
 
     def _work(self, node: fx.Node, strategy: Strategy) -> float:
-        found, part = leaf(node), strategy.part
-        if found is None:
-            part *= self.view.load(node).computed if node.target in EXPERT_LAYERS else 1.0
+        """Return the seconds that a strategy takes on one rank, without conversions."""
+        info = leaf(node)
+        if info is None:
+            computed = self.view.load(node).computed if node.target in EXPERT_LAYERS else 1.0
+            part = strategy.part * computed
             work = self.view.cost.operator_seconds(node) * self.view.share(node) * part
             return work + self._masks(node, strategy) + self.travels(node, strategy)
-        if found.kind != "parameter" or self.axis.role != "model":
+        if info.kind != "parameter" or self.axis.role != "model":
             return 0.0
         size = num_bytes(values(node)[0]) * self.view.share(node)
-        price = self.view.cost.parameter_seconds(size) * part
+        price = self.view.cost.parameter_seconds(size) * strategy.part
         if strategy.outputs[0] is R:
             price += self.view.cost.collective_seconds("all_reduce", size, self.axis.size)
         return price
 
     def _masks(self, node: fx.Node, strategy: Strategy) -> float:
-        """Of zeros in the padding of what an operator reads, and of the gradients of what it makes: each is a pass over
-        that value, forward and, where gradients flow, backward. That of a value whose padding is zeros already, which
-        only lowering knows, counts too, but parameters are stored with zeros."""
+        """Return the seconds of masks that clear padding in the inputs of an operator and in gradients of its outputs.
+
+        Each mask is a pass over a value, forward and, where gradients flow, backward. Values whose padding is zero
+        already count too, since only lowering knows them; parameters do not, since they are stored with zeros.
+        """
         if not strategy.uneven:
             return 0.0
-        how = mixed(node, self.factors[node], (strategy,), (self.axis,))
-        masked = [(node, output, 2 * len(zeros)) for output, zeros in enumerate(how.outputs)]
-        for given, zeros, ones in zip(tensor_inputs(node), how.inputs, how.ones, strict=True):
-            both = needs_grad(node) and needs_grad(given)
-            masked += [] if leaf(given) else [(*origin(given), (1 + both) * len(zeros | ones))]
+        masks = mixed(node, self.factors[node], (strategy,), (self.axis,))
+        masked = [(node, output, 2 * len(zeros)) for output, zeros in enumerate(masks.outputs)]
+        for operand, zeros, ones in zip(tensor_inputs(node), masks.inputs, masks.ones, strict=True):
+            directions = 2 if needs_grad(node) and needs_grad(operand) else 1
+            if leaf(operand) is None:
+                masked.append((*origin(operand), directions * len(zeros | ones)))
         return sum(
-            times * self.view.cost.mask_seconds(num_bytes(values(one)[i]) * self.view.left(one, i) * strategy.part)
-            for one, i, times in masked
+            passes * self.view.cost.mask_seconds(self.view.local_bytes(source, output) * strategy.part)
+            for source, output, passes in masked
         )
 
     # -- edges
 
     def _edges(self) -> None:
-        """Edges of the same classes share variables; all users of a value share its conversion to one type."""
+        """Add the joint choices of all edges.
+
+        Edges of the same classes share variables; all users of a value share its conversion to one type.
+        """
         uses: dict[tuple[fx.Node, int], dict[User, int]] = defaultdict(dict)
         examples: dict[tuple[User, User], OperandEdge] = {}
         for node in self.factors:
             grads = flows(node)[0]
             additive = self.factors[node].additive
-            for position, given in enumerate(tensor_inputs(node)):
-                source, output = origin(given)
+            for position, operand in enumerate(tensor_inputs(node)):
+                source, output = origin(operand)
                 user = (self.key[node], position)
-                often = self.view.repeats.get(node, 1)
-                uses[source, output][user] = max(uses[source, output].get(user, 0), often)
+                repeats = self.view.repeats.get(node, 1)
+                uses[source, output][user] = max(uses[source, output].get(user, 0), repeats)
                 edge = OperandEdge(source, node, position, grads[position], position in additive)
                 examples.setdefault(((self.key[source], output), user), edge)
-        # Values of one class may differ in who uses them: the last block's go to the head, the others' to a block.
-        found: dict[User, Counter[Together]] = defaultdict(Counter)
+        # Values of one class may have different users: the last block's go to the head, the others' to a block.
+        user_groups: dict[User, Counter[UserGroup]] = defaultdict(Counter)
         for (source, output), users in uses.items():
-            found[self.key[source], output][tuple(users.items())] += 1
-        for value, groups in found.items():
-            shared: Shared = {}
-            alone = all(len(group) == 1 for group in groups)
+            user_groups[self.key[source], output][tuple(users.items())] += 1
+        for value, groups in user_groups.items():
+            shared: SharedVariables | None = None if all(len(group) == 1 for group in groups) else {}
             for user in dict.fromkeys(user for group in groups for user, _ in group):
                 times = {group: n * dict(group)[user] for group, n in groups.items() if user in dict(group)}
-                self._edge(examples[value, user], value[1], times, None if alone else shared)
+                self._edge(examples[value, user], value[1], times, shared)
         self._sinks()
 
-    def _edge(self, edge: OperandEdge, output: int, times: Mapping[Together, int], shared: Shared | None) -> None:
-        sources, targets = self.key[edge.source], self.key[edge.user]
-        from_: dict[AxisType, list[int]] = defaultdict(list)
-        to: dict[AxisType, list[int]] = defaultdict(list)
-        for variable, strategy in zip(self.choice[sources], self.options_of[sources], strict=True):
-            from_[strategy.outputs[output]].append(variable)
-        for variable, strategy in zip(self.choice[targets], self.options_of[targets], strict=True):
-            to[strategy.inputs[edge.position]].append(variable)
-        self._joint(edge, output, from_, to, times, shared)
+    def _edge(
+        self, edge: OperandEdge, output: int, times: Mapping[UserGroup, int], shared: SharedVariables | None
+    ) -> None:
+        """Add the joint choice of a value's producer and one user.
+
+        ``times``: how often the edge occurs, for each group of users. ``shared``: the conversions that other users of
+        the value share; None where it has a single user.
+        """
+        source_key, user_key = self.key[edge.source], self.key[edge.user]
+        producers: dict[AxisType, list[int]] = defaultdict(list)
+        readers: dict[AxisType, list[int]] = defaultdict(list)
+        for variable, strategy in zip(self.choice[source_key], self.options_of[source_key], strict=True):
+            producers[strategy.outputs[output]].append(variable)
+        for variable, strategy in zip(self.choice[user_key], self.options_of[user_key], strict=True):
+            readers[strategy.inputs[edge.position]].append(variable)
+        self._joint(edge, output, producers, readers, times, shared)
 
     def _joint(
         self,
         edge: OperandEdge,
         output: int,
-        from_: Mapping[AxisType, list[int]],
-        to: Mapping[AxisType, list[int]],
-        times: Mapping[Together, int],
-        shared: Shared | None,
+        producers: VariablesOfType,
+        readers: VariablesOfType,
+        times: Mapping[UserGroup, int],
+        shared: SharedVariables | None,
     ) -> None:
-        model = self.model
         joint: dict[tuple[AxisType, AxisType], int] = {}
-        value = values(edge.source)[output]
-        size = num_bytes(value) * self.view.left(edge.source, output)
-        for a in from_:
-            for b in to:
-                price = self.conversion(edge, a, b, size)
-                if price is None:
-                    if self.axis.role != "time":
-                        continue
-                    price = FORBIDDEN  # a way out, so that the refusal can name the place
-                pays_here = price == 0 or shared is None
-                joint[a, b] = model.variable(price * sum(times.values()) if pays_here else 0.0)
-                if price >= FORBIDDEN:
-                    self.forbidden[joint[a, b]] = edge
-                if not pays_here:
-                    assert shared is not None
-                    for group, count in times.items():
-                        if (a, b, group) not in shared:
-                            shared[a, b, group] = model.variable(0.0)
-                        both = shared[a, b, group]
-                        model.costs[both] = max(model.costs[both], price * count)
-                        model.constrain([(both, 1.0), (joint[a, b], -1.0)], 0, math.inf)
-        for a, variables in from_.items():
-            row = [(j, 1.0) for (x, _), j in joint.items() if x == a]
-            model.constrain([*row, *((v, -1.0) for v in variables)], 0, 0)
-        for b, variables in to.items():
-            row = [(j, 1.0) for (_, y), j in joint.items() if y == b]
-            model.constrain([*row, *((v, -1.0) for v in variables)], 0, 0)
+        size = self.view.local_bytes(edge.source, output)
+        for a, b in itertools.product(producers, readers):
+            price = self.conversion(edge, a, b, size)
+            if price is None and self.axis.role != "time":
+                continue
+            if price is None:
+                price = FORBIDDEN_SECONDS  # keep the program solvable, so that the refusal can name the edge
+            shares_conversion = price != 0 and shared is not None
+            joint[a, b] = self.model.variable(0.0 if shares_conversion else price * sum(times.values()))
+            if price >= FORBIDDEN_SECONDS:
+                self.forbidden[joint[a, b]] = edge
+            if price != 0 and shared is not None:
+                self._share_conversion((a, b), joint[a, b], price, times, shared)
+        for a, variables in producers.items():
+            self._equal_sums([j for (produced, _), j in joint.items() if produced == a], variables)
+        for b, variables in readers.items():
+            self._equal_sums([j for (_, read), j in joint.items() if read == b], variables)
+
+    def _share_conversion(
+        self,
+        types: tuple[AxisType, AxisType],
+        joint: int,
+        price: float,
+        times: Mapping[UserGroup, int],
+        shared: SharedVariables,
+    ) -> None:
+        """Let all users of a value that need the same conversion pay for it once."""
+        for group, count in times.items():
+            if (*types, group) not in shared:
+                shared[*types, group] = self.model.variable(0.0)
+            converted = shared[*types, group]
+            self.model.costs[converted] = max(self.model.costs[converted], price * count)
+            self.model.constrain([(converted, 1.0), (joint, -1.0)], 0, math.inf)
+
+    def _equal_sums(self, first: list[int], second: list[int]) -> None:
+        self.model.constrain([*((v, 1.0) for v in first), *((v, -1.0) for v in second)], 0, 0)
 
     def _sinks(self) -> None:
-        graph, carried = self.view.program.graph, self.view.program.carried.values()
-        stored, ended = self.view.program.stored, self.view.program.ended
+        """Add the conversions of the program's outputs to the types in which the runtime takes them."""
+        graph = self.view.program.graph
         for position, result in enumerate(outputs(graph)):
             source, output = origin(result)
             key = self.key[source]
-            from_: dict[AxisType, list[int]] = defaultdict(list)
+            producers: dict[AxisType, list[int]] = defaultdict(list)
             for variable, strategy in zip(self.choice[key], self.options_of[key], strict=True):
-                from_[strategy.outputs[output]].append(variable)
-            if position in stored:
-                free = [a for a in from_ if plain(a) in self._stored_as(stored[position])]
-            else:
-                settled = {"carried": position in carried, "ended": position in ended}
-                free = [a for a in from_ if leaves_as_is(self.axis, a, result, **settled)]
+                producers[strategy.outputs[output]].append(variable)
             edge = OperandEdge(source, graph.output_node(), 0, needs_grad(result))
-            price = dict.fromkeys(free, 0.0)
-            size = num_bytes(values(source)[output]) * self.view.left(source, output)
-            for a in from_:
-                if a not in price:
-                    found = self.conversion(edge, a, P if a is R else I, size)
-                    price[a] = FORBIDDEN if found is None else found
-            for a, variables in from_.items():
-                leaving = self.model.variable(price[a])
-                if price[a] >= FORBIDDEN:
+            for a, variables in producers.items():
+                price = 0.0 if self._leaves_as_is(position, a, result) else self._leaving_price(edge, a, output)
+                leaving = self.model.variable(price)
+                if price >= FORBIDDEN_SECONDS:
                     self.forbidden[leaving] = edge
-                self.model.constrain([(leaving, 1.0), *((v, -1.0) for v in variables)], 0, 0)
+                self._equal_sums([leaving], variables)
 
-    def _stored_as(self, parameter: fx.Node) -> set[AxisType]:
-        """The types in which a new value of a parameter may leave: that of the parameter costs nothing."""
+    def _leaves_as_is(self, position: int, kind: AxisType, result: fx.Node) -> bool:
+        program = self.view.program
+        if position in program.stored:
+            return plain(kind) in self._stored_types(program.stored[position])
+        carried = position in program.carried.values()
+        return leaves_as_is(self.axis, kind, result, carried=carried, ended=position in program.ended)
+
+    def _leaving_price(self, edge: OperandEdge, kind: AxisType, output: int) -> float:
+        size = self.view.local_bytes(edge.source, output)
+        price = self.conversion(edge, kind, P if kind is R else I, size)
+        return FORBIDDEN_SECONDS if price is None else price
+
+    def _stored_types(self, parameter: fx.Node) -> set[AxisType]:
+        """Return the types in which a new value of a parameter may leave: those of the parameter itself."""
         return {plain(strategy.outputs[0]) for strategy in self.options_of[self.key[parameter]]}

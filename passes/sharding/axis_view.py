@@ -1,4 +1,4 @@
-"""One axis as the search for its shardings sees it: the program, the plan, and what the earlier axes chose."""
+"""One axis as the search for shardings sees it: the program, the plan, and the choices on outer axes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 
 from torch import fx
 
-from ...core.annotations import Leaf, facts, leaf, values
+from ...core.annotations import Leaf, facts, leaf, num_bytes, values
 from ...core.errors import CompileError, Where
 from ...core.sharding import AxisType, Shard, Sharding, local_shape
 from ...ir.cost_protocol import CostModel
@@ -17,14 +17,22 @@ from ...ir.expert_load import ExpertLoad
 from ...ir.program import Axis, Program, Strategy
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rules.notation import Factors
-from ..strategies.expert_axes import expert_parameters, hops, sliced
+from ..strategies.expert_axes import expert_parameters, hops, with_sliced_rows
 from ..strategies.rule_book import leaf_strategies, may_pad, strategies
 from .coupled_rows import coupling
 
 
 @dataclass(frozen=True)
 class OperandEdge:
-    """A value on its way into an operator: what a role needs to know to allow or price a conversion."""
+    """A value on its way into an operator.
+
+    Attributes:
+        source: the operator that produces the value.
+        user: the operator that reads it, or the output node.
+        position: the position among the user's tensor inputs.
+        grad: whether a gradient flows back along the edge.
+        additive: whether the user adds this input to its result.
+    """
 
     source: fx.Node
     user: fx.Node
@@ -34,14 +42,17 @@ class OperandEdge:
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a plan asks of shardings.
+class ShardingOptions:
+    """The plan's constraints on shardings.
 
-    ``fixed``: (leaf name, axis name) -> type. ``sequence_parallel``: whether values between tensor-parallel operators
-    may be split along the sequence; if not, they are whole (all-reduce instead of reduce-scatter and all-gather).
-    ``context``: what a context axis splits of attention: queries (``"all_gather"``), heads (``"ulysses"``), or queries
-    and keys (``"ring"``). ``experts``: the axes over which experts are spread. ``loads``: of layers of experts, how
-    many rows their busiest rank is expected to get.
+    Attributes:
+        fixed: (leaf name, axis name) -> the type that the plan fixes.
+        sequence_parallel: whether values between tensor-parallel operators may be split along the sequence; if not,
+            they are whole (all-reduce instead of reduce-scatter and all-gather).
+        context: what a context axis splits in attention: queries (``"all_gather"``), heads (``"ulysses"``), or queries
+            and keys (``"ring"``).
+        experts: the axes over which experts are spread.
+        loads: for layers of experts, the expected number of rows on the busiest rank.
     """
 
     fixed: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
@@ -52,41 +63,51 @@ class Wishes:
 
 
 def stores_state(axis: Axis, experts: Sequence[str]) -> bool:
-    """Whether slices of parameters over ``axis`` are gathered before operators see them."""
+    """Return whether slices of parameters over ``axis`` are gathered before operators see them."""
     return axis.role in ("data", "context") and axis.name not in experts
 
 
 @dataclass(frozen=True)
 class AxisView:
-    """``before``: the axes outside of ``axis``; ``chosen``: what each operator does on them; ``factors``: what is left
-    of each operator's factors for ``axis``. ``repeats``: how many operators one stands for."""
+    """A mesh axis for which strategies are chosen.
+
+    Attributes:
+        outer: the axes outside ``axis``, outermost first.
+        factors: what the outer axes leave of each operator's factors.
+        chosen: the strategies of each operator on the outer axes.
+        repeats: how many operators of the whole model a node stands for.
+    """
 
     program: Program
     axis: Axis
-    before: tuple[Axis, ...]
+    outer: tuple[Axis, ...]
     factors: Mapping[fx.Node, Factors]
     chosen: Mapping[fx.Node, tuple[Strategy, ...]]
     cost: CostModel
-    constraints: Wishes
+    constraints: ShardingOptions
     repeats: Mapping[fx.Node, int]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(axis.size for axis in self.before)
+        """Return the sizes of the outer axes."""
+        return tuple(axis.size for axis in self.outer)
 
     @property
-    def ways(self) -> int:
-        """Among how many data ranks and microbatches the earlier axes deal the rows of a batch."""
-        return math.prod(axis.size for axis in self.before if axis.role in ("data", "time"))
+    def batch_parts(self) -> int:
+        """Return the number of data ranks and microbatches among which the outer axes divide a batch."""
+        return math.prod(axis.size for axis in self.outer if axis.role in ("data", "time"))
 
     @property
     def rows(self) -> int:
-        """Rows of the batch that the earlier axes leave a rank; where they do not divide, the most."""
-        return -(-self.program.batch_size // self.ways)
+        """Return the rows of the batch on one rank under the outer axes, rounded up."""
+        return -(-self.program.batch_size // self.batch_parts)
 
     @cached_property
     def spreads_experts(self) -> bool:
-        """Whether each rank has experts of its own: of a mixture, or parameters that the plan splits by name."""
+        """Return whether each rank of the axis has its own experts.
+
+        They may be those of a mixture, or parameters that the plan shards by name.
+        """
         if self.axis.name not in self.constraints.experts:
             return False
         named = any(
@@ -94,71 +115,85 @@ class AxisView:
         )
         return named or bool(expert_parameters(self.program.graph))
 
-    def stores(self, found: Leaf) -> bool:
-        """Whether slices of a parameter over this axis are no more than how it is stored, see
-        :class:`.shard_parameters.ShardParameters`: what the axis splits is data, and no rows are exchanged for
-        experts."""
-        return found.kind == "parameter" and stores_state(self.axis, self.constraints.experts)
+    def stores(self, info: Leaf) -> bool:
+        """Return whether slices of a leaf over this axis only change how a parameter is stored.
+
+        That is so where the axis splits data and no rows are exchanged for experts, see
+        :class:`.shard_parameters.ShardParameters`.
+        """
+        return info.kind == "parameter" and stores_state(self.axis, self.constraints.experts)
 
     def legal(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
-        """Every strategy that ``node``'s rule allows, whatever the role of the axis."""
-        make = strategies if leaf(node) is None else leaf_strategies
-        found = make(node, self.factors[node], cuts, self.axis.size)
-        return (*found, *sliced(node, found, self.axis)) if self.travels(node) else found
+        """Return every strategy that ``node``'s rule allows, whatever the role of the axis."""
+        enumerate_strategies = strategies if leaf(node) is None else leaf_strategies
+        options = enumerate_strategies(node, self.factors[node], cuts, self.axis.size)
+        return (*options, *with_sliced_rows(node, options, self.axis)) if self.travels(node) else options
 
     def travels(self, node: fx.Node) -> bool:
-        """Whether the rows of an operator travel to the ranks of their experts, from each rank of a model axis."""
-        return node.target in EXPERT_LAYERS and self.axis.role == "model" and bool(hops(self.before, self.chosen[node]))
+        """Return whether each rank of a model axis sends an operator's rows to the ranks of their experts."""
+        return node.target in EXPERT_LAYERS and self.axis.role == "model" and bool(hops(self.outer, self.chosen[node]))
 
     def load(self, node: fx.Node) -> ExpertLoad:
-        """Of the rows that an operator gets, where they travel to the ranks of their experts."""
-        return self.constraints.loads.get(node, ExpertLoad()) if hops(self.before, self.chosen[node]) else ExpertLoad()
+        """Return the load of an operator whose rows travel to the ranks of their experts."""
+        return self.constraints.loads.get(node, ExpertLoad()) if hops(self.outer, self.chosen[node]) else ExpertLoad()
 
     def share(self, node: fx.Node) -> float:
-        """What fraction of a node's work is left after the earlier axes."""
+        """Return the fraction of a node's work that the outer axes leave to one rank."""
         return math.prod(strategy.part for strategy in self.chosen[node])
 
-    def left(self, node: fx.Node, output: int) -> float:
-        """The fraction of a value that one rank holds under the earlier axes."""
-        before: Sharding = tuple(s.outputs[output] for s in self.chosen[node])
-        whole = values(node)[output].shape
-        held = local_shape(whole, before, self.ranks)
-        return math.prod(have / size for have, size in zip(held, whole, strict=True) if size)
+    def local_fraction(self, node: fx.Node, output: int) -> float:
+        """Return the fraction of a value that one rank holds under the outer axes."""
+        sharding: Sharding = tuple(strategy.outputs[output] for strategy in self.chosen[node])
+        shape = values(node)[output].shape
+        local = local_shape(shape, sharding, self.ranks)
+        return math.prod(have / size for have, size in zip(local, shape, strict=True) if size)
+
+    def local_bytes(self, node: fx.Node, output: int) -> float:
+        """Return the bytes of a value that one rank holds under the outer axes."""
+        return num_bytes(values(node)[output]) * self.local_fraction(node, output)
 
 
 def refusal(view: AxisView, edge: OperandEdge) -> CompileError:
-    """Why nothing is possible: ``edge`` would need a conversion that must not be."""
+    """Return the error for a program in which ``edge`` needs a conversion that is not allowed."""
     axis = view.axis
     if axis.role == "time":
         return _coupled(view, edge)
-    user = edge.user.target if edge.user.op != "output" else "what the model returns"
-    where: Where = facts(edge.user if edge.user.op != "output" else edge.source).where
-    found = leaf(edge.source)
-    name = found.name if found is not None else str(edge.source.target)
+    leaves = edge.user.op == "output"
+    user = "what the model returns" if leaves else edge.user.target
+    where: Where = facts(edge.source if leaves else edge.user).where
+    info = leaf(edge.source)
+    name = info.name if info is not None else str(edge.source.target)
     if axis.role == "context":
-        what = f"{user} can run neither whole nor on a part of the sequences of {axis.name}: it would slice {name}"
+        message = f"{user} can run neither whole nor on a part of the sequences of {axis.name}: it would slice {name}"
     else:
-        what = f"{name} would have to be gathered over {axis.name} for {user}"
-    return CompileError("QN205", what, where=where)
+        message = f"{name} would have to be gathered over {axis.name} for {user}"
+    return CompileError("QN205", message, where=where)
 
 
 def _coupled(view: AxisView, edge: OperandEdge) -> CompileError:
-    many = view.axis.size
-    found = coupling(view.program.graph, view.factors)
-    if found is None:
+    """Return the error for a program that cannot compute each microbatch on its own."""
+    microbatches = view.axis.size
+    coupled = coupling(view.program.graph, view.factors)
+    if coupled is None:
         user = edge.user.target if edge.user.op != "output" else "the loss"
-        place, why = edge.source, f"{user} would need values of all {many} microbatches at once"
+        place, reason = edge.source, f"{user} would need values of all {microbatches} microbatches at once"
+        unpadded = next((n for n in view.factors if leaf(n) is None and not may_pad(n)), None)
+        if unpadded is not None and view.program.batch_size % (view.batch_parts * microbatches):
+            return _indivisible_batch(view, unpadded)
     else:
-        place, why = found[0], f"{found[1]}, and each of {many} microbatches has rows of its own"
-    unpadded = next((n for n in view.factors if found is None and leaf(n) is None and not may_pad(n)), None)
-    if unpadded is not None and view.program.batch_size % (view.ways * many):
-        return CompileError(
-            "QN106",
-            f"a batch of {view.program.batch_size} rows does not split evenly into {many} microbatches, and "
-            f"{unpadded.target} may not see padding: it raises errors for some values, or counts all that it reads",
-            where=facts(unpadded).where,
-            fix="use a batch that divides over data ranks and microbatches, or microbatches=1",
-        )
+        place, cause = coupled
+        reason = f"{cause}, and each of {microbatches} microbatches has rows of its own"
     return CompileError(
-        "QN104", why, where=facts(place).where, fix='use microbatches=1, or batch_statistics="microbatch"'
+        "QN104", reason, where=facts(place).where, fix='use microbatches=1, or batch_statistics="microbatch"'
+    )
+
+
+def _indivisible_batch(view: AxisView, node: fx.Node) -> CompileError:
+    """Return the error for a batch that needs padding which ``node`` must not see."""
+    return CompileError(
+        "QN106",
+        f"a batch of {view.program.batch_size} rows does not split evenly into {view.axis.size} microbatches, and "
+        f"{node.target} may not see padding: it raises errors for some values, or counts all that it reads",
+        where=facts(node).where,
+        fix="use a batch that divides over data ranks and microbatches, or microbatches=1",
     )

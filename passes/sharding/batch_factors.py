@@ -1,4 +1,4 @@
-"""Which factors of which operators are the batch: a context axis splits the others."""
+"""Factors of operators that run over the samples of a batch: a context axis splits the others."""
 
 from __future__ import annotations
 
@@ -15,43 +15,48 @@ Value = tuple[fx.Node, int]
 
 
 def batch_factors(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.Node, frozenset[str]]:
-    """The factors that run over samples. The batch is the outermost part of a dim: [B, S] may become [B * S]."""
+    """Return the factors of each operator that run over samples.
+
+    The batch is the outermost part of a dim: [B, S] may become [B * S].
+    """
     dims: dict[Value, frozenset[int]] = {}
-    found: dict[fx.Node, frozenset[str]] = {}
+    sample_factors: dict[fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
         if node.op == "output" or is_getitem(node):
             continue
-        spec, marked = factors[node], set[str]()
-        known = leaf(node)
-        if known is not None:
-            marked |= _outermost(spec.outputs[0], {0} if known.batched else set())
-        for given, place in zip(tensor_inputs(node), spec.inputs, strict=True):
-            marked |= _outermost(place, dims.get(origin(given), frozenset()))
-        found[node] = frozenset(marked)
-        for index, place in enumerate(spec.outputs):
-            dims[node, index] = frozenset(d for d, names in enumerate(place) if names and names[0] in marked)
-    return found
+        rule_factors, marked = factors[node], set[str]()
+        info = leaf(node)
+        if info is not None:
+            marked |= _outermost(rule_factors.outputs[0], {0} if info.batched else set())
+        for operand, operand_dims in zip(tensor_inputs(node), rule_factors.inputs, strict=True):
+            marked |= _outermost(operand_dims, dims.get(origin(operand), frozenset()))
+        sample_factors[node] = frozenset(marked)
+        for index, result_dims in enumerate(rule_factors.outputs):
+            dims[node, index] = frozenset(d for d, names in enumerate(result_dims) if names and names[0] in marked)
+    return sample_factors
 
 
 def _outermost(dims: Dims, chosen: frozenset[int] | set[int]) -> set[str]:
     return {names[0] for d, names in enumerate(dims) if d in chosen and names}
 
 
-def made_of_the_batch(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Operators that depend on the batch and on a parameter, and those that scale 8-bit numbers by what the batch has.
-    A scale is no more than a number: a microbatch takes its own, so what reads only scales may be anything."""
+def batch_dependent(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Return operators that depend on the batch and on a parameter, and those that find 8-bit scales of the batch.
+
+    A scale is only a number, and each microbatch takes its own, so operators that read only scales do not count.
+    """
     batched: set[fx.Node] = set()
     trained: set[fx.Node] = set()
     for node in graph.nodes:
-        found = leaf(node) if node.op == "placeholder" else None
-        if found is not None:
-            if found.batched:
+        info = leaf(node) if node.op == "placeholder" else None
+        if info is not None:
+            if info.batched:
                 batched.add(node)
-            elif found.kind == "parameter":
+            elif info.kind == "parameter":
                 trained.add(node)
         elif node.op == "call_function":
-            for kind in (batched, trained):
-                if any(source in kind for source in arrives(node) if source.target is not block_max):
-                    kind.add(node)
-    made = {node for node in batched if node in trained or node.target is block_max}
-    return frozenset(node for node in made if node.op == "call_function")
+            for dependents in (batched, trained):
+                if any(source in dependents for source in arrives(node) if source.target is not block_max):
+                    dependents.add(node)
+    dependent = {node for node in batched if node in trained or node.target is block_max}
+    return frozenset(node for node in dependent if node.op == "call_function")

@@ -1,15 +1,15 @@
-"""Which of the strategies that a rule allows an axis' role and the plan let an operator have."""
+"""The strategies that an axis' role and the plan allow an operator, of those that its rule allows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ...core.annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value
+from ...core.annotations import Leaf, facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value
 from ...core.errors import CompileError
 from ...core.precision import narrows
 from ...core.sharding import AxisType, I, R, S, Shard, local_shape, plain
@@ -18,10 +18,10 @@ from ...ops.attention.operator import attention
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rules.notation import Factors
-from ..strategies.expert_axes import expert_parameters, travelling
+from ..strategies.expert_axes import exchanging_strategies, expert_parameters
 from ..strategies.rule_book import may_pad
 from .axis_view import AxisView, OperandEdge, refusal
-from .batch_factors import batch_factors, made_of_the_batch
+from .batch_factors import batch_dependent, batch_factors
 
 aten = torch.ops.aten
 # products, and the position of the operand that may be a weight
@@ -31,11 +31,25 @@ CONTRACTIONS: Mapping[Any, int] = {
     **dict.fromkeys(EXPERT_LAYERS, 2),
 }
 
-_TRANSPOSED = (aten.permute.default, aten.transpose.int, aten.t.default)
+# the factors of attention that a context axis splits, by mode; later ones where an operator lacks the first
+CONTEXT_FACTORS: Mapping[str, list[set[str]]] = {
+    "all_gather": [{"s"}],
+    "ulysses": [{"g", "r"}],
+    "ring": [{"s+t"}, {"s"}],
+}
+
+_TRANSPOSES = (aten.permute.default, aten.transpose.int, aten.t.default)
 
 
 class Candidates:
-    """Call it with an operator and the cuts of its dims.
+    """The candidate strategies of operators on one axis: call it with an operator and the cuts of its dims.
+
+    Attributes:
+        split_in_time: what the model computes from the batch: no microbatch may compute it for all others.
+        single_row: whether all data ranks compute the same row: a dim of size 1 may be broadcast, so none is split.
+        samples: the factors of each operator that run over samples, on a context axis.
+        activations: operators that depend on the batch and on parameters.
+        weights: parameters that products read, and whether they must be sliced without padding.
 
     Raises:
         CompileError: QN104 if an operator would need all microbatches at once, QN106 if the batch does not divide,
@@ -45,65 +59,96 @@ class Candidates:
     def __init__(self, view: AxisView) -> None:
         graph, role = view.program.graph, view.axis.role
         self.view, self.axis, self.constraints = view, view.axis, view.constraints
-        # What the model makes of the batch: no microbatch may compute it for all the others.
-        self.split_in_time = made_of_the_batch(graph) if role == "time" else frozenset()
-        # which all data ranks compute: a dim of size 1 may be one that broadcasts, and has no part in views
+        self.split_in_time = batch_dependent(graph) if role == "time" else frozenset()
         self.single_row = role == "data" and view.rows == 1 and not view.spreads_experts
         self.samples = batch_factors(graph, view.factors) if role == "context" else {}
-        self.work = made_of_the_batch(graph) if role in ("context", "model") else frozenset()
+        self.activations = batch_dependent(graph) if role in ("context", "model") else frozenset()
         self.expert_parameters = expert_parameters(graph) if view.spreads_experts else frozenset[fx.Node]()
         self.weights = _contraction_weights(graph, view.factors) if role == "model" else dict[fx.Node, bool]()
 
     def __call__(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
-        found, options = leaf(node), self.view.legal(node, cuts)
+        options = self._without_forbidden(node, self.view.legal(node, cuts))
+        info = leaf(node)
+        if info is not None:
+            return self._of_leaf(node, info, options, cuts)
+        if self.axis.role == "context":
+            return self._within_samples(node, options)
+        if node in self.split_in_time:
+            return self._split_in_time(node, options)
+        return options
+
+    def _without_forbidden(self, node: fx.Node, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Return the strategies that exchange rows only where the plan asks for it, and lose no precision."""
         if node.target in EXPERT_LAYERS and self.view.spreads_experts:
-            options = travelling(node, options, self.axis)
+            options = exchanging_strategies(node, options, self.axis)
         elif node.target is not attention or self.axis.role != "context":
             options = tuple(s for s in options if not s.exchanges)
-        if _widens(node, self.work):
+        if _rounds_gradient(node, self.activations):
             options = tuple(s for s in options if R not in s.inputs)
         if self.single_row:
             options = tuple(s for s in options if not s.splits)
-        if found is None and self.axis.role == "context":
-            return self._within_samples(node, options)
-        if found is None:
-            if node not in self.split_in_time:
-                return options
-            parts = tuple(s for s in options if not s.label.startswith("replicated"))
-            if not parts:
-                raise refusal(self.view, OperandEdge(node, node, 0, grad=True))
-            return parts
-        fixed = self.constraints.fixed.get((found.name, self.axis.name))
-        if fixed is not None and not (isinstance(fixed, Shard) and self.view.stores(found)):
-            allowed = [s for s in options if s.outputs[0] == fixed or plain(s.outputs[0]) == plain(fixed) is I]
-            if not allowed:
-                left = local_shape(shape(node), tuple(s.outputs[0] for s in self.view.chosen[node]), self.view.ranks)
-                raise CompileError(
-                    "QN203",
-                    f"{found.name} of shape {tuple(left)} cannot be {fixed} over {self.axis.name}={self.axis.size}",
-                    fix=f"use one of {', '.join(str(s.outputs[0]) for s in options)}",
-                )
-            return tuple(allowed)
+        return options
+
+    def _split_in_time(self, node: fx.Node, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Return the strategies in which each microbatch computes a part."""
+        parts = tuple(s for s in options if not s.label.startswith("replicated"))
+        if not parts:
+            raise refusal(self.view, OperandEdge(node, node, 0, grad=True))
+        return parts
+
+    def _of_leaf(
+        self, node: fx.Node, info: Leaf, options: tuple[Strategy, ...], cuts: Mapping[str, set[int]]
+    ) -> tuple[Strategy, ...]:
+        fixed = self.constraints.fixed.get((info.name, self.axis.name))
+        if fixed is not None and not (isinstance(fixed, Shard) and self.view.stores(info)):
+            return self._fixed(node, info, fixed, options)
         if node in self.expert_parameters:
             return tuple(s for s in options if s.outputs[0] == S(0))
-        if self.axis.role in ("time", "context"):
-            wanted: AxisType = R if found.trainable else I
-        elif self.axis.role == "data":
-            rows = found.kind in ("input", "cache") and found.batched and not self.single_row
-            wanted = S(0) if rows else R if found.trainable else I
-        elif found.kind == "parameter":
-            even = self.weights.get(node, False)
-            shards = tuple(s for s in options if isinstance(s.outputs[0], Shard) and not (even and s.uneven))
-            must = node in self.weights and shards and not self._torn(node, cuts)
-            return shards if must else options
-        elif found.kind == "cache":
+        if self.axis.role == "model" and info.kind == "parameter":
+            return self._of_weight(node, options, cuts)
+        if self.axis.role == "model" and info.kind == "cache":
             return options
-        else:
-            wanted = I
-        return tuple(s for s in options if s.outputs[0] == wanted) or self._indivisible(node)
+        wanted = self._leaf_type(info)
+        matching = tuple(s for s in options if s.outputs[0] == wanted)
+        if not matching:
+            raise self._indivisible()
+        return matching
+
+    def _fixed(self, node: fx.Node, info: Leaf, fixed: AxisType, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Return the strategies that give a leaf the type that the plan fixes."""
+        allowed = tuple(s for s in options if s.outputs[0] == fixed or plain(s.outputs[0]) == plain(fixed) is I)
+        if not allowed:
+            local = local_shape(shape(node), tuple(s.outputs[0] for s in self.view.chosen[node]), self.view.ranks)
+            raise CompileError(
+                "QN203",
+                f"{info.name} of shape {tuple(local)} cannot be {fixed} over {self.axis.name}={self.axis.size}",
+                fix=f"use one of {', '.join(str(s.outputs[0]) for s in options)}",
+            )
+        return allowed
+
+    def _of_weight(
+        self, node: fx.Node, options: tuple[Strategy, ...], cuts: Mapping[str, set[int]]
+    ) -> tuple[Strategy, ...]:
+        """Return the strategies of a parameter on a model axis: weights of products are sliced wherever they can be."""
+        if node not in self.weights:
+            return options
+        must_be_even = self.weights[node]
+        shards = tuple(s for s in options if isinstance(s.outputs[0], Shard) and not (must_be_even and s.uneven))
+        return shards if shards and not self._splits_units(node, cuts) else options
+
+    def _leaf_type(self, info: Leaf) -> AxisType:
+        """Return the type of a leaf that neither the plan nor a product decides."""
+        if self.axis.role == "model":
+            return I
+        if self.axis.role == "data" and info.kind in ("input", "cache") and info.batched and not self.single_row:
+            return S(0)
+        return R if info.trainable else I
 
     def _within_samples(self, node: fx.Node, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """A context axis splits sequences, never the batch; and products with weights must be split if they can be."""
+        """Return the strategies that split sequences, never the batch.
+
+        Products with weights must be split wherever they can be.
+        """
         rows = self.view.rows
 
         def whole_samples(strategy: Strategy) -> bool:
@@ -112,23 +157,24 @@ class Candidates:
             name, cut = strategy.factor
             return name.partition("+")[0] not in self.samples[node] or cut >= rows
 
-        found = tuple(s for s in options if whole_samples(s))
+        candidates = tuple(s for s in options if whole_samples(s))
         if node.target in (aten.scaled_dot_product_attention.default, attention):
-            return self._attention(node, found)
-        if node in self.work and node.target in CONTRACTIONS:
-            found = tuple(s for s in found if s.splits and self._sequence(node, s)) or found
-        return found
+            return self._attention(node, candidates)
+        if node in self.activations and node.target in CONTRACTIONS:
+            return tuple(s for s in candidates if s.splits and self._keeps_weight(node, s)) or candidates
+        return candidates
 
     def _attention(self, node: fx.Node, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """The queries, the heads, or queries and keys, as the plan says. Where no ring is possible (a mask of the
-        user's own), the queries; whole where neither the sequence nor the heads divide."""
-        splits = [(s.factor[0].rstrip("oi"), s) for s in options if s.splits]
-        found: tuple[Strategy, ...] = ()
-        for wanted in {"all_gather": [{"s"}], "ulysses": [{"g", "r"}], "ring": [{"s+t"}, {"s"}]}[
-            self.constraints.context
-        ]:
-            found = found or tuple(s for name, s in splits if name in wanted)
-        if not found and self.constraints.context == "ulysses":
+        """Return the strategies that split what the plan says: the queries, the heads, or queries and keys.
+
+        Where no ring is possible (a mask of the user's own), the queries; whole where neither the sequence nor the
+        heads divide.
+        """
+        for factors in CONTEXT_FACTORS[self.constraints.context]:
+            candidates = tuple(s for s in options if s.splits and s.factor[0].rstrip("oi") in factors)
+            if candidates:
+                return candidates
+        if self.constraints.context == "ulysses":
             heads, size = shape(node)[-3] if len(shape(node)) > 2 else 1, self.axis.size
             raise CompileError(
                 "QN203",
@@ -136,90 +182,103 @@ class Candidates:
                 where=facts(node).where,
                 fix='use context="all_gather"',
             )
-        return found or tuple(s for s in options if not s.exchanges)
+        return tuple(s for s in options if not s.exchanges)
 
-    def _sequence(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Whether a strategy leaves the weight as it is. It may stand on the left of a product."""
-        position, given = CONTRACTIONS[node.target], tensor_inputs(node)
-        if position == 1 and node.target is not aten.linear.default and self._of_batch(given[1]):
-            position = 1 if self._of_batch(given[0]) else 0
+    def _keeps_weight(self, node: fx.Node, strategy: Strategy) -> bool:
+        """Return whether a strategy leaves the weight of a product whole, on whichever side it stands."""
+        position, operands = CONTRACTIONS[node.target], tensor_inputs(node)
+        if position == 1 and node.target is not aten.linear.default and self._of_batch(operands[1]):
+            position = 1 if self._of_batch(operands[0]) else 0
         return strategy.inputs[position] in (I, R)
 
     def _of_batch(self, node: fx.Node) -> bool:
-        found = leaf(origin(node)[0])
-        return origin(node)[0] in self.work or (found is not None and found.batched)
+        source, _ = origin(node)
+        info = leaf(source)
+        return source in self.activations or (info is not None and info.batched)
 
-    def _torn(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> bool:
-        """Whether every even split of some dim would tear a unit of it (a head) that an operator reads as a dim, and
-        there are fewer than ranks (heads of keys that several heads of queries read): then ranks may store all of a
-        parameter, and read whole units of it."""
-        for name, inside in cuts.items():
+    def _splits_units(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> bool:
+        """Return whether there are fewer units (heads) than ranks, and every even split of a dim cuts through one.
+
+        With grouped-query attention, key and value heads may be fewer than ranks. Then ranks may store a whole
+        parameter, and read whole units of it.
+        """
+        for name, inner_cuts in cuts.items():
             size = self.view.factors[node].sizes[name]
-            unit = size // max(inside, default=1)
-            even = [size // (cut * self.axis.size) for cut in (1, *inside) if size % (cut * self.axis.size) == 0]
-            if inside and max(inside) < self.axis.size and all(rows % unit for rows in even):
+            unit = size // max(inner_cuts, default=1)
+            pieces = [cut * self.axis.size for cut in (1, *inner_cuts)]
+            even_parts = [size // count for count in pieces if size % count == 0]
+            if inner_cuts and max(inner_cuts) < self.axis.size and all(length % unit for length in even_parts):
                 return True
         return False
 
-    def _indivisible(self, node: fx.Node) -> tuple[Strategy, ...]:
-        found = leaf(node)
-        assert found is not None
+    def _indivisible(self) -> CompileError:
+        """Return the error for a batch that the axis does not divide."""
         rows, size = self.view.program.batch_size, self.axis.size
-        already = math.prod(self.view.ranks)
-        raise CompileError(
+        outer_parts = math.prod(self.view.ranks)
+        multiple = size * outer_parts
+        return CompileError(
             "QN106",
             f"a batch of {rows} does not divide over {self.axis.name}={size}"
-            + (f" after {already} ways of the other axes" if already > 1 else ""),
-            fix=f"use a batch of {max(1, rows // (size * already)) * size * already} or a multiple of {size * already}",
+            + (f" after {outer_parts} ways of the other axes" if outer_parts > 1 else ""),
+            fix=f"use a batch of {max(1, rows // multiple) * multiple} or a multiple of {multiple}",
         )
 
 
-def _widens(node: fx.Node, activations: frozenset[fx.Node]) -> bool:
-    """Whether the gradient of this cast rounds: then it must not be a term of a sum."""
+def _rounds_gradient(node: fx.Node, activations: frozenset[fx.Node]) -> bool:
+    """Return whether the gradient of a cast is rounded: it must not be a term of a sum then."""
     if node.target is not aten._to_copy.default or node not in activations or not needs_grad(node):
         return False
     return narrows(value(node).dtype, value(tensor_inputs(node)[0]).dtype)
 
 
 def _contraction_weights(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.Node, bool]:
-    """Parameters that are the second operand of a matmul: what tensor parallelism is there to split; and whether that
-    takes slices without padding alone. Without those of which another operator needs all (a determinant)."""
-    found = dict[fx.Node, bool]()
+    """Return parameters that a matmul reads as its weight, and whether they must be sliced without padding.
+
+    These are what tensor parallelism splits, except for those that another operator needs whole (a determinant).
+    """
+    weights = dict[fx.Node, bool]()
     for node in graph.nodes:
         if node.op != "call_function" or is_getitem(node) or node.target not in CONTRACTIONS:
             continue
         weight = node.args[CONTRACTIONS[node.target]]
         while isinstance(weight, fx.Node):
-            kind = leaf(weight)
-            if kind is not None:
-                if kind.kind == "parameter" and not _needed_whole(weight, factors):
-                    found[weight] = found.get(weight, False) or not may_pad(node)
+            info = leaf(weight)
+            if info is not None:
+                if info.kind == "parameter" and not _needed_whole(weight, factors):
+                    weights[weight] = weights.get(weight, False) or not may_pad(node)
                 break
-            if weight.target not in _TRANSPOSED and weight.target is not after_gradients:
+            if weight.target not in _TRANSPOSES and weight.target is not after_gradients:
                 break
-            weight = weight.args[0] if weight.target in _TRANSPOSED else _changed(weight)
-    return found
+            weight = weight.args[0] if weight.target in _TRANSPOSES else _unchanged_parameter(weight)
+    return weights
 
 
-def _changed(now: fx.Node) -> Any:
-    """The parameter that forward has changed in place to make this, see
-    :mod:`...capture.changes.changed_values`; None if this is nothing of that kind."""
-    says = origin(tensor_inputs(now)[-1])[0]
-    start = says.args[0] if says.target is declare_gradient else None
+def _unchanged_parameter(node: fx.Node) -> Any:
+    """Return the parameter that forward has changed in place to make this value, or None for any other value.
+
+    See :mod:`...capture.changes.changed_values`.
+    """
+    declaration = origin(tensor_inputs(node)[-1])[0]
+    start = declaration.args[0] if declaration.target is declare_gradient else None
     if not isinstance(start, fx.Node) or start.target is not after_gradients or len(tensor_inputs(start)) > 1:
         return None
     return start.args[0]
 
 
 def _needed_whole(source: fx.Node, factors: Mapping[fx.Node, Factors]) -> bool:
-    """Whether an operator reads ``source``, or its transpose, and can split none of its dims."""
+    """Return whether an operator reads ``source``, or its transpose, and can split none of its dims."""
     for user in source.users:
         if user.op != "call_function":
             continue
-        if user.target in _TRANSPOSED and _needed_whole(user, factors):
+        if user.target in _TRANSPOSES and _needed_whole(user, factors):
             return True
-        spec = factors.get(user)
-        dims = [] if spec is None else [d for n, d in zip(tensor_inputs(user), spec.inputs, strict=True) if n is source]
-        if spec is not None and any({name for dim in one for name in dim} <= spec.whole for one in dims if one):
+        if user in factors and _splits_no_dim(factors[user], tensor_inputs(user), source):
+            return True
+    return False
+
+
+def _splits_no_dim(user_factors: Factors, operands: Sequence[fx.Node], source: fx.Node) -> bool:
+    for operand, dims in zip(operands, user_factors.inputs, strict=True):
+        if operand is source and dims and {name for dim in dims for name in dim} <= user_factors.whole:
             return True
     return False

@@ -1,4 +1,4 @@
-"""Parameters of which products read 8-bit numbers alone: ranks cast what they store, and gather 8-bit numbers."""
+"""Parameters that only 8-bit products read: ranks cast the slices that they store, and gather 8-bit numbers."""
 
 from __future__ import annotations
 
@@ -15,73 +15,85 @@ from ...ops.scaled_products import block_max, block_scale, scaled_cast
 from ..strategies.rule_book import RuleBook, refine, strategies
 
 aten = torch.ops.aten
-_OF_SLICES = frozenset({aten.detach.default, block_max, block_scale, scaled_cast})
+_CASTING_OPS = frozenset({aten.detach.default, block_max, block_scale, scaled_cast})
 
 
-def on_slices(
+def slice_cast_strategies(
     program: ShardedProgram, node: fx.Node, kinds: Sequence[AxisType], book: RuleBook
 ) -> dict[fx.Node, tuple[Strategy, ...]]:
-    """The strategies of the operators that cast parameter ``node``, on slices of types ``kinds``: a scale over what
-    ranks store is the largest of theirs. Empty where another operator reads it, or ``kinds`` have padding, or an axis
-    further in slices, or splits for an operator, the same dim."""
+    """Return the strategies of the operators that cast parameter ``node``, on slices of types ``kinds``.
+
+    A scale over what ranks store is the largest of theirs. Empty where another operator reads the parameter, where
+    ``kinds`` have padding, or where an inner axis slices, or splits for an operator, the same dim.
+    """
     casts = _casts(node)
     changed = [p for p, kind in enumerate(kinds) if kind != program.produced(node)[p]]
     if not casts or not _even(program, node, kinds, changed):
         return {}
-    found: dict[fx.Node, tuple[Strategy, ...]] = {}
+    cast_strategies: dict[fx.Node, tuple[Strategy, ...]] = {}
     types: dict[fx.Node, Sequence[AxisType]] = {node: kinds}
     for cast in casts:
         chosen = _strategies(program, cast, [types[source] for source in tensor_inputs(cast)], changed, book)
         if chosen is None:
             return {}
-        found[cast] = chosen
-        types[cast] = [one.outputs[0] for one in chosen]
-    return found
+        cast_strategies[cast] = chosen
+        types[cast] = [strategy.outputs[0] for strategy in chosen]
+    return cast_strategies
 
 
 def _casts(node: fx.Node) -> list[fx.Node]:
-    """The operators that cast a parameter, in order; none if another one reads its values."""
-    found: set[fx.Node] = set()
+    """Return the operators that cast a parameter, in order; none if another operator reads its values."""
+    casts: set[fx.Node] = set()
     todo = [node]
     while todo:
-        here = todo.pop()
-        for user in here.users:
-            scale = here.target is block_scale  # products read it, too
-            if user.target in _OF_SLICES:
-                todo += [user] if user not in found and user.target is not scaled_cast else []
-                found.add(user)
-            elif user.target is not declare_gradient and not scale:
+        source = todo.pop()
+        for user in source.users:
+            if user.target in _CASTING_OPS:
+                if user not in casts and user.target is not scaled_cast:
+                    todo.append(user)
+                casts.add(user)
+            elif user.target is not declare_gradient and source.target is not block_scale:  # products read scales
                 return []
-    return [n for n in node.graph.nodes if n in found] if any(n.target is scaled_cast for n in found) else []
+    if all(cast.target is not scaled_cast for cast in casts):
+        return []
+    return [cast for cast in node.graph.nodes if cast in casts]
 
 
 def _even(program: ShardedProgram, node: fx.Node, kinds: Sequence[AxisType], changed: Sequence[int]) -> bool:
-    left = tuple(shape(node))
+    """Return whether the axes ``changed`` slice a parameter without padding, and no inner axis slices the same dim."""
+    local = tuple(shape(node))
     for position, (axis, kind) in enumerate(zip(program.axes, kinds, strict=True)):
         if isinstance(kind, Shard) and position in changed:
-            further = [one for one in kinds[position + 1 :] if isinstance(one, Shard) and one.dim == kind.dim]
-            if further or kind != Shard(kind.dim) or kind.padded(left[kind.dim], axis.size) != left[kind.dim]:
+            inner_dims = [inner.dim for inner in kinds[position + 1 :] if isinstance(inner, Shard)]
+            has_padding = kind.padded(local[kind.dim], axis.size) != local[kind.dim]
+            if kind.dim in inner_dims or kind != Shard(kind.dim) or has_padding:
                 return False
-        left = shard_shape(left, kind, axis.size)
+        local = shard_shape(local, kind, axis.size)
     return True
 
 
 def _strategies(
-    program: ShardedProgram, node: fx.Node, given: Sequence[Sequence[AxisType]], changed: Sequence[int], book: RuleBook
+    program: ShardedProgram,
+    node: fx.Node,
+    input_types: Sequence[Sequence[AxisType]],
+    changed: Sequence[int],
+    book: RuleBook,
 ) -> tuple[Strategy, ...] | None:
-    """As before but over the axes ``changed``, where it takes what is ``given``; None if its rule has no such way, or
-    an axis behind splits what is in slices then."""
-    factors, found = book.factors_of(node), list[Strategy]()
-    for position, (axis, before) in enumerate(zip(program.axes, program.strategies[node], strict=True)):
-        chosen = before
+    """Return the strategies of an operator that reads ``input_types``; on axes other than ``changed`` they stay.
+
+    None if its rule has no such strategy, or an inner axis splits what is in slices then.
+    """
+    factors, strategies_by_axis = book.factors_of(node), list[Strategy]()
+    for position, (axis, strategy) in enumerate(zip(program.axes, program.strategies[node], strict=True)):
+        chosen = strategy
         if position in changed:
-            wanted = tuple(plain(kinds[position]) for kinds in given)
-            options = [one for one in strategies(node, factors, {}, axis.size) if one.inputs == wanted]
+            wanted = tuple(plain(types[position]) for types in input_types)
+            options = [option for option in strategies(node, factors, {}, axis.size) if option.inputs == wanted]
             if not options:
                 return None
             chosen = options[0]
         elif chosen.splits and not all(name in factors.sizes for name, _ in chosen.units):
             return None
-        found.append(chosen)
+        strategies_by_axis.append(chosen)
         factors = refine(factors, chosen, axis.size)
-    return tuple(found)
+    return tuple(strategies_by_axis)

@@ -18,7 +18,7 @@ from ...ir.program import Axis, Program, ShardedProgram, Strategy, outputs
 from ...ir.repeated_blocks import same_in_every_block
 from ..strategies.rule_book import RuleBook, refine
 from .axis_search import AxisSearch
-from .axis_view import AxisView, Wishes
+from .axis_view import AxisView, ShardingOptions
 from .conversion_prices import leaves_as_is
 from .follow_sharding import KnownSharding
 
@@ -33,10 +33,14 @@ class ChooseSharding:
     After:  %linear: (S(1), S(0)) from %x: (S(0)...) and %w: (R, S(0))
     Ensures: each operator runs a strategy that its rule allows; roles are respected; leaves obey the plan.
 
-    ``axes``: outermost first. ``constraints``: what the plan asks. ``repeats``: how many operators one
-    stands for, see :class:`~quintnet_compiler.passes.sharding.fold_blocks.FoldBlocks`. ``known``: a program for other
-    sizes of the batch, which is followed where that is legal. ``solved``: what was chosen before on outer axes, which
-    inner ones do not change: for callers that shard one program in many ways, by the same rules and prices.
+    Attributes:
+        axes: outermost first.
+        constraints: the plan's constraints.
+        repeats: how many operators of the whole model a node stands for, see
+            :class:`~quintnet_compiler.passes.sharding.fold_blocks.FoldBlocks`.
+        known: a program for other sizes of the batch, whose sharding is followed where that is legal.
+        solved: earlier solutions for outer axes, which inner ones do not change: for callers that shard one program in
+            many ways, with the same rules and prices.
 
     Raises:
         CompileError: QN104 if a value would have to be exchanged between microbatches, QN203 if a fixed type does
@@ -46,7 +50,7 @@ class ChooseSharding:
     axes: tuple[Axis, ...]
     rules: RuleBook
     cost: CostModel
-    constraints: Wishes = Wishes()
+    constraints: ShardingOptions = ShardingOptions()
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
     known: ShardedProgram | None = None
     solved: Solved = field(default_factory=dict)
@@ -57,38 +61,38 @@ class ChooseSharding:
         for (name, axis_name), kind in self.constraints.fixed.items():
             fixed[name] |= {(axis_name, kind)}
         same = same_in_every_block(program.graph, fixed)
-        known = KnownSharding.of(program, self.axes, self.known)
+        followed_sharding = KnownSharding.match(program, self.axes, self.known)
         chosen: dict[fx.Node, tuple[Strategy, ...]] = dict.fromkeys(factors, ())
         for position, axis in enumerate(self.axes):
             view = AxisView(
                 program, axis, self.axes[:position], factors, chosen, self.cost, self.constraints, self.repeats
             )
-            followed = known.choice(view) if known is not None else None
-            for node, strategy in (followed or self._solved(view, same)).items():
+            followed_choice = followed_sharding.choice(view) if followed_sharding is not None else None
+            for node, strategy in (followed_choice or self._solve(view, same)).items():
                 chosen[node] += (strategy,)
                 factors[node] = refine(factors[node], strategy, axis.size)
         for node in program.graph.nodes:
             if node.op == "output":
-                chosen[node] = self._leaving(node, chosen, program)
+                chosen[node] = self._output_strategies(node, chosen, program)
         return ShardedProgram(program, self.axes, chosen)
 
-    def _solved(self, view: AxisView, same: Mapping[fx.Node, Hashable]) -> Mapping[fx.Node, Strategy]:
-        """The best choices on one axis. They depend on the axes outside of it, and on wishes about these."""
-        axes, wishes = (*view.before, view.axis), self.constraints
+    def _solve(self, view: AxisView, same: Mapping[fx.Node, Hashable]) -> Mapping[fx.Node, Strategy]:
+        """Return the best choices on one axis. They depend on outer axes, and on the plan's constraints on these."""
+        axes, options = (*view.outer, view.axis), self.constraints
         names = {axis.name for axis in axes}
-        context = wishes.context if any(axis.role == "context" for axis in axes) else ""
-        experts = tuple(name for name in wishes.experts if name in names)
-        fixed = frozenset(wishes.fixed.items())
-        loads = frozenset(wishes.loads.items())
-        key = view.program.graph, axes, fixed, wishes.sequence_parallel, context, experts, loads
+        context = options.context if any(axis.role == "context" for axis in axes) else ""
+        experts = tuple(name for name in options.experts if name in names)
+        fixed = frozenset(options.fixed.items())
+        loads = frozenset(options.loads.items())
+        key = view.program.graph, axes, fixed, options.sequence_parallel, context, experts, loads
         if key not in self.solved:
             self.solved[key] = AxisSearch(view, same).solve()
         return self.solved[key]
 
-    def _leaving(
+    def _output_strategies(
         self, node: fx.Node, chosen: Mapping[fx.Node, tuple[Strategy, ...]], program: Program
     ) -> tuple[Strategy, ...]:
-        """The types in which the program's outputs leave it, as a strategy of the output node."""
+        """Return the types in which outputs leave the program, as strategies of the output node."""
         carried, stored, strategies = program.carried.values(), program.stored, []
         for axis_position, axis in enumerate(self.axes):
             types: list[AxisType] = []

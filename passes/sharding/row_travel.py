@@ -1,4 +1,4 @@
-"""What it costs that rows travel to the ranks of their experts, by what an inner axis lets each rank send."""
+"""Prices of sending rows to the ranks of their experts, by what an inner axis lets each rank send."""
 
 from __future__ import annotations
 
@@ -7,83 +7,90 @@ from collections import Counter
 
 from torch import fx
 
-from ...core.annotations import needs_grad, num_bytes, origin, shape, tensor_inputs, values
+from ...core.annotations import needs_grad, origin, shape, tensor_inputs, values
 from ...core.sharding import Shard
 from ...ir.program import Strategy
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
-from ..strategies.expert_axes import hops, moved_there
+from ..strategies.expert_axes import hops, row_conversions
 from .axis_view import AxisView
 
 
 class RowTravel:
-    """Call it with an operator and its strategy on a model axis: seconds, forward and backward, 0 for all others.
+    """The seconds, forward and backward, that an operator's rows travel: call it with an operator and its strategy.
 
-    Each rank of the model axis may send whole rows over the axes of experts, or slices of them that are gathered behind
-    these. So messages are priced by the links that they cross, with what starting them takes: of several layers in a
-    row, on the way to the first and from the last.
+    It is 0 for all but layers of experts on a model axis. Each rank of the model axis may send whole rows over the axes
+    of experts, or slices of them that are gathered where they arrive. So messages are priced by the links that they
+    cross, with their latency: of several layers in a row, on the way to the first and from the last.
+
+    Attributes:
+        hops: for each layer, the axes on which its rows travel.
+        preceding: for each layer, those of the same mixture whose results it reads.
+        followed: layers whose results another layer of the mixture reads.
+        part: the part of the way to the experts that a layer pays for; layers that read the same rows share it.
     """
 
     def __init__(self, view: AxisView) -> None:
         self.view, self.axis = view, view.axis
         layers = [n for n in view.factors if n.target in EXPERT_LAYERS] if view.axis.role == "model" else []
-        self.ways = {n: found for n in layers if (found := hops(view.before, view.chosen[n]))}
-        self.follows = {n: _layers_before(n) for n in self.ways}
-        alike = Counter(_reads(node) for node in self.ways)  # what arrives is shared
-        self.part = {node: 1 / alike[_reads(node)] for node in self.ways}
-        self.followed = frozenset(layer for found in self.follows.values() for layer in found)
+        self.hops = {n: axes for n in layers if (axes := hops(view.outer, view.chosen[n]))}
+        self.preceding = {n: _preceding_layers(n) for n in self.hops}
+        readers = Counter(_rows_and_experts(node) for node in self.hops)
+        self.part = {node: 1 / readers[_rows_and_experts(node)] for node in self.hops}
+        self.followed = frozenset(layer for layers in self.preceding.values() for layer in layers)
 
     def __call__(self, node: fx.Node, strategy: Strategy) -> float:
-        if node not in self.ways:
+        if node not in self.hops:
             return 0.0
-        rows = tensor_inputs(node)[0]
-        source, output = origin(rows)
-        arriving = num_bytes(values(source)[output]) * self.view.left(source, output)
-        leaving = num_bytes(values(node)[0]) * self.view.left(node, 0)
-        gathered, scattered = moved_there((self.axis,), (strategy,))
-        total, load = 0.0, self.view.load(node)
-        for part, travelling, size, kind, moved, name in (
-            (self.part[node], not self.follows[node], arriving, strategy.inputs[0], gathered, "all_gather"),
-            (1.0, node not in self.followed, leaving, strategy.outputs[0], scattered, "reduce_scatter"),
+        source, output = origin(tensor_inputs(node)[0])
+        arriving_bytes = self.view.local_bytes(source, output)
+        leaving_bytes = self.view.local_bytes(node, 0)
+        gathered, scattered = row_conversions((self.axis,), (strategy,))
+        seconds, load = 0.0, self.view.load(node)
+        for part, travels, size, kind, conversion, collective in (
+            (self.part[node], not self.preceding[node], arriving_bytes, strategy.inputs[0], gathered, "all_gather"),
+            (1.0, node not in self.followed, leaving_bytes, strategy.outputs[0], scattered, "reduce_scatter"),
         ):
             split = isinstance(kind, Shard)
-            if travelling or moved or not split:  # terms, or what is the same on all ranks, is converted in between
-                total += part * self._sent(node, load.sent * size / (self.axis.size if split else 1))
-            if moved:
-                total += part * self.view.cost.meeting_seconds(name, load.computed * size, self.axis.size)
-        return total * (2 if needs_grad(node) else 1)  # gradients take the opposite way
+            if travels or conversion or not split:  # partial and replicated rows are converted between layers
+                seconds += part * self._sending_seconds(node, load.sent * size / (self.axis.size if split else 1))
+            if conversion:
+                seconds += part * self.view.cost.meeting_seconds(collective, load.computed * size, self.axis.size)
+        return seconds * (2 if needs_grad(node) else 1)  # gradients travel back
 
-    def _sent(self, node: fx.Node, num_bytes: float) -> float:
-        """One way, of so many bytes on each rank."""
+    def _sending_seconds(self, node: fx.Node, num_bytes: float) -> float:
+        """Return the seconds of one way, with so many bytes on each rank."""
         return sum(
-            self.view.cost.meeting_seconds("all_to_all", num_bytes * axis.size, axis.size, self._apart(axis.name))
-            for axis, _ in self.ways[node]
+            self.view.cost.meeting_seconds("all_to_all", num_bytes * axis.size, axis.size, self._stride(axis.name))
+            for axis, _ in self.hops[node]
         )
 
-    def _apart(self, name: str) -> int:
-        """How far neighbours along an axis lie apart: a model axis is the innermost."""
-        within = self.view.before[[axis.name for axis in self.view.before].index(name) + 1 :]
+    def _stride(self, name: str) -> int:
+        """Return the distance between neighbours along an axis, in ranks: a model axis is the innermost."""
+        within = self.view.outer[[axis.name for axis in self.view.outer].index(name) + 1 :]
         return math.prod(axis.size for axis in (*within, self.axis) if axis.role != "time")
 
 
-def _reads(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The rows of a layer and their experts."""
+def _rows_and_experts(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the rows of a layer and their expert ids."""
     return tuple(tensor_inputs(node)[:2])
 
 
-def _layers_before(node: fx.Node) -> frozenset[fx.Node]:
-    """The layers of the same mixture whose results, but for operators on each row, are this one's rows: these stay
-    where they are. Empty if its rows come from anywhere else."""
-    ids, many = tensor_inputs(node)[1], shape(node)[0]
-    found, todo, seen = set[fx.Node](), [tensor_inputs(node)[0]], set[fx.Node]()
+def _preceding_layers(node: fx.Node) -> frozenset[fx.Node]:
+    """Return the layers of the same mixture whose results, but for operators on each row, are this layer's rows.
+
+    These rows stay on their ranks. Empty if its rows come from anywhere else.
+    """
+    ids, num_rows = tensor_inputs(node)[1], shape(node)[0]
+    layers, todo, seen = set[fx.Node](), [tensor_inputs(node)[0]], set[fx.Node]()
     while todo:
-        here = todo.pop()
-        if here in seen:
+        source = todo.pop()
+        if source in seen:
             continue
-        seen.add(here)
-        if here.target in EXPERT_LAYERS and tensor_inputs(here)[1] is ids:
-            found.add(here)
-        elif here.op == "call_function" and all(x.dim() == 2 and x.shape[0] == many for x in values(here)):
-            todo += here.all_input_nodes
+        seen.add(source)
+        if source.target in EXPERT_LAYERS and tensor_inputs(source)[1] is ids:
+            layers.add(source)
+        elif source.op == "call_function" and all(x.dim() == 2 and x.shape[0] == num_rows for x in values(source)):
+            todo += source.all_input_nodes
         else:
             return frozenset()
-    return frozenset(found)
+    return frozenset(layers)

@@ -1,4 +1,4 @@
-"""Program -> Program: new values of buffers that need sums over all rows are computed when the step is over."""
+"""Program -> Program: compute new values of buffers that need sums over all rows at the end of the step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .coupled_rows import couplings
 
 @dataclass(frozen=True)
 class SplitStepEnd:
-    """Take what no microbatch can compute out of the program, where buffers alone depend on it.
+    """Move operators that no microbatch can compute out of the program, where only buffers depend on them.
 
     Before: %load = sum(%chosen, [0]);  %sign = sign(%load - mean(%load));  return %loss, %bias - 0.1 * %sign
     After:  return %loss, %gap of %load - mean(%load);  at the end of a step: %bias - 0.1 * sign(%gap)
     Ensures: each buffer gets the value that it had before, from whole values of the program's last results. The program
-    is as it was where the module's own results need the same values, and where these are made of parameters. Rows and
-    random numbers that the new values are made of become results of the program, too.
+    does not change where the module's own results need the same values, or where these depend on parameters. Rows and
+    random numbers from which new values are computed become results of the program, too.
 
     (The balance of experts without an auxiliary loss, Wang et al. 2024, changes its biases like this.)
     """
@@ -30,96 +30,105 @@ class SplitStepEnd:
     rules: RuleBook
 
     def __call__(self, program: Program, /) -> Program:
-        buffers = {f.name for f in program.leaves.values() if f.kind == "buffer"} & set(program.captured.changed)
-        if not buffers:
+        buffers = {info.name for info in program.leaves.values() if info.kind == "buffer"}
+        changed_buffers = buffers & set(program.captured.changed)
+        if not changed_buffers:
             return program
         results = outputs(program.graph)
         first = len(results) - len(program.last)
-        whole = couplings(program.graph, self.rules.factors(program.graph)).keys() - _needed(results[:first])
-        ends = dict(zip(program.last, results[first:], strict=True))
-        fixed = _fixed(program.graph)
-        moved = {
-            name: inside
-            for name, result in ends.items()
-            if name in buffers and (inside := _inside(result, whole, fixed))
-        }
-        if not moved:
-            return program
-        return _split(program, {name: ends[name] for name in moved}, set().union(*moved.values()))
+        coupled = couplings(program.graph, self.rules.factors(program.graph)).keys() - _ancestors(results[:first])
+        constant = _constant_nodes(program.graph)
+        ends: dict[str, fx.Node] = {}
+        moved = set[fx.Node]()
+        for name, result in zip(program.last, results[first:], strict=True):
+            nodes = _movable_nodes(result, coupled, constant) if name in changed_buffers else set()
+            if nodes:
+                ends[name] = result
+                moved |= nodes
+        return _split(program, ends, moved) if ends else program
 
 
-def _fixed(graph: fx.Graph) -> set[fx.Node]:
-    """What is the same in every step: made of numbers alone, or of buffers and constants."""
-    found = set[fx.Node]()
+def _constant_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Return operators that compute the same in every microbatch of a step: of numbers, buffers and constants."""
+    constant = set[fx.Node]()
     for node in graph.nodes:
         if node.op == "call_function" and node.target not in RANDOM:
-            given = [(leaf(n), n) for n in node.all_input_nodes]
-            if all(n in found if kept is None else kept.kind in ("buffer", "constant") for kept, n in given):
-                found.add(node)
-    return found
+            sources = node.all_input_nodes
+            constant |= {node} if all(source in constant or _is_state(source) for source in sources) else set()
+    return constant
 
 
-def _needed(results: Iterable[fx.Node]) -> set[fx.Node]:
-    """What results are computed of."""
-    found, todo = set[fx.Node](), list(results)
+def _is_state(node: fx.Node) -> bool:
+    info = leaf(node)
+    return info is not None and info.kind in ("buffer", "constant")
+
+
+def _ancestors(results: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return results and all nodes from which they are computed."""
+    nodes, todo = set[fx.Node](), list(results)
     while todo:
         node = todo.pop()
-        if node not in found:
-            found.add(node)
+        if node not in nodes:
+            nodes.add(node)
             todo += node.all_input_nodes
-    return found
+    return nodes
 
 
-def _inside(result: fx.Node, whole: Set[fx.Node], fixed: Set[fx.Node]) -> set[fx.Node]:
-    """The operators that ``result`` needs and that read the ``whole`` batch, with those of ``fixed`` values; empty
-    where there are none of the first, or where they cannot run behind the step."""
-    found, todo = set[fx.Node](), [result]
+def _movable_nodes(result: fx.Node, coupled: Set[fx.Node], constant: Set[fx.Node]) -> set[fx.Node]:
+    """Return the ``coupled`` and ``constant`` operators from which ``result`` is computed.
+
+    Empty where none is coupled, or where they cannot run after the step.
+    """
+    nodes, todo = set[fx.Node](), [result]
     while todo:
         node = todo.pop()
         if is_getitem(node):
             todo.append(origin(node)[0])
-        elif (node in whole or node in fixed) and node not in found:
-            found.add(node)
+        elif (node in coupled or node in constant) and node not in nodes:
+            nodes.add(node)
             todo += node.all_input_nodes
-    leaves = {known.kind for node in found for n in node.all_input_nodes if (known := leaf(n)) is not None}
-    there = leaves <= {"buffer", "constant"} and RANDOM.isdisjoint(node.target for node in found)
-    return found if there and not found.isdisjoint(whole) else set()
+    sources = {source for node in nodes for source in node.all_input_nodes}
+    if any(leaf(source) is not None and not _is_state(source) for source in sources):
+        return set()
+    if not RANDOM.isdisjoint(node.target for node in nodes) or nodes.isdisjoint(coupled):
+        return set()
+    return nodes
 
 
-def _split(program: Program, ends: Mapping[str, fx.Node], inside: set[fx.Node]) -> Program:
-    """``ends``: the new values that leave the program, in order."""
+def _split(program: Program, ends: Mapping[str, fx.Node], moved: set[fx.Node]) -> Program:
+    """Move nodes to the end of the step, with the new values ``ends``."""
     nodes = list(program.graph.nodes)
-    inside |= {node for node in nodes if is_getitem(node) and origin(node)[0] in inside}
-    read = (source for node in nodes if node in inside for source in node.all_input_nodes)
-    given = dict.fromkeys(source for source in (*read, *ends.values()) if source not in inside)
-    results = [node for node in given if leaf(node) is None]
-    after = fx.Graph()
+    moved |= {node for node in nodes if is_getitem(node) and origin(node)[0] in moved}
+    read = (source for node in nodes if node in moved for source in node.all_input_nodes)
+    sources = dict.fromkeys(source for source in (*read, *ends.values()) if source not in moved)
+    results = [node for node in sources if leaf(node) is None]
+    end_graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
-    for node in (*results, *(node for node in given if leaf(node) is not None)):
-        new[node] = after.placeholder(node.name)
+    for node in (*results, *(node for node in sources if leaf(node) is not None)):
+        new[node] = end_graph.placeholder(node.name)
         new[node].meta = dict(node.meta)
     for node in nodes:
-        if node in inside:
-            new[node] = after.node_copy(node, new.__getitem__)
-    after.output(tuple(new[node] for node in ends.values()))
-    after.lint()
+        if node in moved:
+            new[node] = end_graph.node_copy(node, new.__getitem__)
+    end_graph.output(tuple(new[node] for node in ends.values()))
+    end_graph.lint()
     reads = tuple(f"end of step {position}" for position in range(len(results)))
-    whole = outputs(program.graph)
-    first = len(whole) - len(program.last)
-    kept = [node for name, node in zip(program.last, whole[first:], strict=True) if name not in ends]
+    old_results = outputs(program.graph)
+    first = len(old_results) - len(program.last)
+    remaining = [node for name, node in zip(program.last, old_results[first:], strict=True) if name not in ends]
     return replace(
         program,
-        graph=_with_results(program.graph, (*whole[:first], *kept, *results)),
-        end=StepEnd(after, reads, tuple(ends)),
+        graph=_with_results(program.graph, (*old_results[:first], *remaining, *results)),
+        end=StepEnd(end_graph, reads, tuple(ends)),
     )
 
 
 def _with_results(graph: fx.Graph, results: tuple[fx.Node, ...]) -> fx.Graph:
-    new, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    new, copied = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         if node.op != "output":
-            env[node] = new.node_copy(node, env.__getitem__)
-    new.output(tuple(env[node] for node in results))
+            copied[node] = new.node_copy(node, copied.__getitem__)
+    new.output(tuple(copied[node] for node in results))
     for node in reversed(list(new.nodes)):
         if node.op not in ("output", "placeholder") and not node.users and not node.is_impure():
             new.erase_node(node)

@@ -1,4 +1,4 @@
-"""Axes over which experts are spread: each rank holds some, and rows travel to them and back."""
+"""Axes over which experts are spread: each rank stores some experts, and rows travel to them and back."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from ...ops.experts.scaled_groups import EXPERT_LAYERS
 
 
 def expert_parameters(graph: fx.Graph) -> frozenset[fx.Node]:
-    """The parameters that have one part per expert: weights and biases of ``expert_linear``."""
+    """Return the parameters that have one part per expert: weights and biases of ``expert_linear``."""
     layers = [node for node in graph.nodes if node.op == "call_function" and node.target in EXPERT_LAYERS]
-    return frozenset(given for node in layers for given in tensor_inputs(node)[2:] if leaf(given) is not None)
+    return frozenset(operand for node in layers for operand in tensor_inputs(node)[2:] if leaf(operand) is not None)
 
 
 def dispatched_bytes(graph: fx.Graph, repeats: Mapping[fx.Node, int]) -> int:
-    """Of the rows that go to experts, and of what comes back: in a mixture of layers with the same ids, those of the
-    first and the results of the last. ``repeats``: how many nodes a node stands for."""
+    """Return the bytes of the rows that go to experts, and of their results.
+
+    In a mixture of several layers with the same ids, these are the rows of the first and the results of the last.
+    ``repeats``: how many nodes of the whole model a node stands for.
+    """
     mixtures: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in EXPERT_LAYERS:
@@ -33,24 +36,28 @@ def dispatched_bytes(graph: fx.Graph, repeats: Mapping[fx.Node, int]) -> int:
     return sum(num_bytes(values(node)[0]) * repeats.get(last, 1) for first, last in ends for node in (first, last))
 
 
-def check_experts(graph: fx.Graph, asked: Sequence[str]) -> None:
-    """Raises: CompileError QN204 if a plan spreads experts and the model has none."""
-    if asked and not expert_parameters(graph):
+def check_experts(graph: fx.Graph, axes: Sequence[str]) -> None:
+    """Raise if a plan spreads experts over ``axes`` and the model has none.
+
+    Raises:
+        CompileError: QN204.
+    """
+    if axes and not expert_parameters(graph):
         raise CompileError(
             "QN204",
-            f"the plan spreads experts over {' and '.join(asked)}, and the model has no expert_linear",
+            f"the plan spreads experts over {' and '.join(axes)}, and the model has no expert_linear",
             fix="leave experts out, or shard parameters by name (see docs/sharding.md)",
         )
 
 
-def travelling(node: fx.Node, options: Iterable[Strategy], axis: Axis) -> tuple[Strategy, ...]:
-    """The strategies in which each rank has rows of its own and experts of its own.
+def exchanging_strategies(node: fx.Node, options: Iterable[Strategy], axis: Axis) -> tuple[Strategy, ...]:
+    """Return the strategies in which each rank has its own rows and its own experts.
 
     Raises:
-        CompileError: QN203 if the axes before it have split the experts, and what is left does not divide.
+        CompileError: QN203 if outer axes have split the experts, and what is left of them does not divide.
     """
-    found = tuple(s for s in options if s.exchanges)
-    if not found:
+    exchanging = tuple(s for s in options if s.exchanges)
+    if not exchanging:
         raise CompileError(
             "QN203",
             f"{shape(tensor_inputs(node)[2])[0]} experts cannot be spread over {axis.name}={axis.size}: what is left "
@@ -58,56 +65,64 @@ def travelling(node: fx.Node, options: Iterable[Strategy], axis: Axis) -> tuple[
             where=facts(node).where,
             fix="spread experts over one axis, or over sizes whose product divides their number",
         )
-    return found
+    return exchanging
 
 
-def sliced(node: fx.Node, options: Iterable[Strategy], axis: Axis) -> tuple[Strategy, ...]:
-    """For rows that travel over another axis, and that all ranks of ``axis`` have: the strategies in which each of
-    these sends a slice of their features, which are gathered where they arrive; and those in which terms of results are
-    added up and scattered there, before they return (after Singh et al. 2023, "A Hybrid Tensor-Expert-Data Parallelism
-    Approach to Optimize Mixture-of-Experts Training"). Not where ranks of ``axis`` have other experts, as each orders
-    rows by its own."""
-    wide = shape(tensor_inputs(node)[0])[1] % axis.size == 0, shape(node)[1] % axis.size == 0
-    found = list[Strategy]()
-    for one in options:
-        if not one.splits or one.uneven or splits_experts(one):
+def with_sliced_rows(node: fx.Node, options: Iterable[Strategy], axis: Axis) -> tuple[Strategy, ...]:
+    """Return variants of strategies in which each rank of ``axis`` sends or returns a slice of the rows' features.
+
+    The rows travel over another axis, and all ranks of ``axis`` have them. Slices are gathered where they arrive;
+    partial results are reduce-scattered there before they return (after Singh et al. 2023, "A Hybrid
+    Tensor-Expert-Data Parallelism Approach to Optimize Mixture-of-Experts Training"). There are none where ranks of
+    ``axis`` have different experts, as each orders rows by its own.
+    """
+    rows_divide = shape(tensor_inputs(node)[0])[1] % axis.size == 0
+    results_divide = shape(node)[1] % axis.size == 0
+    variants = list[Strategy]()
+    for strategy in options:
+        if not strategy.splits or strategy.uneven or splits_experts(strategy):
             continue
-        read, made = one.inputs[0], one.outputs[0]
-        arriving: list[AxisType] = [read, *([S(1)] if wide[0] and plain(read) is I else [])]
-        leaving: list[AxisType] = [made, *([S(1)] if wide[1] and made is P else [])]
-        for a, b in itertools.product(arriving, leaving):
-            if (a, b) != (read, made):
-                found.append(replace(one, inputs=(a, *one.inputs[1:]), outputs=(b,), inside=(read, made)))
-    return tuple(found)
+        read, written = strategy.inputs[0], strategy.outputs[0]
+        arriving: list[AxisType] = [read, *([S(1)] if rows_divide and plain(read) is I else [])]
+        leaving: list[AxisType] = [written, *([S(1)] if results_divide and written is P else [])]
+        for sent, returned in itertools.product(arriving, leaving):
+            if (sent, returned) != (read, written):
+                inputs = (sent, *strategy.inputs[1:])
+                variants.append(replace(strategy, inputs=inputs, outputs=(returned,), inside=(read, written)))
+    return tuple(variants)
 
 
 def hops(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> list[tuple[Axis, int]]:
-    """The axes on which the rows of an ``expert_linear`` travel, and in how many ways the axes before each split the
-    experts."""
-    found, ways = [], 1
+    """Return the axes on which the rows of an ``expert_linear`` travel, each with the parts of experts outside it."""
+    axes_and_parts, parts = [], 1
     for axis, strategy in zip(axes, chosen, strict=True):
         if strategy.exchanges:
-            found.append((axis, ways))
+            axes_and_parts.append((axis, parts))
         if splits_experts(strategy):
-            ways *= axis.size
-    return found
+            parts *= axis.size
+    return axes_and_parts
 
 
-Move = tuple[str, int, str, str]  # an axis, its size, and the types before and after
+Conversion = tuple[str, int, str, str]  # an axis, its size, and the types before and after
 
 
-def moved_there(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> tuple[list[Move], list[Move]]:
-    """How the rows of an ``expert_linear`` are moved where they arrive, and what is made of them before it returns."""
-    arriving, leaving = list[Move](), list[Move]()
-    for axis, one in zip(axes, chosen, strict=True):
-        if one.inside is None:
+def row_conversions(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> tuple[list[Conversion], list[Conversion]]:
+    """Return the conversions of an ``expert_linear``'s rows after they arrive, and of its results before they leave."""
+    arriving, leaving = list[Conversion](), list[Conversion]()
+    for axis, strategy in zip(axes, chosen, strict=True):
+        if strategy.inside is None:
             continue
-        read, made = one.inside
-        for found, before, after in ((arriving, one.inputs[0], read), (leaving, made, one.outputs[0])):
-            if before != after:
-                found.append((axis.name, axis.size, str(before), str(after)))
+        read, written = strategy.inside
+        for conversions, source, target in (
+            (arriving, strategy.inputs[0], read),
+            (leaving, written, strategy.outputs[0]),
+        ):
+            if source != target:
+                conversions.append((axis.name, axis.size, str(source), str(target)))
     return arriving, leaving
 
 
 def splits_experts(strategy: Strategy) -> bool:
-    return isinstance(kind := strategy.inputs[2], Shard) and kind.dim == 0
+    """Return whether each rank has a part of the experts."""
+    weights = strategy.inputs[2]
+    return isinstance(weights, Shard) and weights.dim == 0

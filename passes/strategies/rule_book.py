@@ -1,8 +1,8 @@
 """Every legal way to run one operator on one axis.
 
 On an axis, an operator does exactly one of: split a factor (or several at once, if it exchanges what ranks lack); run
-replicated; pass a partial sum through (where it is linear). Axes nest: what an axis splits off a factor is gone for the
-next one.
+replicated; pass a partial sum through (where it is linear). Axes nest: the next axis sees what this one leaves of a
+factor.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -18,7 +17,7 @@ import torch
 from torch import fx
 
 from ...compat.torch import OpOverload
-from ...core.annotations import facts, is_float, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
+from ...core.annotations import facts, is_float, is_getitem, leaf, needs_grad, shape, tensor_inputs, values
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R, S, Shard, gradient, plain
 from ...ir.program import Strategy
@@ -30,27 +29,29 @@ from ...ops.rules.notation import Dims, Factors, Rule, rule
 from ...ops.scaled_products import scaled_matmul
 
 aten = torch.ops.aten
-_EXACT = frozenset(
+_UNPADDED_OPS = frozenset(
     {
         paged_attention, aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, fill_rows, scaled_matmul,
         scaled_expert_linear, aten.histc.default,
     }
 )  # fmt: skip
 # raise for some values; norms and cross products do not
-_REFUSING = re.compile("linalg_(?!vector_norm|cross)|cholesky|lu_|ormqr|geqrf|ctc_loss|binary_cross_entropy|triangular")
-_NORMS = frozenset({aten.layer_norm.default, aten.group_norm.default, aten.instance_norm.default})
-_DIVISIONS = frozenset(
+_RAISING_OPS = re.compile(
+    "linalg_(?!vector_norm|cross)|cholesky|lu_|ormqr|geqrf|ctc_loss|binary_cross_entropy|triangular"
+)
+_NORM_OPS = frozenset({aten.layer_norm.default, aten.group_norm.default, aten.instance_norm.default})
+_INTEGER_DIVISION_OPS = frozenset(
     {aten.floor_divide.default, aten.remainder.Tensor, aten.fmod.Tensor, aten.div.Tensor_mode, aten.gcd.default}
 )
 
-Value = tuple[fx.Node, int]  # an operator and which of its outputs
-Cut = tuple[int, int]  # dim and k: a boundary inside a dim at which S(dim, k) may start
-Place = tuple[str, int, int]  # a factor, its dim, and the product of the factors outside it in that dim
-
 
 class MissingRule(CompileError):
-    """QN202: an operator has no rule. ``row_rule``: the one that it has if it computes each row on its own, rows being
-    dim 0 of its first result and of all tensors that are as long there; None if that is no dim."""
+    """QN202: an operator has no rule.
+
+    Attributes:
+        row_rule: the rule that it has if it computes each row on its own, rows being dim 0 of its first result and of
+            all tensors that are as long there; None if its first result has no dims.
+    """
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__("QN202", f"{node.target} has no sharding rule", where=facts(node).where)
@@ -59,7 +60,7 @@ class MissingRule(CompileError):
 
 @dataclass(frozen=True)
 class RowRule:
-    """A rule in notation, and how a user writes it."""
+    """A rule in notation; its text is how a user writes it."""
 
     target: object
     text: str
@@ -75,19 +76,19 @@ class RowRule:
 
 
 def _row_rule(node: fx.Node) -> RowRule | None:
-    made = [tuple(x.shape) for x in values(node) if x is not None]
-    shapes = [*(shape(x) for x in tensor_inputs(node)), *made]
-    rows = made[0][:1] if made else ()
+    results = [tuple(x.shape) for x in values(node) if x is not None]
+    shapes = [*(shape(x) for x in tensor_inputs(node)), *results]
+    rows = results[0][:1] if results else ()
     if not rows or not isinstance(node.target, OpOverload):
         return None
     whole: list[str] = []
 
-    def tensor(number: int, sizes: tuple[int, ...]) -> str:
+    def tensor_text(number: int, sizes: tuple[int, ...]) -> str:
         names = ["b" if d == 0 and sizes[:1] == rows else f"t{number}d{d}" for d in range(len(sizes))]
         whole.extend(name for name in names if name != "b")
         return " ".join(names)
 
-    sides = [tensor(i, sizes) for i, sizes in enumerate(shapes)]
+    sides = [tensor_text(i, sizes) for i, sizes in enumerate(shapes)]
     count = len(tensor_inputs(node))
     text = f"{', '.join(sides[:count])} -> {', '.join(sides[count:])}"
     return RowRule(node.target, text, " ".join(whole))
@@ -95,45 +96,55 @@ def _row_rule(node: fx.Node) -> RowRule | None:
 
 @dataclass(frozen=True)
 class RuleBook:
-    """Factors of every operator of a graph, and the cuts that views put inside dims.
+    """The rules, and the factors that they give operators.
 
-    ``unknown="replicate"`` runs operators without a rule unsplit instead of refusing them.
+    Attributes:
+        rules: by operator.
+        unknown: ``"replicate"`` runs operators without a rule unsplit; ``"error"`` refuses them.
     """
 
     rules: Mapping[object, Rule]
     unknown: str = "error"
 
     def factors(self, graph: fx.Graph) -> dict[fx.Node, Factors]:
-        """Operators of the same shapes share theirs. Raises: CompileError QN202 for an operator that has no rule."""
-        found: dict[fx.Node, Factors] = {}
-        known: dict[Hashable, Factors] = {}
+        """Return the factors of every operator; operators of the same shapes share theirs.
+
+        Raises:
+            CompileError: QN202 for an operator that has no rule.
+        """
+        factors: dict[fx.Node, Factors] = {}
+        by_key: dict[Hashable, Factors] = {}
         for node in graph.nodes:
             if node.op == "placeholder":
-                found[node] = leaf_factors(node)
+                factors[node] = leaf_factors(node)
             elif node.op == "call_function" and not is_getitem(node):
-                key = self._fitted(node)
-                found[node] = known.get(key) or self.factors_of(node)
+                key = self._notation_key(node)
+                factors[node] = by_key.get(key) or self.factors_of(node)
                 if key is not None:
-                    known[key] = found[node]
-        return found
+                    by_key[key] = factors[node]
+        return factors
 
-    def _fitted(self, node: fx.Node) -> Hashable | None:
-        """All that a rule in notation reads of an operator; None for a rule that may read more."""
-        known = self.rules.get(node.target)
-        if known is None or not known.text:
+    def _notation_key(self, node: fx.Node) -> Hashable | None:
+        """Return all that a rule in notation reads of an operator; None for rules that may read more."""
+        op_rule = self.rules.get(node.target)
+        if op_rule is None or not op_rule.text:
             return None
-        given = (x for source in tensor_inputs(node) for x in values(source))
-        return node.target, tuple(tuple(x.shape) for x in given), tuple(tuple(x.shape) for x in values(node))
+        operands = (x for source in tensor_inputs(node) for x in values(source))
+        return node.target, tuple(tuple(x.shape) for x in operands), tuple(tuple(x.shape) for x in values(node))
 
     def factors_of(self, node: fx.Node) -> Factors:
-        """Of one operator. Raises: CompileError QN202 if it has no rule."""
-        known = self.rules.get(node.target)
-        if known is None:
+        """Return the factors of one operator.
+
+        Raises:
+            CompileError: QN202 if it has no rule, or its rule does not fit.
+        """
+        op_rule = self.rules.get(node.target)
+        if op_rule is None:
             if self.unknown == "replicate":
                 return opaque(node)
             raise MissingRule(node)
         try:
-            return known.factors(node)
+            return op_rule.factors(node)
         except (ValueError, IndexError, TypeError, AssertionError) as error:
             raise CompileError(
                 "QN202", f"the rule of {node.target} does not fit here: {error}", where=facts(node).where
@@ -141,150 +152,121 @@ class RuleBook:
 
 
 def leaf_factors(node: fx.Node) -> Factors:
-    """One factor for each dim."""
+    """Return one factor for each dim of a leaf."""
     sizes = {f"d{i}": size for i, size in enumerate(values(node)[0].shape)}
     return Factors((), (tuple((name,) for name in sizes),), sizes)
 
 
 def split_factor(factors: Factors, name: str, cut: int, ranks: int, unit: int = 1) -> Factors:
-    """``factors`` as the next axis sees them after ``ranks`` took their part of factor ``name`` behind ``cut``, in
-    whole runs of ``unit``."""
+    """Return ``factors`` as the next axis sees them after ``ranks`` split factor ``name`` inside ``cut``.
+
+    Ranks take whole runs of ``unit``.
+    """
     outer, inner = f"{name}o", f"{name}i"
     sizes = dict(factors.sizes)
     size = sizes.pop(name)
     padded = Shard(0, cut, unit).padded(size, ranks)
-    sizes |= {outer: cut, inner: padded // cut // ranks}
+    has_padding = padded != size
+    if cut > 1:
+        sizes[outer] = cut
+    sizes[inner] = padded // cut // ranks
     new = (outer, inner) if cut > 1 else (inner,)
-    if cut == 1:
-        del sizes[outer]
 
-    def swap(dims: Dims) -> Dims:
+    def replace_name(dims: Dims) -> Dims:
         return tuple(tuple(g for f in dim for g in (new if f == name else (f,))) for dim in dims)
 
-    def spread(names: frozenset[str]) -> frozenset[str]:
+    def replace_in(names: frozenset[str]) -> frozenset[str]:
         return names - {name} | (set(new) if name in names else set())
 
     return replace(
         factors,
-        inputs=tuple(swap(d) for d in factors.inputs),
-        outputs=tuple(swap(d) for d in factors.outputs),
+        inputs=tuple(replace_name(dims) for dims in factors.inputs),
+        outputs=tuple(replace_name(dims) for dims in factors.outputs),
         sizes=sizes,
-        whole=spread(factors.whole),
-        contiguous=spread(factors.contiguous),
-        even=spread(factors.even) | ({inner} if name in factors.contiguous else set()),
-        settled=spread(factors.settled),
-        padded=spread(factors.padded) | ({inner} if padded != size else set()),
-        joint=frozenset(
-            pair
-            for a, b in factors.joint
-            if name not in (a, b) or not (b in factors.whole or (padded != size and name in factors.contiguous))
-            for pair in itertools.product(new if a == name else (a,), new if b == name else (b,))
-        ),
+        whole=replace_in(factors.whole),
+        contiguous=replace_in(factors.contiguous),
+        even=replace_in(factors.even) | ({inner} if name in factors.contiguous else set()),
+        settled=replace_in(factors.settled),
+        padded=replace_in(factors.padded) | ({inner} if has_padding else set()),
+        joint=_joint_after_split(factors, name, new, has_padding),
     )
 
 
+def _joint_after_split(
+    factors: Factors, name: str, new: tuple[str, ...], has_padding: bool
+) -> frozenset[tuple[str, str]]:
+    """Return the pairs of factors that may be split at once after ``name`` became the factors ``new``."""
+    pairs = set[tuple[str, str]]()
+    for first, second in factors.joint:
+        lost = second in factors.whole or (has_padding and name in factors.contiguous)
+        if name in (first, second) and lost:
+            continue
+        pairs |= set(itertools.product(new if first == name else (first,), new if second == name else (second,)))
+    return frozenset(pairs)
+
+
 def refine(factors: Factors, strategy: Strategy, ranks: int) -> Factors:
-    """What is left of ``factors`` for the next axis when this one runs ``strategy``."""
+    """Return what is left of ``factors`` for the next axis when this one runs ``strategy``."""
     if not strategy.splits:
         return factors
-    (first, unit), *second = strategy.units
-    once = [one for other, _ in second if other in factors.whole for one in (first, other)]
-    for other, runs in second:  # of which an axis takes the outermost part
+    (first, unit), *joined = strategy.units
+    split_once = [name for other, _ in joined if other in factors.whole for name in (first, other)]
+    for other, runs in joined:  # an axis splits the outermost part of these
         factors = split_factor(factors, other, 1, ranks, runs or 1)
     factors = split_factor(factors, first, strategy.factor[1], ranks, unit or 1)
-    if not once:
+    if not split_once:
         return factors
-    return replace(factors, whole=factors.whole | {f"{one}i" for one in once})
+    return replace(factors, whole=factors.whole | {f"{name}i" for name in split_once})
 
 
-def find_cuts(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.Node, dict[str, set[int]]]:
-    """Boundaries inside factors: where a neighbour views a dim as several, all the way through the graph.
+def factor_splits(
+    factors: Factors, name: str, cuts: Mapping[str, Iterable[int]], ranks: int
+) -> Iterator[tuple[int, int]]:
+    """Yield how ``ranks`` may split a factor: inside which cut, and in which units (0 where it divides evenly).
 
-    A fused QKV weight gets the cut 3 from the split behind its linear; a flattened [B*S] gets the cut B.
+    Even splits come first. A unit is what lies inside another cut (a head of a few features), or one index.
     """
-    at: dict[Value, set[Cut]] = defaultdict(set)
-    inside: dict[fx.Node, dict[str, set[int]]] = {node: defaultdict(set) for node in factors}
-    places: dict[fx.Node, list[tuple[Value, list[Place]]]] = {}
-    users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node, spec in factors.items():
-        sources = [origin(n) for n in tensor_inputs(node)]
-        own = [(node, k) for k in range(len(spec.outputs))]
-        places[node] = [
-            (value, _places(spec, dims))
-            for value, dims in zip([*sources, *own], [*spec.inputs, *spec.outputs], strict=True)
-        ]
-        for source, _ in sources:
-            users[source].append(node)
-    pending = OrderedDict.fromkeys(factors)
-    while pending:
-        node, _ = pending.popitem(last=False)
-        spec = factors[node]
-        for value, found_in in places[node]:
-            for dim, k in at[value]:
-                for name, place, start in found_in:
-                    size = spec.sizes[name]
-                    if place == dim and start < k < start * size and k % start == 0 and size % (k // start) == 0:
-                        inside[node][name].add(k // start)
-        touched: set[fx.Node] = set()
-        for value, found_in in places[node]:
-            for name, dim, start in found_in:
-                blocked = name in spec.whole or name in spec.contiguous
-                cuts = {1} | (set() if blocked else inside[node][name])
-                for cut in cuts:
-                    found = (dim, start * cut)
-                    if found[1] > 1 and found not in at[value]:
-                        at[value].add(found)
-                        touched |= {value[0], *users[value[0]]}
-        pending.update(dict.fromkeys(n for n in touched if n in factors))
-        # a node's own new cuts may reach its other tensors
-    return inside
-
-
-def _places(spec: Factors, dims: Dims) -> list[Place]:
-    found: list[Place] = []
-    for dim, names in enumerate(dims):
-        start = 1
-        for name in names:
-            found.append((name, dim, start))
-            start *= spec.sizes[name]
-    return found
-
-
-def ways(factors: Factors, name: str, cuts: Mapping[str, Iterable[int]], ranks: int) -> Iterator[tuple[int, int]]:
-    """How ``ranks`` may split a factor: behind which cut, and in units of what, which is 0 where all get as much. First
-    the ways in which it divides. A unit is what is behind another cut (a head of a few features), or one index."""
     size = factors.sizes[name]
-    inside = sorted({1, *(() if name in factors.contiguous else cuts.get(name, ()))})
-    yield from ((cut, 0) for cut in inside if size % (cut * ranks) == 0)
-    for cut in () if name in factors.even else inside:
-        for many in [*inside, size]:
-            if many > cut and many % cut == 0 and (many // cut) % ranks:
-                yield cut, size // many
+    allowed_cuts = sorted({1, *(() if name in factors.contiguous else cuts.get(name, ()))})
+    for cut in allowed_cuts:
+        if size % (cut * ranks) == 0:
+            yield cut, 0
+    if name in factors.even:
+        return
+    for cut in allowed_cuts:
+        for inner_cut in [*allowed_cuts, size]:
+            if inner_cut > cut and inner_cut % cut == 0 and (inner_cut // cut) % ranks:
+                yield cut, size // inner_cut
 
 
-def _joint_ways(
+def _joint_splits(
     factors: Factors, first: str, second: str, cuts: Mapping[str, Iterable[int]], ranks: int
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """How ``ranks`` may split two factors at once, of the second its outermost part. One that is whole on its own is
-    split evenly, and so is what goes with it."""
-    together = second in factors.whole
-    for one in ways(factors, first, {} if together else cuts, ranks):
-        for other in ways(factors, second, {}, ranks):
-            if not together or not (one[1] or other[1]):
-                yield one, other
+    """Yield how ``ranks`` may split two factors at once, of the second its outermost part.
+
+    If the second is whole on its own, both are split evenly.
+    """
+    must_be_even = second in factors.whole
+    for first_split in factor_splits(factors, first, {} if must_be_even else cuts, ranks):
+        for second_split in factor_splits(factors, second, {}, ranks):
+            if not must_be_even or not (first_split[1] or second_split[1]):
+                yield first_split, second_split
 
 
 def may_pad(node: fx.Node) -> bool:
-    """Return whether an operator may see what is no part of the model's tensors: not whole numbers that it divides by,
-    nor rows that it counts or whose variance it divides by, nor values that it raises for (a singular matrix)."""
-    name = str(node.target).removeprefix("aten.").lstrip("_")
-    if _REFUSING.match(name) or node.target in _EXACT or (node.target in _NORMS and not argument(node, "eps")):
+    """Return whether an operator may read padding.
+
+    Not if padding would be integers by which it divides, rows that it counts or by whose variance it divides, or
+    values for which it raises (a singular matrix).
+    """
+    name, op = str(node.target).removeprefix("aten.").lstrip("_"), node.target
+    if _RAISING_OPS.match(name) or op in _UNPADDED_OPS or (op in _NORM_OPS and not argument(node, "eps")):
         return False
-    return node.target not in _DIVISIONS or any(map(is_float, values(node)))
+    return op not in _INTEGER_DIVISION_OPS or any(map(is_float, values(node)))
 
 
 def part_of(factors: Factors, name: str, cut: int, unit: int, ranks: int) -> float:
-    """Of a factor that ranks split, what each holds: its own share, or a full chunk."""
+    """Return the part of a factor that each rank holds: an equal share, or a full chunk."""
     if not unit:
         return 1 / ranks
     size = factors.sizes[name]
@@ -296,93 +278,120 @@ def _label(name: str, cut: int, unit: int) -> str:
 
 
 def shard_of(factors: Factors, dims: Dims, name: str, cut: int, unit: int) -> Shard | None:
-    """The type of a tensor of which ranks split factor ``name``; None where ``dims`` lacks it."""
-    found = factors.offset(dims, name)
-    if found is None:
+    """Return the type of a tensor of which ranks split factor ``name``; None where ``dims`` lacks it."""
+    offset = factors.offset(dims, name)
+    if offset is None:
         return None
-    dim, outside = found
-    behind = math.prod(factors.sizes[f] for f in dims[dim][dims[dim].index(name) + 1 :])
-    return S(dim, outside * cut, unit * behind) if unit else S(dim, outside * cut)
+    dim, outside = offset
+    inner_size = math.prod(factors.sizes[f] for f in dims[dim][dims[dim].index(name) + 1 :])
+    return S(dim, outside * cut, unit * inner_size) if unit else S(dim, outside * cut)
 
 
 def flows(node: fx.Node) -> tuple[list[bool], list[bool]]:
-    """For each tensor input and output of a node: whether gradients flow along it."""
-    wants = needs_grad(node)
-    ins = [wants and facts(n).needs_grad for n in tensor_inputs(node)]
-    outs = [wants and is_float(v) for v in values(node)]
+    """Return for each tensor input and output of a node whether gradients flow along it."""
+    differentiated = needs_grad(node)
+    ins = [differentiated and facts(n).needs_grad for n in tensor_inputs(node)]
+    outs = [differentiated and is_float(v) for v in values(node)]
     return ins, outs
 
 
 def strategies(node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]], ranks: int) -> tuple[Strategy, ...]:
-    """All strategies of an operator on an axis of ``ranks``. The first is always "replicated"."""
-    grads_in, grads_out = flows(node)
-
-    def made(label: str, ins: list[AxisType], outs: list[AxisType], part: float = 1.0) -> Strategy:
-        both = [*ins, *outs]
-        for known, grad in factors.dual:
-            both[grad] = gradient(both[known])
-        ins, outs = both[: len(ins)], both[len(ins) :]
-        return Strategy(
-            tuple(t if g else plain(t) for t, g in zip(ins, grads_in, strict=True)),
-            tuple(t if g else plain(t) for t, g in zip(outs, grads_out, strict=True)),
-            label,
-            part,
-        )
-
-    def place(dims: Dims, name: str, cut: int, unit: int = 0) -> Shard | None:
-        return shard_of(factors, dims, name, cut, unit)
-
-    count_in, count_out = len(grads_in), len(grads_out)
-    options = [made("replicated", [I] * count_in, [I] * count_out)]
-    if any(grads_out) and not factors.whole_gradients:
-        options.append(made("replicated R", [R] * count_in, [R] * count_out))
-    elif factors.dual:  # a gradient of which each rank has a term
-        options.append(made("terms", [R] * count_in, [R] * count_out))
-    for name in factors.names:
-        if name in factors.whole or name in factors.padded & factors.contiguous:
-            continue
-        for cut, unit in ways(factors, name, cuts, ranks):
-            if unit and not may_pad(node):
-                continue
-            missing = I if name in factors.settled else P
-            outs: list[AxisType] = [place(d, name, cut, unit) or missing for d in factors.outputs]
-            ins: list[AxisType] = []
-            for position, dims in enumerate(factors.inputs):
-                term = P if position in factors.additive and P in outs else R
-                ins.append(place(dims, name, cut, unit) or term)
-            options.append(made(_label(name, cut, unit), ins, outs, part_of(factors, name, cut, unit, ranks)))
-    for first, second in sorted(factors.joint):
-        for (cut, unit), (_, other) in _joint_ways(factors, first, second, cuts, ranks):
-            ins = [place(d, first, cut, unit) or place(d, second, 1, other) or R for d in factors.inputs]
-            outs = [place(d, first, cut, unit) or place(d, second, 1, other) or P for d in factors.outputs]
-            part = max(part_of(factors, first, cut, unit, ranks), part_of(factors, second, 1, other, ranks))
-            units = f" {unit}+{other}" if unit or other else ""
-            options.append(made(f"split {first}+{second} {cut}{units}", ins, outs, part))
-    for group in factors.linear:
-        ins = [P if i in group else R for i in range(count_in)]
-        options.append(made(f"linear {group}", ins, [P] * count_out))
+    """Return all strategies of an operator on an axis of ``ranks``. The first is always "replicated"."""
+    operator = _Operator(node, factors, ranks)
+    options = [*operator.replicated(), *operator.split_one(cuts), *operator.split_two(cuts), *operator.linear()]
     unique: dict[tuple[object, object], Strategy] = {}
     for option in options:
         unique.setdefault((option.inputs, option.outputs), option)
     return tuple(unique.values())
 
 
+class _Operator:
+    """The ways to run one operator on an axis."""
+
+    def __init__(self, node: fx.Node, factors: Factors, ranks: int) -> None:
+        self.node, self.factors, self.ranks = node, factors, ranks
+        self.grads_in, self.grads_out = flows(node)
+
+    def replicated(self) -> Iterator[Strategy]:
+        count_in, count_out = len(self.grads_in), len(self.grads_out)
+        yield self._strategy("replicated", [I] * count_in, [I] * count_out)
+        if any(self.grads_out) and not self.factors.whole_gradients:
+            yield self._strategy("replicated R", [R] * count_in, [R] * count_out)
+        elif self.factors.dual:  # a gradient of which each rank has a term
+            yield self._strategy("terms", [R] * count_in, [R] * count_out)
+
+    def split_one(self, cuts: Mapping[str, Iterable[int]]) -> Iterator[Strategy]:
+        """Yield the strategies that split one factor."""
+        factors = self.factors
+        for name in factors.names:
+            if name in factors.whole or name in factors.padded & factors.contiguous:
+                continue
+            for cut, unit in factor_splits(factors, name, cuts, self.ranks):
+                if not unit or may_pad(self.node):
+                    yield self._split_factor(name, cut, unit)
+
+    def _split_factor(self, name: str, cut: int, unit: int) -> Strategy:
+        factors = self.factors
+        missing = I if name in factors.settled else P
+        outs: list[AxisType] = [shard_of(factors, dims, name, cut, unit) or missing for dims in factors.outputs]
+        ins: list[AxisType] = []
+        for position, dims in enumerate(factors.inputs):
+            unsplit = P if position in factors.additive and P in outs else R
+            ins.append(shard_of(factors, dims, name, cut, unit) or unsplit)
+        return self._strategy(_label(name, cut, unit), ins, outs, part_of(factors, name, cut, unit, self.ranks))
+
+    def split_two(self, cuts: Mapping[str, Iterable[int]]) -> Iterator[Strategy]:
+        """Yield the strategies that split two factors at once."""
+        for first, second in sorted(self.factors.joint):
+            for (cut, unit), (_, second_unit) in _joint_splits(self.factors, first, second, cuts, self.ranks):
+                yield self._split_pair((first, second), cut, (unit, second_unit))
+
+    def _split_pair(self, names: tuple[str, str], cut: int, units: tuple[int, int]) -> Strategy:
+        factors, (first, second) = self.factors, names
+
+        def shard(dims: Dims) -> Shard | None:
+            return shard_of(factors, dims, first, cut, units[0]) or shard_of(factors, dims, second, 1, units[1])
+
+        ins: list[AxisType] = [shard(dims) or R for dims in factors.inputs]
+        outs: list[AxisType] = [shard(dims) or P for dims in factors.outputs]
+        first_part = part_of(factors, first, cut, units[0], self.ranks)
+        second_part = part_of(factors, second, 1, units[1], self.ranks)
+        label = f"split {first}+{second} {cut}" + (f" {units[0]}+{units[1]}" if any(units) else "")
+        return self._strategy(label, ins, outs, max(first_part, second_part))
+
+    def linear(self) -> Iterator[Strategy]:
+        """Yield the strategies that read and write terms of sums."""
+        for group in self.factors.linear:
+            ins: list[AxisType] = [P if i in group else R for i in range(len(self.grads_in))]
+            yield self._strategy(f"linear {group}", ins, [P] * len(self.grads_out))
+
+    def _strategy(self, label: str, ins: list[AxisType], outs: list[AxisType], part: float = 1.0) -> Strategy:
+        types = [*ins, *outs]
+        for position, grad_position in self.factors.dual:
+            types[grad_position] = gradient(types[position])
+        grads = [*self.grads_in, *self.grads_out]
+        types = [kind if grad else plain(kind) for kind, grad in zip(types, grads, strict=True)]
+        return Strategy(tuple(types[: len(ins)]), tuple(types[len(ins) :]), label, part)
+
+
 def leaf_strategies(
     node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]], ranks: int
 ) -> tuple[Strategy, ...]:
-    """Every type that a leaf may have: replicated or a shard; R where it has a gradient. Where a size does not divide,
-    the shards whose padding is at the end, which DTensors do not have: those of one part. Nor do these know a dim that
-    ends in padding and is split again, as rows of the batch are."""
-    found = leaf(node)
-    assert found is not None
+    """Return every type that a leaf may have: replicated or a shard; R where it has a gradient.
+
+    Where a size does not divide, only shards with all padding at the end, that is those of one part, since DTensors
+    have no others. Nor do these have a dim that ends in padding and is split again, as rows of the batch are.
+    """
+    info = leaf(node)
+    assert info is not None
     options = [Strategy((), (I,), "replicated")]
-    if found.trainable:
+    if info.trainable:
         options.append(Strategy((), (R,), "replicated R"))
     for name in factors.names:
         dim = next(names for names in factors.outputs[0] if name in names)
-        if factors.sizes[name] < 2 or (found.kind != "input" and factors.padded.intersection(dim)):
+        if factors.sizes[name] < 2 or (info.kind != "input" and factors.padded.intersection(dim)):
             continue
-        for cut, unit in ways(factors, name, cuts, ranks):
+        for cut, unit in factor_splits(factors, name, cuts, ranks):
             kind = shard_of(factors, factors.outputs[0], name, cut, unit)
             assert kind is not None
             if not unit or kind.parts == 1:

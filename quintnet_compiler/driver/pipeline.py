@@ -66,7 +66,7 @@ from ..passes.lowering.sum_in_place import SumInPlace
 from ..passes.overlap.async_tp import FuseCollectiveMatmuls
 from ..passes.overlap.gather_early import GatherEarly
 from ..passes.overlap.overlap import Overlap
-from ..passes.sharding.axis_view import Wishes
+from ..passes.sharding.axis_view import ShardingOptions
 from ..passes.sharding.choose_sharding import ChooseSharding, Solved
 from ..passes.sharding.shard_parameters import ShardParameters
 from ..passes.sharding.split_step_end import SplitStepEnd
@@ -202,7 +202,7 @@ def _on_cuda(s: PassSetting, step: Pass) -> Pass | None:
 def _choose(s: PassSetting, program: Any) -> Pass:
     plan = s.plan
     loads = expert_loads(program.graph, plan.hot_experts, plan.hot_rows, plan.expert_imbalance)
-    constraints = Wishes(fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan), loads)
+    constraints = ShardingOptions(fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan), loads)
     known = s.request.known
     sharded = None if known is None else known.source.local.staged.sharded
     return _planned(ChooseSharding, s, s.axes, s.book, s.cost, constraints, s.repeats, sharded, s.solved)

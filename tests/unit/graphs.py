@@ -18,7 +18,7 @@ from quintnet_compiler.ir.program import Axis, Captured, Program, Strategy
 from quintnet_compiler.ir.result_form import ResultForm
 from quintnet_compiler.ops.rules.notation import Factors
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.passes.sharding.axis_view import AxisView, Wishes
+from quintnet_compiler.passes.sharding.axis_view import AxisView, ShardingOptions
 from quintnet_compiler.passes.strategies.rule_book import RuleBook
 from quintnet_compiler.schedules.synthesis import StageTimes
 
@@ -105,7 +105,7 @@ class View:
     program: Program
     axis: Axis
     prices: Prices = Prices()
-    wishes: Wishes = Wishes()
+    wishes: ShardingOptions = ShardingOptions()
     chosen: dict[fx.Node, tuple[Strategy, ...]] = field(default_factory=dict)
 
     def __call__(self) -> AxisView:

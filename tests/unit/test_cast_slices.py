@@ -20,14 +20,14 @@ from quintnet_compiler.ops.scaled_products import block_max, parameter_of, scale
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.lowering import scales
 from quintnet_compiler.passes.sharding import shard_parameters
-from quintnet_compiler.passes.sharding.cast_slices import on_slices
+from quintnet_compiler.passes.sharding.cast_slices import slice_cast_strategies
 from quintnet_compiler.passes.strategies.rule_book import RuleBook
 
 aten = torch.ops.aten
 
 
 def _asked(model: nn.Module, mesh: dict[str, int], recipe: str) -> tuple[dict[str, tuple[Any, ...]], Any, Any]:
-    """What :func:`on_slices` was asked, by name of the parameter; and the program that was checked."""
+    """What :func:`slice_cast_strategies` was asked, by name of the parameter; and the program that was checked."""
     seen: dict[str, tuple[Any, ...]] = {}
     checked: list[Any] = []
 
@@ -35,12 +35,12 @@ def _asked(model: nn.Module, mesh: dict[str, int], recipe: str) -> tuple[dict[st
         known = leaf(node)
         assert known is not None
         seen[known.name] = program, node, kinds
-        return on_slices(program, node, kinds, book)
+        return slice_cast_strategies(program, node, kinds, book)
 
     given = torch.randn(8, 32), torch.randn(8, 16)
     plan = {"precision": "fp8", "fp8_recipe": recipe, "zero": 3}
     with (
-        mock.patch.object(shard_parameters, "on_slices", keep),
+        mock.patch.object(shard_parameters, "slice_cast_strategies", keep),
         mock.patch.object(pipeline, "check_types", lambda local, book: checked.append((local, book))),
     ):
         quintnet.compile(model, quintnet.Mesh(**mesh), given, loss_fn=F.mse_loss, plan=plan)
@@ -56,28 +56,28 @@ def test_slices_are_cast_where_products_read_nothing_else() -> None:
     seen, _, _ = _asked(_model(), {"dp": 2}, "rowwise")
     program, weight, kinds = seen["0.weight"]
     assert kinds == (S(0),)
-    found = on_slices(program, weight, kinds, RuleBook(RULES))
+    found = slice_cast_strategies(program, weight, kinds, RuleBook(RULES))
     made = {node: [one.outputs[0] for one in chosen] for node, chosen in found.items()}
     casts = [kinds for node, kinds in made.items() if node.target is scaled_cast]
     largest = [kinds for node, kinds in made.items() if node.target is block_max]
     assert casts == [[S(0)]] and largest == [[S(0)]]  # the first layer has no gradient of its input
-    assert on_slices(program, weight, (R,), RuleBook(RULES)).keys() == found.keys()  # nothing changes
+    assert slice_cast_strategies(program, weight, (R,), RuleBook(RULES)).keys() == found.keys()  # nothing changes
     program, weight, kinds = seen["2.weight"]
-    found = on_slices(program, weight, kinds, RuleBook(RULES))
+    found = slice_cast_strategies(program, weight, kinds, RuleBook(RULES))
     assert [one[0].outputs[0] for n, one in found.items() if n.target is block_max] == [S(0), I]
     for name in ("0.bias", "3.weight"):
         program, node, kinds = seen[name]
-        assert on_slices(program, node, kinds, RuleBook(RULES)) == {}
+        assert slice_cast_strategies(program, node, kinds, RuleBook(RULES)) == {}
 
 
 def test_slices_with_padding_and_of_a_dim_that_is_split_further_are_gathered_wide() -> None:
     seen, _, _ = _asked(_model(), {"dp": 3}, "tensorwise")
     program, weight, kinds = seen["0.weight"]
-    assert kinds == (S(0, 1, 1),) and on_slices(program, weight, kinds, RuleBook(RULES)) == {}
+    assert kinds == (S(0, 1, 1),) and slice_cast_strategies(program, weight, kinds, RuleBook(RULES)) == {}
     seen, _, _ = _asked(_model(), {"dp": 2, "tp": 2}, "tensorwise")
     program, weight, (dp, tp) = seen["0.weight"]
-    assert {dp.dim, tp.dim} == {0, 1} and on_slices(program, weight, (dp, tp), RuleBook(RULES))
-    assert on_slices(program, weight, (tp, tp), RuleBook(RULES)) == {}
+    assert {dp.dim, tp.dim} == {0, 1} and slice_cast_strategies(program, weight, (dp, tp), RuleBook(RULES))
+    assert slice_cast_strategies(program, weight, (tp, tp), RuleBook(RULES)) == {}
 
 
 def test_8_bit_numbers_and_scales_are_known_by_their_parameter() -> None:

@@ -20,7 +20,8 @@ from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.checks.padding import Fill, Resize, check_padding, held, padded, peel
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.passes.lowering.padding import Padding, mixed, padded_dims
-from quintnet_compiler.passes.strategies.rule_book import RuleBook, find_cuts, strategies, ways
+from quintnet_compiler.passes.strategies.cuts import find_cuts
+from quintnet_compiler.passes.strategies.rule_book import RuleBook, factor_splits, strategies
 from quintnet_compiler.runtime.state.true_part import TruePart
 
 from .graphs import TP, builder, factors_of, leaf, program
@@ -67,7 +68,11 @@ def test_how_ranks_may_split_what_does_not_divide() -> None:
     factors = factors_of(made.graph)
     inside = find_cuts(made.graph, factors)[x]
     assert inside["d1"] == {3}
-    assert list(ways(factors[x], "d1", inside, 2)) == [(1, 0), (3, 0), (1, 8)]  # rows; of each head; whole heads
+    assert list(factor_splits(factors[x], "d1", inside, 2)) == [
+        (1, 0),
+        (3, 0),
+        (1, 8),
+    ]  # rows; of each head; whole heads
     kinds = {s.label: (s.inputs[0], s.outputs[0], s.part) for s in strategies(heads, factors[heads], {}, 2)}
     assert kinds["split v1 1 1"] == (S(1, 1, 8), S(1), 2 / 3)
     assert "split v1 1" not in kinds

@@ -14,7 +14,7 @@ from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ir.expert_load import ExpertLoad
 from quintnet_compiler.ir.program import Axis, Strategy
 from quintnet_compiler.ops.experts.expert_linear import expert_linear
-from quintnet_compiler.passes.sharding.axis_view import AxisView, Wishes
+from quintnet_compiler.passes.sharding.axis_view import AxisView, ShardingOptions
 from quintnet_compiler.passes.sharding.row_travel import RowTravel
 from quintnet_compiler.passes.strategies.rule_book import refine
 
@@ -53,7 +53,7 @@ def _travel(before: Sequence[Axis] = (EP,)) -> tuple[RowTravel, fx.Node, fx.Node
         else:
             of_rows = len(shape(node)) == 2
             chosen[node] = (Strategy((), (S(0) if of_rows else I,)),) * len(before)
-    return RowTravel(AxisView(made, TP, tuple(before), factors, chosen, Apart(), Wishes(), {})), first, last
+    return RowTravel(AxisView(made, TP, tuple(before), factors, chosen, Apart(), ShardingOptions(), {})), first, last
 
 
 def test_each_rank_sends_all_of_a_row_or_its_slice() -> None:
@@ -78,7 +78,7 @@ def test_ranks_of_axes_within_lie_between_neighbours() -> None:
 
 
 def _first(travel: RowTravel) -> fx.Node:
-    return next(iter(travel.ways))
+    return next(iter(travel.hops))
 
 
 def test_the_busiest_rank_is_sent_and_gathers_more() -> None:
@@ -86,7 +86,7 @@ def test_the_busiest_rank_is_sent_and_gathers_more() -> None:
     travel, first, last = _travel()
     even = {s: travel(n, s) for n, s in ((first, COLUMNS), (first, SLICED_IN), (last, SLICED_OUT))}
     loads = dict.fromkeys((first, last), ExpertLoad(computed=3.0, sent=2.5))
-    busy = RowTravel(replace(travel.view, constraints=Wishes(loads=loads)))
+    busy = RowTravel(replace(travel.view, constraints=ShardingOptions(loads=loads)))
     rows = ROWS * WIDTH * 4 // EP.size
     assert busy(first, COLUMNS) == 2.5 * even[COLUMNS]
     assert busy(first, SLICED_IN) == 2.5 * even[SLICED_IN] + 0.5 * 2 * 100 * rows
@@ -104,5 +104,7 @@ def test_nothing_else_travels() -> None:
     travel, first, _ = _travel()
     view = travel.view
     assert travel(first.all_input_nodes[0], COLUMNS) == 0.0
-    alone = AxisView(view.program, TP, (), view.factors, dict.fromkeys(view.factors, ()), Apart(), Wishes(), {})
+    alone = AxisView(
+        view.program, TP, (), view.factors, dict.fromkeys(view.factors, ()), Apart(), ShardingOptions(), {}
+    )
     assert RowTravel(alone)(first, COLUMNS) == 0.0

@@ -27,7 +27,7 @@ from quintnet_compiler.passes.checks.derivatives.proven import Derivatives
 from quintnet_compiler.passes.checks.rewrites.token_dispatch import travels
 from quintnet_compiler.passes.checks.strategies import Reading
 from quintnet_compiler.passes.checks.tables import CONVERSIONS
-from quintnet_compiler.passes.strategies.expert_axes import check_experts, expert_parameters, travelling
+from quintnet_compiler.passes.strategies.expert_axes import check_experts, exchanging_strategies, expert_parameters
 from quintnet_compiler.passes.strategies.rule_book import RuleBook, strategies
 
 from .graphs import TP, builder, leaf, linear
@@ -91,13 +91,13 @@ def test_experts_travel_where_rows_and_experts_are_both_split() -> None:
     graph, node = _mixture()
     assert {n.name for n in expert_parameters(graph)} == {"w"}
     ep = Axis("ep", 2, "data")
-    found = travelling(node, strategies(node, lookups.expert_linear(node), {}, 2), ep)
+    found = exchanging_strategies(node, strategies(node, lookups.expert_linear(node), {}, 2), ep)
     assert found and all(one.exchanges for one in found)
     assert travels([ep], [found[0]]) == [(ep, 1)]
     whole = Strategy((S(0), S(0), R), (S(0),), "split n 1")
     assert travels([ep, ep], [whole, found[0]]) == [(ep, 1)]
     with pytest.raises(CompileError, match="4 experts cannot be spread over ep=3"):
-        travelling(node, (whole,), Axis("ep", 3, "data"))
+        exchanging_strategies(node, (whole,), Axis("ep", 3, "data"))
     check_experts(graph, ["ep"])
     with pytest.raises(CompileError, match="the model has no expert_linear"):
         check_experts(linear()[0].graph, ["ep"])

@@ -12,13 +12,13 @@ from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ir.program import Axis, Gathered, ShardedProgram, Strategy
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.sharding.axis_search import AxisSearch
-from quintnet_compiler.passes.sharding.axis_view import OperandEdge, Wishes, stores_state
-from quintnet_compiler.passes.sharding.batch_factors import batch_factors, made_of_the_batch
+from quintnet_compiler.passes.sharding.axis_view import OperandEdge, ShardingOptions, stores_state
+from quintnet_compiler.passes.sharding.batch_factors import batch_dependent, batch_factors
 from quintnet_compiler.passes.sharding.candidates import Candidates
-from quintnet_compiler.passes.sharding.conversion_prices import DISCOURAGED, ConversionPrices, leaves_as_is
+from quintnet_compiler.passes.sharding.conversion_prices import DISCOURAGED_FACTOR, ConversionPrices, leaves_as_is
 from quintnet_compiler.passes.sharding.coupled_rows import coupling
 from quintnet_compiler.passes.sharding.follow_sharding import KnownSharding
-from quintnet_compiler.passes.sharding.integer_program import FORBIDDEN, IntegerProgram
+from quintnet_compiler.passes.sharding.integer_program import FORBIDDEN_SECONDS, IntegerProgram
 from quintnet_compiler.passes.sharding.replicated import unsplit
 from quintnet_compiler.passes.strategies.rule_book import RuleBook
 
@@ -38,7 +38,7 @@ def test_the_cheapest_choice_that_fits() -> None:
 
 def test_what_is_forbidden_is_taken_only_where_nothing_else_is_left() -> None:
     model = IntegerProgram()
-    way, no_way = model.variable(1e-7, integral=True), model.variable(FORBIDDEN, integral=True)
+    way, no_way = model.variable(1e-7, integral=True), model.variable(FORBIDDEN_SECONDS, integral=True)
     model.choose_one([way, no_way])
     solution = model.solve()
     assert solution is not None and solution.round().tolist() == [1, 0]
@@ -70,7 +70,7 @@ def test_of_equal_choices_the_first_is_taken() -> None:
 # -- candidates
 
 
-def _leaves(axis: Axis, node: str, wishes: Wishes = Wishes()) -> set[str]:
+def _leaves(axis: Axis, node: str, wishes: ShardingOptions = ShardingOptions()) -> set[str]:
     made, nodes = linear()
     return {str(s.outputs[0]) for s in Candidates(View(made, axis, wishes=wishes)())(nodes[node], {})}
 
@@ -79,14 +79,14 @@ def test_roles_say_what_leaves_may_be() -> None:
     assert _leaves(DP, "x") == {"S(0)"} and _leaves(DP, "w") == {"R"}
     assert _leaves(CP, "x") == {"I"} and _leaves(CP, "w") == {"R"}
     assert _leaves(TP, "x") == {"I"} and _leaves(TP, "w") == {"S(0)", "S(1)"}  # a matmul's weight is split
-    assert _leaves(TP, "w", Wishes({("w", "tp"): S(1)})) == {"S(1)"}
+    assert _leaves(TP, "w", ShardingOptions({("w", "tp"): S(1)})) == {"S(1)"}
 
 
 def test_what_does_not_divide_is_refused_with_numbers() -> None:
     made, nodes = linear(rows=1)
     assert [s.outputs for s in Candidates(View(made, DP)())(nodes["x"], {})] == [(I,)]  # all data ranks compute it
     made, nodes = linear(results=3)
-    wish = Wishes({("w", "tp"): S(0)})
+    wish = ShardingOptions({("w", "tp"): S(0)})
     assert [s.part for s in Candidates(View(made, TP, wishes=wish)())(nodes["w"], {})] == [2 / 3]
     made, nodes = linear(results=1)
     with pytest.raises(CompileError, match=r"w of shape \(1, 6\) cannot be S\(0\) over tp=2"):
@@ -110,7 +110,7 @@ def test_conversions_on_a_model_axis() -> None:
     assert price(edge, P, I, 100.0) == pytest.approx(least + 100)  # all-reduce; its gradient is there already
     assert price(edge, I, P, 100.0) is None
     weight = OperandEdge(nodes["w"], nodes["y"], 1, grad=True)
-    assert price(weight, S(0), R, 1.0) == FORBIDDEN  # a parameter's slices are not gathered
+    assert price(weight, S(0), R, 1.0) == FORBIDDEN_SECONDS  # a parameter's slices are not gathered
     assert leaves_as_is(TP, I, nodes["loss"]) and leaves_as_is(TP, P, nodes["loss"])
     assert not leaves_as_is(TP, P, nodes["y"]) and not leaves_as_is(TP, S(0), nodes["y"])
     assert leaves_as_is(DP, S(0), nodes["y"])
@@ -120,8 +120,8 @@ def test_gathers_over_data_ranks_are_dear_and_over_microbatches_impossible() -> 
     made, nodes = linear()
     edge = OperandEdge(nodes["y"], nodes["loss"], 0, grad=True)
     usual = ConversionPrices(View(made, CP)())(edge, S(0), R, 10.0)
-    assert ConversionPrices(View(made, DP)())(edge, S(0), R, 10.0) == pytest.approx(DISCOURAGED * usual)
-    assert ConversionPrices(View(made, TIME)())(edge, S(0), R, 10.0) == FORBIDDEN
+    assert ConversionPrices(View(made, DP)())(edge, S(0), R, 10.0) == pytest.approx(DISCOURAGED_FACTOR * usual)
+    assert ConversionPrices(View(made, TIME)())(edge, S(0), R, 10.0) == FORBIDDEN_SECONDS
 
 
 # -- the search
@@ -160,27 +160,27 @@ def test_another_length_is_split_as_the_first_one() -> None:
     kept |= {nodes["y"]: row, nodes["w"]: Strategy((), (S(1),), "split d1 1"), nodes["x"]: Strategy((), (S(1),), "")}
     known = ShardedProgram(made, (TP,), {node: (strategy,) for node, strategy in kept.items()})
     other, same = linear(features=8, results=6)
-    found = KnownSharding.of(other, (TP,), known)
+    found = KnownSharding.match(other, (TP,), known)
     assert found is not None
     choice = found.choice(View(other, TP)())
     assert choice is not None and choice[same["y"]] == row and choice[same["w"]].outputs == (S(1),)
     odd = linear(features=7)[0]
-    refused = KnownSharding.of(odd, (TP,), known)
+    refused = KnownSharding.match(odd, (TP,), known)
     assert refused is not None and refused.choice(View(odd, TP)()) is None, "7 features do not divide"
     stored = ShardedProgram(made, (TP,), known.strategies, {nodes["w"]: Gathered((I,), once=True, deferred=False)})
-    whole = KnownSharding.of(other, (TP,), stored)
+    whole = KnownSharding.match(other, (TP,), stored)
     assert whole is not None and (whole.choice(View(other, TP)()) or {})[same["w"]].outputs == (I,)
 
 
 def test_programs_that_differ_in_more_than_lengths_are_not_followed() -> None:
     made, _ = linear()
     known = ShardedProgram(made, (TP,), {})
-    assert KnownSharding.of(made, (TP,), None) is None and KnownSharding.of(made, (DP,), known) is None
-    assert KnownSharding.of(linear(rows=4)[0], (TP,), known) is None, "another number of rows"
+    assert KnownSharding.match(made, (TP,), None) is None and KnownSharding.match(made, (DP,), known) is None
+    assert KnownSharding.match(linear(rows=4)[0], (TP,), known) is None, "another number of rows"
     to = builder()
     x, w = leaf(to, "input", "x", 8, 6), leaf(to, "parameter", "w", 4, 6)
     other = program(to, to.call(aten.mean.default, to.call(aten.linear.default, x, w)))
-    assert KnownSharding.of(other, (TP,), known) is None
+    assert KnownSharding.match(other, (TP,), known) is None
 
 
 def test_a_conversion_that_no_rank_could_do_names_its_place() -> None:
@@ -211,7 +211,7 @@ def test_which_factors_are_the_batch() -> None:
     found = batch_factors(made.graph, factors)
     (rows,) = found[nodes["y"]]
     assert factors[nodes["y"]].inputs[0][0] == (rows,) and not found[nodes["w"]]
-    assert made_of_the_batch(made.graph) == {nodes["y"], nodes["loss"]}
+    assert batch_dependent(made.graph) == {nodes["y"], nodes["loss"]}
 
 
 # -- what a layout does not split
