@@ -261,7 +261,7 @@ def test_types_that_rows_cannot_travel_in() -> None:
 
     def why(over_tp: Strategy, *before: Strategy) -> str:
         reading = Reading(node, rule)
-        return [reading.axis(one, 2)[0] for one in (*before, over_tp)][-1]
+        return [reading.apply_strategy(one, 2)[0] for one in (*before, over_tp)][-1]
 
     _, *others = over_tp.inputs
     assert not why(over_tp, over_ep)

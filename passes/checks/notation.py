@@ -9,99 +9,145 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx
 
-from ...core.annotations import facts, is_getitem, shape, tensor_inputs, values
-from ...core.errors import REPORT, CompileError
+from ...core.annotations import is_getitem, shape, tensor_inputs, values
 from ...ops.rules.notation import Factors, Rule
+from .failure import check_failure
+
+Shapes = tuple[tuple[int, ...], ...]
+NamedDims = list[tuple[str, int]]  # the name and the size of each dim of a tensor
 
 
 def check_notation(graph: fx.Graph, rules: Mapping[Any, Rule]) -> None:
-    """Raises: CompileError QN209 with the operator of whose rule something else was understood."""
+    """Check the factors of each operator that has a rule in notation.
+
+    Raises:
+        CompileError: QN209 with the operator whose factors are not what its rule says.
+    """
     seen: set[Hashable] = set()
     for node in graph.nodes:
         rule = rules.get(node.target) if node.op == "call_function" and not is_getitem(node) else None
         if rule is None or not rule.text:
             continue
-        given, made = tuple(map(shape, tensor_inputs(node))), tuple(tuple(x.shape) for x in values(node))
-        if (rule.target, given, made) in seen:  # rules read nothing else
+        inputs, outputs = tuple(map(shape, tensor_inputs(node))), tuple(tuple(x.shape) for x in values(node))
+        if (rule.target, inputs, outputs) in seen:  # rules read nothing else
             continue
-        seen.add((rule.target, given, made))
-        why = _misread(rule, given, made, node)
-        if why:
-            raise CompileError(
-                "QN209",
-                f"notation check: the rule {rule.text!r} of {node.target} is read wrongly: {why}",
-                where=facts(node).where,
-                fix=REPORT,
-            )
+        seen.add((rule.target, inputs, outputs))
+        error = _error_of_factors(rule, rule.factors(node), inputs, outputs)
+        if error:
+            message = f"the rule {rule.text!r} of {node.target} is read wrongly: {error}"
+            raise check_failure("notation check", message, node)
 
 
-def _misread(rule: Rule, given: Sequence[Sequence[int]], made: Sequence[Sequence[int]], node: fx.Node) -> str:
-    """What is wrong with the factors that the rule gives for ``node`` (empty: nothing)."""
-    found = rule.factors(node)
-    plain = rule.text.replace("[", "").replace("]", "")
-    left, right = ([re.findall(r"\(.*?\)|[^ ()]+", group) for group in side.split(",")] for side in plain.split("->"))
-    words, sizes = [*left[: len(given)], *right], [*given, *made]
-    places = [*found.inputs, *found.outputs]
-    if not len(words) == len(sizes) == len(places):
-        return "the number of tensors"
-    longest: dict[str, int] = {}
-    leading: set[str] = set()
-    named = [_named(tensor, dims, leading) for tensor, dims in zip(words, sizes, strict=True)]
-    several: set[str] = set()  # factors that have no dim of their own: what they are multiplied to is checked below
-    for tensor in named:
-        for name, size in tensor:
+@dataclass(frozen=True)
+class _ReadRule:
+    """The text of a rule, applied to shapes.
+
+    Attributes:
+        tensors: for each input and output, the name and the size of each dim.
+        leading: names of the dims for which ``...`` stands.
+    """
+
+    tensors: list[NamedDims]
+    leading: frozenset[str]
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each factor that is a dim or a number by itself."""
+        sizes: dict[str, int] = {}
+        for name, size in self._dims():
             if name.isdigit():
-                longest |= {name: int(name)} if name != "1" else {}
+                sizes |= {name: int(name)} if name != "1" else {}
             elif name.isidentifier():
-                longest[name] = size if size != 1 else longest.get(name, 1)
-            else:
-                several |= {word for word in name[1:-1].split() if word != "1"}
-    longest |= {word: int(word) if word.isdigit() else found.sizes.get(word, 0) for word in several - longest.keys()}
-    if dict(found.sizes) != longest:
-        return f"sizes {dict(found.sizes)}, not {longest}"
-    for tensor, place in zip(named, places, strict=True):
-        wanted = []
-        for name, size in tensor:
-            factors = tuple(word for word in name.strip("()").split() if word != "1")
-            whole = math.prod(longest[word] for word in factors)
-            if size not in (1, whole):
-                return f"a dim {name} of size {size} has factors of {whole}"
-            wanted.append(factors if size == whole else ())
-        if place != tuple(wanted):
-            return f"the dims {place} of a tensor {tensor}"
-    numbers = {word for word in longest if word.isdigit()}
-    return _options(rule.options, found, len(given), leading, numbers)
+                sizes[name] = size if size != 1 else sizes.get(name, 1)
+        return sizes
+
+    @cached_property
+    def grouped(self) -> set[str]:
+        """Return the factors in brackets, ``(heads size)``; a dim has the size of their product."""
+        groups = (name[1:-1].split() for name, _ in self._dims() if not name.isdigit() and not name.isidentifier())
+        return {word for words in groups for word in words if word != "1"}
+
+    def _dims(self) -> Iterator[tuple[str, int]]:
+        for tensor in self.tensors:
+            yield from tensor
 
 
-def _named(tensor: Sequence[str], dims: Sequence[int], leading: set[str]) -> list[tuple[str, int]]:
-    """The name of each dim, counted from the last; ``...`` are b0, b1, ... from its right."""
-    names = [word for word in tensor if word != "..."][::-1]
-    found = list(zip(names, reversed(dims), strict=False))
+def _read(text: str, inputs: Shapes, outputs: Shapes) -> _ReadRule | None:
+    """Return the names of dims; None if the rule has another number of tensors."""
+    sides = text.replace("[", "").replace("]", "").split("->")
+    left, right = ([re.findall(r"\(.*?\)|[^ ()]+", group) for group in side.split(",")] for side in sides)
+    words, shapes = [*left[: len(inputs)], *right], [*inputs, *outputs]
+    if len(words) != len(shapes):
+        return None
+    leading: set[str] = set()
+    tensors = [_named(tensor, dims, leading) for tensor, dims in zip(words, shapes, strict=True)]
+    return _ReadRule(tensors, frozenset(leading))
+
+
+def _named(words: Sequence[str], dims: Sequence[int], leading: set[str]) -> NamedDims:
+    """Return the name of each dim, counted from the last; ``...`` stands for b0, b1, ... from its right."""
+    names = [word for word in words if word != "..."][::-1]
+    named = list(zip(names, reversed(dims), strict=False))
     for i, size in enumerate(reversed(dims[: max(len(dims) - len(names), 0)])):
-        found.append((f"b{i}", size))
+        named.append((f"b{i}", size))
         leading.add(f"b{i}")
-    return found[::-1]
+    return named[::-1]
 
 
-def _options(options: Mapping[str, Any], found: Factors, inputs: int, leading: Iterable[str], numbers: set[str]) -> str:
-    def factors(option: str) -> set[str]:
+def _error_of_factors(rule: Rule, factors: Factors, inputs: Shapes, outputs: Shapes) -> str:
+    """Return how ``factors`` differ from the text of ``rule``; empty if they do not."""
+    read = _read(rule.text, inputs, outputs)
+    tensors = [*factors.inputs, *factors.outputs]
+    if read is None or len(tensors) != len(read.tensors):
+        return "the number of tensors"
+    sizes = dict(read.sizes)
+    for word in read.grouped - sizes.keys():
+        sizes[word] = int(word) if word.isdigit() else factors.sizes.get(word, 0)
+    if dict(factors.sizes) != sizes:
+        return f"sizes {dict(factors.sizes)}, not {sizes}"
+    for named, dims in zip(read.tensors, tensors, strict=True):
+        if error := _error_of_dims(named, dims, sizes):
+            return error
+    numbers = {word for word in sizes if word.isdigit()}
+    return _error_of_options(rule.options, factors, len(inputs), read.leading, numbers)
+
+
+def _error_of_dims(named: NamedDims, dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]) -> str:
+    expected = []
+    for name, size in named:
+        words = tuple(word for word in name.strip("()").split() if word != "1")
+        product = math.prod(sizes[word] for word in words)
+        if size not in (1, product):
+            return f"a dim {name} of size {size} has factors of {product}"
+        expected.append(words if size == product else ())
+    return f"the dims {dims} of a tensor {named}" if dims != tuple(expected) else ""
+
+
+def _error_of_options(
+    options: Mapping[str, Any], factors: Factors, num_inputs: int, leading: frozenset[str], numbers: set[str]
+) -> str:
+    def names(option: str) -> set[str]:
         words = set(options[option].split())
-        return words - {"..."} | (set(leading) if "..." in words else set())
+        return words - {"..."} | (leading if "..." in words else set())
 
-    linear = [list(group) for group in options["linear"] if max(group, default=0) < inputs]
-    wanted: dict[str, tuple[Any, Any]] = {
-        "whole": (set(found.whole), factors("whole") | numbers),
-        "contiguous": (set(found.contiguous), factors("contiguous")),
-        "linear": ([list(group) for group in found.linear], linear),
-        "additive": (set(found.additive), {i for i in options["additive"] if i < inputs}),
-        "settled": (set(found.settled), set()),
-        "joint": (set(found.joint), set()),
-        "dual": (list(found.dual), []),
+    linear = [list(group) for group in options["linear"] if max(group, default=0) < num_inputs]
+    pairs: dict[str, tuple[Any, Any]] = {
+        "whole": (set(factors.whole), names("whole") | numbers),
+        "contiguous": (set(factors.contiguous), names("contiguous")),
+        "linear": ([list(group) for group in factors.linear], linear),
+        "additive": (set(factors.additive), {i for i in options["additive"] if i < num_inputs}),
+        "settled": (set(factors.settled), set()),
+        "joint": (set(factors.joint), set()),
+        "dual": (list(factors.dual), []),
     }
-    wrong = [f"{option}: {has}, not {says}" for option, (has, says) in wanted.items() if has != says]
-    return "; ".join(wrong)
+    errors = [
+        f"{option}: {actual}, not {expected}" for option, (actual, expected) in pairs.items() if actual != expected
+    ]
+    return "; ".join(errors)

@@ -1,5 +1,4 @@
-"""Check of the padding that ranks have of sizes that do not divide: that it is where the types say, and that nothing
-of it reaches an element of the model.
+"""Check of the padding of sizes that do not divide: it is where the types say, and reaches no element of the model.
 
 A rank's chunk of n indices has ceil(n / ranks) places. What an operator makes of padding may be anything, so an
 operator that lacks a padded factor in some operand (it adds up over it, forward or backward) must read zeros there, and
@@ -15,23 +14,26 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ...core.annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value, values
-from ...core.errors import REPORT, CompileError
+from ...core.annotations import is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value, values
+from ...core.errors import CompileError
 from ...core.sharding import AxisType, Shard, parse_type
 from ...ir.program import Axis, LocalProgram
 from ...ops.collectives import convert, share
 from ...ops.cross_entropy import nll_terms, row_nll
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
-from ...ops.rank_local import embedding_rows, microbatch, padding_of
+from ...ops.rank_local import embedding_rows, microbatch
 from ...ops.rules.notation import Dims, Factors
 from ...ops.scaled_products import block_max, scaled_cast
+from .failure import check_failure
+from .padding_nodes import Fill, Resize, fills_of, peel, without_fill
 from .strategies import Reading, Rules
 
 aten = torch.ops.aten
 Value = tuple[fx.Node, int]
-Numbers = dict[int, float]  # what is known to be in the padding of a dim
+Numbers = dict[int, float]  # dim: the number that is in its padding, where that is certain
 _MOVES = frozenset({convert, share, microbatch})
+_NAMED_ROWS = EXPERT_LAYERS | {aten.embedding.default, embedding_rows}  # read rows that ids name
 # 0 where all that they read is 0, and so is the derivative times a gradient of 0
 _ZERO_OF_ZEROS = frozenset(
     {
@@ -41,241 +43,216 @@ _ZERO_OF_ZEROS = frozenset(
 )  # fmt: skip
 
 
-def held(sizes: Sequence[int], sharding: Sequence[object], axes: Sequence[Axis]) -> list[tuple[int, ...]]:
-    """The shape that a rank has of a tensor, after each axis; first the tensor's own."""
-    found = [tuple(sizes)]
+def local_shapes(sizes: Sequence[int], sharding: Sequence[object], axes: Sequence[Axis]) -> list[tuple[int, ...]]:
+    """Return the shape of a rank's part after each axis, the whole shape first."""
+    shapes = [tuple(sizes)]
     for kind, axis in zip(sharding, axes, strict=False):
-        left = list(found[-1])
+        local = list(shapes[-1])
         if isinstance(kind, Shard):
             rows = kind.parts * kind.unit
-            left[kind.dim] = rows * math.ceil(left[kind.dim] / (rows * axis.size))
-        found.append(tuple(left))
-    return found
+            local[kind.dim] = rows * math.ceil(local[kind.dim] / (rows * axis.size))
+        shapes.append(tuple(local))
+    return shapes
 
 
-def padded(sizes: Sequence[int], sharding: Sequence[object], axes: Sequence[Axis]) -> frozenset[int]:
-    """The dims of which ranks together have more places than there are indices."""
+def dims_with_padding(sizes: Sequence[int], sharding: Sequence[object], axes: Sequence[Axis]) -> frozenset[int]:
+    """Return the dims of which ranks together have more places than there are indices."""
     dims = set[int]()
-    for kind, axis, before in zip(sharding, axes, held(sizes, sharding, axes), strict=False):
-        if isinstance(kind, Shard) and before[kind.dim] % (kind.parts * kind.unit * axis.size):
+    for kind, axis, outer in zip(sharding, axes, local_shapes(sizes, sharding, axes), strict=False):
+        if isinstance(kind, Shard) and outer[kind.dim] % (kind.parts * kind.unit * axis.size):
             dims.add(kind.dim)
     return frozenset(dims)
 
 
-# -- nodes that put padding in, take it off, or replace it
-
-
-@dataclass(frozen=True)
-class Resize:
-    """Each of ``parts`` of ``dim`` made longer by zeros at its end, or shorter by its end."""
-
-    dim: int
-    parts: int
-    before: int
-    after: int
-
-
-@dataclass(frozen=True)
-class Fill:
-    """The padding of ``dim`` replaced by ``number``; ``cuts``: what the node says of how the dim is split."""
-
-    dim: int
-    number: float
-    count: int
-    cuts: tuple[object, ...]
-
-
-def _filled(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
-    """What a node puts a number in, where, and which; numbers of 8 bits have an operator of their own for it."""
-    if node.target is aten.masked_fill.Scalar:
-        x, where, number = node.args[:3]
-    elif node.target is aten.where.ScalarSelf:
-        where, number, x = node.args[:3]
-    else:
-        return None
-    if not isinstance(x, fx.Node) or not isinstance(where, fx.Node):
-        return None
-    return x, where, float(number)  # type: ignore[arg-type]
-
-
-def peel(node: fx.Node) -> tuple[fx.Node, Resize | Fill] | None:
-    """What a node of padding is put around, and which one it is. None for any other node."""
-    filled = _filled(node)
-    if filled is not None:
-        x, where, number = filled
-        behind = 0
-        if where.target is aten.reshape.default:
-            behind = len(shape(where)) - 1
-            if any(size != 1 for size in shape(where)[1:]):
-                return None
-            where = where.all_input_nodes[0]
-        if where.target is not padding_of:
-            return None
-        count, *cuts = where.args[:-1]
-        return x, Fill(len(shape(x)) - 1 - behind, number, count, tuple(cuts))  # type: ignore[arg-type]
-    inner, parts = node, 1
-    if node.target is aten.reshape.default:
-        inner = node.all_input_nodes[0]
-    found = _resized(inner)
-    if found is None:
-        return None
-    x, dim, before, after = found
-    if inner is not node:  # of several parts, which are a dim of their own meanwhile
-        if x.target is not aten.reshape.default or dim == 0:
-            return None
-        dim, parts = dim - 1, shape(x)[dim - 1]
-        x = x.all_input_nodes[0]
-        own = [*shape(x)[:dim], parts, before, *shape(x)[dim + 1 :]], [*shape(x)[:dim], parts * after]
-        if list(shape(inner.all_input_nodes[0])) != own[0] or list(shape(node)) != [*own[1], *shape(x)[dim + 1 :]]:
-            return None
-    return x, Resize(dim, parts, parts * before, parts * after)
-
-
-def _resized(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
-    if node.target is aten.slice.Tensor:
-        x, dim, start, end, *step = node.args
-        fits = start == 0 and not step
-        return (x, dim, shape(x)[dim], end) if fits and isinstance(x, fx.Node) else None  # type: ignore[index,return-value]
-    if node.target is aten.constant_pad_nd.default and len(node.args) == 2:
-        x, widths = node.all_input_nodes[0], list(node.args[1])  # type: ignore[arg-type]
-        dim = len(shape(x)) - len(widths) // 2
-        if widths and not any(widths[:-1]) and widths[-1] > 0:
-            return x, dim, shape(x)[dim], shape(x)[dim] + widths[-1]
-    return None
-
-
-def without_fill(node: fx.Node) -> fx.Node:
-    """What padding was replaced in."""
-    while (found := peel(node)) is not None and isinstance(found[1], Fill):
-        node = found[0]
-    return node
-
-
-# -- the check
-
-
 def check_padding(local: LocalProgram, rules: Rules) -> None:
-    """Raises: CompileError QN209 with the operator that padding would reach, or of which ranks have another part."""
+    """Check what every operator reads.
+
+    Raises:
+        CompileError: QN209 with the operator that padding would reach, or of which ranks have another part.
+    """
     sharded = local.staged.sharded
     if not any(strategy.uneven for strategies in sharded.strategies.values() for strategy in strategies):
         _check_even(local)
         return
     factors = rules.factors(sharded.program.graph)
-    known: dict[Value, Numbers] = {}
+    fills: dict[Value, Numbers] = {}
     for node in sharded.program.graph.nodes:
         if node.op == "placeholder":
-            known[node, 0] = dict.fromkeys(range(len(shape(node))), 0.0)  # what ranks have in their memory
+            fills[node, 0] = _zeros(shape(node))  # ranks store zeros as padding
         if node.op != "call_function" or is_getitem(node) or node not in local.reads:
             continue
-        rule, reading = factors[node], Reading(node, factors[node])
-        for axis, chosen in zip(sharded.axes, sharded.strategies[node], strict=True):
-            reading.axis(chosen, axis.size)
-        given = [origin(x) for x in tensor_inputs(node)]
-        read = [_check_way(local, node, i, known.get(source, {})) for i, source in enumerate(given)]
-        for name in sorted(reading.padded):
-            _check_operator(local, read, node, rule, name)
-        steady = _steady(local, read, node, rule, reading.padded)
-        for index in range(len(values(node))):
-            if (node, index) in local.parts:
-                zeros: Numbers = dict.fromkeys(range(len(values(node)[index].shape)), 0.0) if steady else {}
-                known[node, index] = zeros | _fills_of(local.parts[node, index])
+        _check_node(local, node, factors[node], fills)
+
+
+def _zeros(dims: Sequence[int]) -> Numbers:
+    return dict.fromkeys(range(len(dims)), 0.0)
 
 
 def _check_even(local: LocalProgram) -> None:
-    """Where every size divides, nothing is padded, and what an operator reads are the chunks."""
+    """Check that nothing is padded where every size divides, and that operators read their chunks."""
     sharded = local.staged.sharded
     for node, reads in local.reads.items():
-        for position, (given, read) in enumerate(zip(tensor_inputs(node), reads, strict=True)):
-            source = origin(given)
-            chunk = held(values(source[0])[source[1]].shape, sharded.wanted(node, position), sharded.axes)[-1]
+        for position, (operand, read) in enumerate(zip(tensor_inputs(node), reads, strict=True)):
+            source = origin(operand)
+            sizes = values(source[0])[source[1]].shape
+            chunk = local_shapes(sizes, sharded.wanted(node, position), sharded.axes)[-1]
             if shape(read) != chunk:
-                raise _fail(node, f"{read.name} is {shape(read)} where ranks have {chunk}")
-            for one in _chain(read, local.parts[source]):
-                if peel(one) is not None:
-                    raise _fail(node, f"{one.name} is padding on the way of {given.name}, whose sizes divide")
+                raise _fail(f"{read.name} is {shape(read)} where ranks have {chunk}", node)
+            for step in _steps_back(read, local.parts[source]):
+                if peel(step) is not None:
+                    raise _fail(f"{step.name} is padding on the way of {operand.name}, whose sizes divide", node)
 
 
-def _steady(local: LocalProgram, read: Sequence[Numbers], node: fx.Node, rule: Factors, names: Iterable[str]) -> bool:
-    """Whether an operator works on each index of padding alone, reads zeros there, and makes zeros of zeros."""
+def _check_node(local: LocalProgram, node: fx.Node, rule: Factors, fills: dict[Value, Numbers]) -> None:
+    """Check what ``node`` reads, and add what is in the padding of its results to ``fills``."""
     sharded = local.staged.sharded
-    two = node.target not in (aten.add.Tensor, aten.sub.Tensor) or len(rule.inputs) == 2  # and no number
-    linear = rule.linear == ((0,),) and len(rule.inputs) == 1 and node.target is not with_tangent
+    reading = Reading(node, rule)
+    for axis, strategy in zip(sharded.axes, sharded.strategies[node], strict=True):
+        reading.apply_strategy(strategy, axis.size)
+    sources = [origin(x) for x in tensor_inputs(node)]
+    read = [_check_way(local, node, position, fills.get(source, {})) for position, source in enumerate(sources)]
+    for name in sorted(reading.padded):
+        _check_factor(local, read, node, rule, name)
+    keeps_zeros = _keeps_zeros(local, read, node, rule, reading.padded)
+    for index, result in enumerate(values(node)):
+        if (node, index) in local.parts:
+            zeros: Numbers = _zeros(result.shape) if keeps_zeros else {}
+            fills[node, index] = zeros | fills_of(local.parts[node, index])
+
+
+def _keeps_zeros(
+    local: LocalProgram, read: Sequence[Numbers], node: fx.Node, rule: Factors, padded: Iterable[str]
+) -> bool:
+    """Return whether an operator works on each index of padding alone, reads zeros there, and makes zeros of zeros."""
+    sharded = local.staged.sharded
     if node.target is scaled_cast:  # 0 times any scale
-        linear, read = True, read[:1]
-    every = all(_dim(dims, name) is not None for name in names for dims in (*rule.inputs, *rule.outputs))
-    return (linear or (node.target in _ZERO_OF_ZEROS and two)) and every and all(
-        found.get(dim) == 0
-        for i, found in enumerate(read)
-        for dim in padded(shape(tensor_inputs(node)[i]), sharded.wanted(node, i), sharded.axes)
-    )  # fmt: skip
+        read = read[:1]
+    elif not _makes_zeros_of_zeros(node, rule):
+        return False
+    tensors = (*rule.inputs, *rule.outputs)
+    if any(_dim(dims, name) is None for name in padded for dims in tensors):
+        return False
+    return all(
+        numbers.get(dim) == 0
+        for position, numbers in enumerate(read)
+        for dim in dims_with_padding(shape(tensor_inputs(node)[position]), sharded.wanted(node, position), sharded.axes)
+    )
 
 
-def _fills_of(part: fx.Node) -> Numbers:
-    found: Numbers = {}
-    while (one := peel(part)) is not None and isinstance(one[1], Fill):
-        part = one[0]
-        found = {one[1].dim: one[1].number} | found
-    return found
+def _makes_zeros_of_zeros(node: fx.Node, rule: Factors) -> bool:
+    if rule.linear == ((0,),) and len(rule.inputs) == 1 and node.target is not with_tangent:
+        return True
+    adds_a_number = node.target in (aten.add.Tensor, aten.sub.Tensor) and len(rule.inputs) != 2
+    return node.target in _ZERO_OF_ZEROS and not adds_a_number
 
 
-def _check_way(local: LocalProgram, node: fx.Node, position: int, known: Numbers) -> Numbers:
-    """What carries a value to an operator makes it longer before it is cut, shorter after it is joined, and replaces
-    nothing but padding. ``known``: what is in the padding of the value's dims; returns what is where it is read."""
-    sharded, axes, read = local.staged.sharded, local.staged.sharded.axes, local.reads[node][position]
+# -- the way of a value to an operator
+
+
+def _check_way(local: LocalProgram, node: fx.Node, position: int, fills: Numbers) -> Numbers:
+    """Check what carries a value to an operator.
+
+    It pads a value before it is cut, trims it after it is joined, and replaces nothing but padding.
+
+    Args:
+        local: the program of a rank.
+        node: the operator.
+        position: which of its inputs.
+        fills: what is in the padding of the value.
+
+    Returns:
+        What is in its padding where the operator reads it.
+    """
+    sharded, read = local.staged.sharded, local.reads[node][position]
     source = origin(tensor_inputs(node)[position])
-    whole, start = values(source[0])[source[1]].shape, local.parts[source]
-    chain = list(_chain(read, start))[::-1]
-    here, expected, there = start, list[Resize](), dict(known)
-    state: list[AxisType | None] = list(sharded.produced(*source))
-    for one in chain:
-        found = peel(one)
-        how = None if found is None else found[1]
-        if isinstance(how, Resize):
-            if expected and expected[0] == how:
-                expected.pop(0)
-            elif not _before(one, chain, axes, state, whole, how):
-                raise _fail(node, f"{one.name} makes {shape(here)} {shape(one)}")
-            elif how.dim not in padded(whole, state, axes):
-                there[how.dim] = 0.0
-        elif how is not None:
-            _check_fill(node, one, how, whole, state, axes)
-            there[how.dim] = how.number
-        elif one.target in _MOVES:
-            if expected:
-                raise _fail(node, f"padding is left before {one.name}")
-            index, before, after = _move(one, axes)
-            old = held(whole, state, axes)[-1]
-            state[index] = after
-            new = held(whole, state, axes)[-1]
-            if isinstance(before, Shard) and isinstance(after, Shard) and before.dim == after.dim:
-                there.pop(before.dim, None)
-            elif isinstance(before, Shard) and old[before.dim] * axes[index].size != new[before.dim]:
-                have = old[before.dim] * axes[index].size
-                expected = [Resize(before.dim, before.parts, have, new[before.dim])]
-        elif one.target is not aten._to_copy.default:
-            raise _fail(node, f"{one.name} is on the way of {source[0].name}")
-        here = one
-    if expected or shape(read) != held(whole, state, axes)[-1]:
-        raise _fail(node, f"{read.name} is {shape(read)} where ranks have {held(whole, state, axes)[-1]}")
-    return there
+    sizes, start = values(source[0])[source[1]].shape, local.parts[source]
+    way = _Way(node, source[0].name, sharded.axes, sizes, list(sharded.produced(*source)), dict(fills))
+    steps = list(_steps_back(read, start))[::-1]
+    for index, step in enumerate(steps):
+        way.follow(step, shape(steps[index - 1] if index else start), steps[index + 1 :])
+    if way.expected_trim is not None or shape(read) != way.shape:
+        raise _fail(f"{read.name} is {shape(read)} where ranks have {way.shape}", node)
+    return way.fills
 
 
-def _before(
-    one: fx.Node, chain: Sequence[fx.Node], axes: Sequence[Axis], state: Sequence[object], whole: Sequence[int],
-    found: Resize,
-) -> bool:  # fmt: skip
-    """Whether the next move cuts what was made longer here, into full chunks."""
-    move = next((other for other in chain[chain.index(one) + 1 :] if other.target in _MOVES), None)
-    if move is None:
-        return False
-    index, _, after = _move(move, axes)
-    then = [after if i == index else kind for i, kind in enumerate(state)]
-    if not isinstance(after, Shard) or after.dim != found.dim or after.parts != found.parts:
-        return False
-    return found.after == held(whole, then, axes)[-1][after.dim] * axes[index].size
+@dataclass
+class _Way:
+    """A value on its way to an operator.
+
+    Attributes:
+        node: the operator.
+        source: the name of the value.
+        axes: the axes of the mesh.
+        sizes: the whole shape of the value.
+        state: the types of the value after the steps so far.
+        fills: what is in its padding after the steps so far.
+        expected_trim: what must remove the padding of chunks that were joined.
+    """
+
+    node: fx.Node
+    source: str
+    axes: Sequence[Axis]
+    sizes: Sequence[int]
+    state: list[AxisType | None]
+    fills: Numbers
+    expected_trim: Resize | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape that a rank has now."""
+        return local_shapes(self.sizes, self.state, self.axes)[-1]
+
+    def follow(self, step: fx.Node, sizes: Sequence[int], later: Sequence[fx.Node]) -> None:
+        """Check a step that reads a value of ``sizes``, and apply it."""
+        peeled = peel(step)
+        change = None if peeled is None else peeled[1]
+        if isinstance(change, Resize):
+            self._resize(step, change, sizes, later)
+        elif change is not None:
+            _check_fill(self.node, step, change, self.sizes, self.state, self.axes)
+            self.fills[change.dim] = change.number
+        elif step.target in _MOVES:
+            self._move(step)
+        elif step.target is not aten._to_copy.default:
+            raise _fail(f"{step.name} is on the way of {self.source}", self.node)
+
+    def _resize(self, step: fx.Node, resize: Resize, sizes: Sequence[int], later: Sequence[fx.Node]) -> None:
+        if self.expected_trim == resize:
+            self.expected_trim = None
+        elif not self._cut_next(resize, later):
+            raise _fail(f"{step.name} makes {sizes} {shape(step)}", self.node)
+        elif resize.dim not in dims_with_padding(self.sizes, self.state, self.axes):
+            self.fills[resize.dim] = 0.0
+
+    def _cut_next(self, resize: Resize, later: Sequence[fx.Node]) -> bool:
+        """Return whether the next move cuts what ``resize`` pads into full chunks."""
+        move = next((step for step in later if step.target in _MOVES), None)
+        if move is None:
+            return False
+        index, _, target = _move(move, self.axes)
+        if not isinstance(target, Shard) or target.dim != resize.dim or target.parts != resize.parts:
+            return False
+        state = [target if i == index else kind for i, kind in enumerate(self.state)]
+        return resize.after == local_shapes(self.sizes, state, self.axes)[-1][target.dim] * self.axes[index].size
+
+    def _move(self, step: fx.Node) -> None:
+        if self.expected_trim is not None:
+            raise _fail(f"padding is left before {step.name}", self.node)
+        index, source, target = _move(step, self.axes)
+        old = self.shape
+        self.state[index] = target
+        if not isinstance(source, Shard):
+            return
+        dim, size = source.dim, self.shape[source.dim]
+        joined = old[dim] * self.axes[index].size
+        if isinstance(target, Shard) and target.dim == dim:
+            self.fills.pop(dim, None)
+        elif joined != size:
+            self.expected_trim = Resize(dim, source.parts, joined, size)
 
 
 def _move(node: fx.Node, axes: Sequence[Axis]) -> tuple[int, AxisType | None, AxisType | None]:
+    """Return the axis of a move, and the types before and after (None: whole, or a term)."""
     if node.target is microbatch:
         index = next(i for i, axis in enumerate(axes) if axis.role == "time")
         return index, None, Shard(*map(int, node.args[2:]))  # type: ignore[arg-type]
@@ -285,115 +262,144 @@ def _move(node: fx.Node, axes: Sequence[Axis]) -> tuple[int, AxisType | None, Ax
     return index, parse_type(str(node.args[3])), parse_type(str(node.args[4]))
 
 
-def _chain(read: fx.Node, start: fx.Node) -> Iterator[fx.Node]:
-    """From what an operator reads back to what was made."""
-    here = read
-    while here is not start:
-        yield here
-        found = peel(here)
-        if found is None and here.target is aten._to_copy.default:  # the copy of a parameter
+def _steps_back(read: fx.Node, start: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes from what an operator reads back to the value, which is not among them."""
+    node = read
+    while node is not start:
+        yield node
+        peeled = peel(node)
+        if peeled is None and node.target is aten._to_copy.default:  # the copy of a parameter
             return
-        here = found[0] if found is not None else here.all_input_nodes[0]
+        node = peeled[0] if peeled is not None else node.all_input_nodes[0]
 
 
 def _check_fill(
-    user: fx.Node, node: fx.Node, fill: Fill, whole: Sequence[int], state: Sequence[object], axes: Sequence[Axis]
+    user: fx.Node, node: fx.Node, fill: Fill, sizes: Sequence[int], state: Sequence[object], axes: Sequence[Axis]
 ) -> None:
-    """Padding is replaced where the type has it, and nowhere else."""
+    """Check that ``node`` fills the padding that the types in ``state`` have, and nothing else."""
     cuts = [
         (axis.name, axis.size, kind.parts, kind.unit)
         for axis, kind in zip(axes, state, strict=True)
         if isinstance(kind, Shard) and kind.dim == fill.dim
     ]
-    says = (whole[fill.dim], *([list(column) for column in zip(*cuts, strict=True)] or [[], [], [], []]))
-    if fill.cuts != says or fill.count != shape(node)[fill.dim]:
-        raise _fail(user, f"{node.name} replaces {fill.cuts} of {fill.count} where ranks have {says}")
+    columns = [list(column) for column in zip(*cuts, strict=True)] or [[], [], [], []]
+    expected = (sizes[fill.dim], *columns)
+    if fill.cuts != expected or fill.count != shape(node)[fill.dim]:
+        raise _fail(f"{node.name} replaces {fill.cuts} of {fill.count} where ranks have {expected}", user)
 
 
-def _check_operator(local: LocalProgram, there: Sequence[Numbers], node: fx.Node, rule: Factors, name: str) -> None:
-    """A factor with padding is in every operand, or is zeros in those that have it."""
-    values_read = rule.inputs[:1] if node.target is after_gradients else rule.inputs  # others have no value
-    read = [_dim(dims, name) for dims in values_read]
-    made = [_dim(dims, name) for dims in rule.outputs]
-    alone = None not in (*read, *made)
-    if node.target is declare_gradient:
-        if read[1] is not None and there[1].get(read[1]) != 0:
-            raise _fail(node, f"the gradient of {tensor_inputs(node)[0].name} has padding in dim {read[1]}")
-        return
-    if name in rule.settled and node.target is not block_max:
+# -- what an operator makes of padding
+
+
+@dataclass(frozen=True)
+class _FactorUse:
+    """The dim that a factor is of each input and result of an operator, or None."""
+
+    rule: Factors
+    inputs: list[int | None]
+    results: list[int | None]
+
+    @property
+    def everywhere(self) -> bool:
+        """Return whether the operator works on each index alone."""
+        return None not in (*self.inputs, *self.results)
+
+    @property
+    def summed(self) -> bool:
+        """Return whether some result lacks the factor."""
+        return None in self.results
+
+    def may_divide(self, position: int) -> bool:
+        """Return whether the operator works on single elements, and need not be linear in an input."""
+        plain = self.rule.product is None and not self.rule.whole and not self.rule.additive
+        linear = any(position in group for group in self.rule.linear)
+        return plain and not linear and not self.summed
+
+
+def _check_factor(local: LocalProgram, read: Sequence[Numbers], node: fx.Node, rule: Factors, name: str) -> None:
+    """Check that a factor with padding is in every operand, or is zeros in those that have it."""
+    if name in rule.settled and node.target not in (declare_gradient, block_max):
         return _check_classes(local, node)
-    for position, dim in enumerate(read):
-        x, given = local.reads[node][position], tensor_inputs(node)[position]
-        if dim is None:
-            continue
-        divides = _may_divide(rule, position) and None not in made
-        integer = not (value(given).is_floating_point() or value(given).is_complex()) and value(x).dtype != torch.bool
-        if alone and not (integer and (rule.whole or any(v.is_floating_point() for v in values(node)))):
-            _check_own(local, node, position, dim, x)
-            continue
-        if not alone and divides and there[position].get(dim) != 1:
-            raise _fail(node, f"{x.name} may divide by padding of dim {dim}")
-        if not divides and there[position].get(dim) != 0:
-            raise _fail(node, f"{x.name} has padding in dim {dim}, over which {node.name} or its backward adds up")
-        if None in made and sum(one is not None for one in read) < 2 and node.target not in _NAMED_ROWS:
-            _check_own(local, node, position, dim, x)
-    for index, dim in enumerate(made):
-        part = local.parts.get((node, index))
-        flows = needs_grad(node) and part is not None and values(node)[index].is_floating_point()
-        if dim is None or alone or not flows:
-            continue
-        assert part is not None
-        if _fills_of(part).get(dim) != 0:
-            raise _fail(node, f"the gradient of {part.name} has padding in dim {dim}, over which it is added up")
-        _check_result(local, node, index, part)
+    inputs = rule.inputs[:1] if node.target is after_gradients else rule.inputs  # others have no value
+    use = _FactorUse(rule, [_dim(dims, name) for dims in inputs], [_dim(dims, name) for dims in rule.outputs])
+    if node.target is declare_gradient:
+        dim = use.inputs[1]
+        if dim is not None and read[1].get(dim) != 0:
+            raise _fail(f"the gradient of {tensor_inputs(node)[0].name} has padding in dim {dim}", node)
+        return
+    for position, dim in enumerate(use.inputs):
+        if dim is not None:
+            _check_operand(local, read[position].get(dim), node, use, position, dim)
+    for index, dim in enumerate(use.results):
+        if dim is not None and not use.everywhere:
+            _check_gradient(local, node, index, dim)
 
 
-_NAMED_ROWS = EXPERT_LAYERS | {aten.embedding.default, embedding_rows}  # read rows that ids name
+def _check_operand(
+    local: LocalProgram, number: float | None, node: fx.Node, use: _FactorUse, position: int, dim: int
+) -> None:
+    """Check an input with ``number`` in the padding of ``dim``."""
+    x = local.reads[node][position]
+    if use.everywhere and not _is_index(node, use.rule, tensor_inputs(node)[position], x):
+        return _check_stored(local, node, position, dim, x)
+    if use.may_divide(position):
+        if not use.everywhere and number != 1:
+            raise _fail(f"{x.name} may divide by padding of dim {dim}", node)
+    elif number != 0:
+        raise _fail(f"{x.name} has padding in dim {dim}, over which {node.name} or its backward adds up", node)
+    alone = sum(d is not None for d in use.inputs) < 2
+    if use.summed and alone and node.target not in _NAMED_ROWS:
+        _check_stored(local, node, position, dim, x)
 
 
-def _may_divide(rule: Factors, position: int) -> bool:
-    """Whether an operator on single elements need not be linear in an input."""
-    plain = rule.product is None and not rule.whole and not rule.additive
-    return plain and all(position not in group for group in rule.linear)
+def _is_index(node: fx.Node, rule: Factors, operand: fx.Node, x: fx.Node) -> bool:
+    """Return whether an operand is of whole numbers that may name elements of another one."""
+    number = value(operand).is_floating_point() or value(operand).is_complex() or value(x).dtype == torch.bool
+    return not number and (bool(rule.whole) or any(v.is_floating_point() for v in values(node)))
 
 
-def _check_own(local: LocalProgram, node: fx.Node, position: int, dim: int, x: fx.Node) -> None:
-    """A parameter whose padding would get a gradient here is read through zeros."""
-    source = origin(tensor_inputs(node)[position])
-    known = leaf(source[0])
-    stored = local.parts.get(source)
-    if known is not None and known.trainable and x is stored and dim in padded(
-        shape(source[0]), local.staged.sharded.produced(source[0]), local.staged.sharded.axes
-    ):  # fmt: skip
-        raise _fail(node, f"the padding of {known.name} in dim {dim} gets a gradient")
+def _check_gradient(local: LocalProgram, node: fx.Node, index: int, dim: int) -> None:
+    """Check that the gradient of a result has zeros in the padding of ``dim``, over which it is added up."""
+    part = local.parts.get((node, index))
+    if part is None or not needs_grad(node) or not values(node)[index].is_floating_point():
+        return
+    if fills_of(part).get(dim) != 0:
+        raise _fail(f"the gradient of {part.name} has padding in dim {dim}, over which it is added up", node)
+    sharded = local.staged.sharded
+    while (peeled := peel(part)) is not None and isinstance(peeled[1], Fill):
+        _check_fill(node, part, peeled[1], values(node)[index].shape, sharded.produced(node, index), sharded.axes)
+        part = peeled[0]
+
+
+def _check_stored(local: LocalProgram, node: fx.Node, position: int, dim: int, x: fx.Node) -> None:
+    """Check that the padding of a parameter as it is stored gets no gradient: it must be read through zeros."""
+    source, sharded = origin(tensor_inputs(node)[position]), local.staged.sharded
+    tensor = leaf(source[0])
+    if tensor is None or not tensor.trainable or x is not local.parts.get(source):
+        return
+    if dim in dims_with_padding(shape(source[0]), sharded.produced(source[0]), sharded.axes):
+        raise _fail(f"the padding of {tensor.name} in dim {dim} gets a gradient", node)
 
 
 def _check_classes(local: LocalProgram, node: fx.Node) -> None:
-    """Classes that are none are the least likely ones."""
+    """Check that the classes of a loss that are padding have the lowest logits."""
     if node.target is not row_nll:
-        raise _fail(node, f"{node.target} settles what it adds up, and says nothing of padding")
-    logits = local.reads[node][0]
-    terms = [n for n in local.graph.nodes if n.target is nll_terms and without_fill(n.args[0]) is without_fill(logits)]
-    for one in terms:
-        x = one.args[0]
-        least = torch.finfo(value(x).dtype).min
-        found = peel(x)
-        if found is None or not isinstance(found[1], Fill) or found[1].dim != 1 or found[1].number != least:
-            raise _fail(node, f"{one.name} counts classes that are padding")
-        sharded = local.staged.sharded
-        _check_fill(node, x, found[1], shape(tensor_inputs(node)[0]), sharded.wanted(node, 0), sharded.axes)
-
-
-def _check_result(local: LocalProgram, node: fx.Node, index: int, part: fx.Node) -> None:
-    sharded, here = local.staged.sharded, part
-    while (found := peel(here)) is not None and isinstance(found[1], Fill):
-        _check_fill(node, here, found[1], values(node)[index].shape, sharded.produced(node, index), sharded.axes)
-        here = found[0]
+        raise _fail(f"{node.target} settles what it adds up, and says nothing of padding", node)
+    sharded, logits = local.staged.sharded, without_fill(local.reads[node][0])
+    for terms in local.graph.nodes:
+        if terms.target is not nll_terms or without_fill(terms.args[0]) is not logits:
+            continue
+        x = terms.args[0]
+        peeled = peel(x)
+        fill = None if peeled is None else peeled[1]
+        if not isinstance(fill, Fill) or (fill.dim, fill.number) != (1, torch.finfo(value(x).dtype).min):
+            raise _fail(f"{terms.name} counts classes that are padding", node)
+        _check_fill(node, x, fill, shape(tensor_inputs(node)[0]), sharded.wanted(node, 0), sharded.axes)
 
 
 def _dim(dims: Dims, name: str) -> int | None:
     return next((d for d, names in enumerate(dims) if name in names), None)
 
 
-def _fail(node: fx.Node, what: str) -> CompileError:
-    return CompileError("QN209", f"padding check: {what}", where=facts(node).where, fix=REPORT)
+def _fail(message: str, node: fx.Node) -> CompileError:
+    return check_failure("padding check", message, node)

@@ -1,70 +1,83 @@
 """Check of the arithmetic of slices, which every transport and the state of ranks share, for the types of a program.
 
-Where dim d is viewed as (k, ranks, rest), an index belongs to the rank ``index // rest % ranks``: that is all that
-``S(d, k)`` says. Slices are taken, joined and padded on a few numbers, and compared with that.
+``S(d, k)`` means: where dim d is viewed as (k, ranks, run), an index belongs to rank ``index // run % ranks``. Slices
+are taken, joined and padded on a few numbers, and compared with that definition.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ...compat.torch import schema
 from ...core import slices
-from ...core.errors import REPORT, CompileError
 from ...core.sharding import Shard
 from ...ir.distributed_program import DistributedProgram
 from ...ops.collectives import COMMUNICATION, shard_pad, shard_slice
+from .failure import check_failure
 
-REST, MOST = 2, 3  # indices in a run; ranks: more are as three
+RUN_LENGTH = 2  # indices in a row that belong to one rank
+MAX_RANKS = 3  # larger axes are checked as axes of so many ranks
 Slicing = tuple[int, int, int]  # dim, parts, ranks
 
 
 def check_slices(program: DistributedProgram) -> None:
-    """Raises: CompileError QN209 with the type whose slices are not what it says."""
-    sizes = [min(axis.size, MOST) for axis in program.axes]
-    kinds = [spec.sharding for spec in program.state.values()]
-    kinds += [spec.sharding for spec in (*program.inputs, *program.results)]
-    kinds += program.source.local.sharding.values()
-    found = {
-        (kind.dim, kind.parts, size)
-        for sharding in kinds
-        for kind, size in zip(sharding, sizes, strict=True)
-        if isinstance(kind, Shard)
-    }
+    """Check every way in which ``program`` slices a dim.
+
+    Raises:
+        CompileError: QN209 with the type whose slices differ from its definition.
+    """
+    slicings = set(_of_types(program))
     for node in program.source.graph.nodes:
         if node.target in COMMUNICATION or node.target in (shard_slice, shard_pad):
-            names = [known.name for known in schema(node.target).arguments]
-            given = dict(zip(names, node.args, strict=False))
-            pairs = [(given.get(dim), given.get(parts)) for dim, parts in (("dim", "parts"), ("to_dim", "to_parts"))]
-            size = min(node.args[2], MOST)
-            found |= {(dim, parts, size) for dim, parts in pairs if isinstance(dim, int) and isinstance(parts, int)}
-    for slicing in sorted(found):
+            slicings.update(_of_call(node))
+    for slicing in sorted(slicings):
         _check(slicing)
+
+
+def _of_types(program: DistributedProgram) -> Iterator[Slicing]:
+    """Yield the slicings of state, inputs, results and values."""
+    sizes = [min(axis.size, MAX_RANKS) for axis in program.axes]
+    shardings = [spec.sharding for spec in program.state.values()]
+    shardings += [spec.sharding for spec in (*program.inputs, *program.results)]
+    shardings += program.source.local.sharding.values()
+    for sharding in shardings:
+        for kind, size in zip(sharding, sizes, strict=True):
+            if isinstance(kind, Shard):
+                yield kind.dim, kind.parts, size
+
+
+def _of_call(node: fx.Node) -> Iterator[Slicing]:
+    """Yield the slicings that a collective has among its arguments."""
+    names = [argument.name for argument in schema(node.target).arguments]
+    arguments = dict(zip(names, node.args, strict=False))
+    ranks = min(node.args[2], MAX_RANKS)  # type: ignore[type-var]
+    for dim_name, parts_name in (("dim", "parts"), ("to_dim", "to_parts")):
+        dim, parts = arguments.get(dim_name), arguments.get(parts_name)
+        if isinstance(dim, int) and isinstance(parts, int):
+            yield dim, parts, ranks  # type: ignore[misc]
 
 
 def _check(slicing: Slicing) -> None:
     dim, parts, ranks = slicing
-    length = parts * ranks * REST
+    length = parts * ranks * RUN_LENGTH
     x = torch.arange(2**dim * length, device="cpu").reshape(*[2] * dim, length).unsqueeze(-1)
-    own = [[i for i in range(length) if i // REST % ranks == rank] for rank in range(ranks)]
-    taken = [x[(slice(None),) * dim + (torch.tensor(mine, device="cpu"),)] for mine in own]
-    for rank, (mine, part) in enumerate(zip(own, taken, strict=True)):
+    rows_of_ranks = [[i for i in range(length) if i // RUN_LENGTH % ranks == rank] for rank in range(ranks)]
+    expected = [x[(slice(None),) * dim + (torch.tensor(rows, device="cpu"),)] for rows in rows_of_ranks]
+    for rank, (rows, part) in enumerate(zip(rows_of_ranks, expected, strict=True)):
         padded = torch.zeros_like(x)
-        padded[(slice(None),) * dim + (torch.tensor(mine, device="cpu"),)] = part
-        _same("take", slicing, slices.take(x, dim, parts, ranks, rank), part)
-        _same("slot", slicing, slices.slot(x, dim, parts, ranks, rank).reshape(part.shape), part)
-        _same("pad", slicing, slices.pad(part, dim, parts, ranks, rank), padded)
-    _same("join", slicing, slices.join(taken, dim, parts), x)
-    _same("stack", slicing, slices.stack(x, dim, parts, ranks), torch.stack(taken))
-    _same("unstack", slicing, slices.unstack(torch.stack(taken), dim, parts), x)
+        padded[(slice(None),) * dim + (torch.tensor(rows, device="cpu"),)] = part
+        _check_equal("take", slicing, slices.take(x, dim, parts, ranks, rank), part)
+        _check_equal("slot", slicing, slices.slot(x, dim, parts, ranks, rank).reshape(part.shape), part)
+        _check_equal("pad", slicing, slices.pad(part, dim, parts, ranks, rank), padded)
+    _check_equal("join", slicing, slices.join(expected, dim, parts), x)
+    _check_equal("stack", slicing, slices.stack(x, dim, parts, ranks), torch.stack(expected))
+    _check_equal("unstack", slicing, slices.unstack(torch.stack(expected), dim, parts), x)
 
 
-def _same(what: str, slicing: Slicing, have: Tensor, want: Tensor) -> None:
-    if have.shape != want.shape or not torch.equal(have, want):
+def _check_equal(function: str, slicing: Slicing, actual: Tensor, expected: Tensor) -> None:
+    if actual.shape != expected.shape or not torch.equal(actual, expected):
         dim, parts, ranks = slicing
-        raise CompileError(
-            "QN209",
-            f"slice check: {what} is wrong for {Shard(dim, parts)} over {ranks} ranks",
-            fix=REPORT,
-        )
+        raise check_failure("slice check", f"{function} is wrong for {Shard(dim, parts)} over {ranks} ranks")

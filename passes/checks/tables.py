@@ -1,4 +1,4 @@
-"""What the checks know of conversions, spelling and dtypes, written down a second time.
+"""Conversions, spellings and dtypes as the checks expect them, written down a second time.
 
 The passes derive these things from a few general functions. Here they are spelled out case by case, from the paper
 definition of the types (see :mod:`...core.sharding`), and no pass reads them: a wrong line on either side is a
@@ -27,9 +27,9 @@ from ...ops.collectives import (
     share,
 )
 
-Call = tuple[OpOverload, tuple[int, ...]]  # communication, and what it says of dims
+Call = tuple[OpOverload, tuple[int, ...]]  # a collective, and its arguments for dims
 
-# What a conversion (before, after) does to a value, and what its transpose does to the gradient. None: the bits stay.
+# (source, target): what a conversion does to a value, and its transpose to the gradient. None: the bits stay.
 # A replicated value's gradient is a term on each rank, a partial value's gradient is the same on all.
 CONVERSIONS: Mapping[tuple[str, str], tuple[OpOverload | None, OpOverload | None]] = MappingProxyType(
     {
@@ -53,7 +53,7 @@ CONVERSIONS: Mapping[tuple[str, str], tuple[OpOverload | None, OpOverload | None
 )
 SUMS = frozenset({all_reduce, reduce_scatter})
 
-# operators that generated code calls by a function of torch with the same name and the same positional arguments
+# operators that generated code calls through a function of torch with the same name and the same positional arguments
 _TORCH = frozenset(
     {
         "add", "sub", "mul", "div", "neg", "rsqrt", "pow", "tanh", "sigmoid", "relu", "exp", "mm", "bmm", "addmm",
@@ -65,18 +65,24 @@ _TORCH = frozenset(
 _NN = frozenset({"linear", "silu", "gelu"})
 
 
-def forward_call(before: AxisType, after: AxisType, *, stored: bool) -> Call | None:
-    """What carries a value from ``before`` to ``after``. ``stored``: the value is a rank's slice of a parameter."""
-    op = CONVERSIONS[_letter(before), _letter(after)][0]
-    if op is None or before == after:
+def forward_call(source: AxisType, target: AxisType, *, stored: bool) -> Call | None:
+    """Return the communication that carries a value from one type to another.
+
+    Args:
+        source: the type that the value has.
+        target: the type that it gets.
+        stored: whether the value is a rank's slice of a parameter.
+    """
+    op = CONVERSIONS[_letter(source), _letter(target)][0]
+    if op is None or source == target:
         return None
-    return gather_state if stored and op is all_gather else op, _dims(before, after)
+    return gather_state if stored and op is all_gather else op, _dims(source, target)
 
 
-def backward_call(before: AxisType, after: AxisType) -> Call | None:
-    """What carries the gradient of a value that went from ``before`` to ``after`` back."""
-    op = CONVERSIONS[_letter(before), _letter(after)][1]
-    return None if op is None or before == after else (op, _dims(after, before))
+def backward_call(source: AxisType, target: AxisType) -> Call | None:
+    """Return the communication that carries back the gradient of a value that went from ``source`` to ``target``."""
+    op = CONVERSIONS[_letter(source), _letter(target)][1]
+    return None if op is None or source == target else (op, _dims(target, source))
 
 
 def _letter(kind: AxisType) -> str:
@@ -88,31 +94,31 @@ def _dims(source: AxisType, target: AxisType) -> tuple[int, ...]:
 
 
 def bare(kind: AxisType, grad: bool) -> AxisType:
-    """``kind`` for a value that has a gradient or not: without one, replicated and invariant are the same."""
+    """Return ``kind``, with I for R where the value has no gradient: the two are the same then."""
     return I if kind is R and not grad else kind
 
 
 def spellings(target: Any) -> tuple[Any, ...]:
-    """What generated code may call for an operator of the graph."""
+    """Return the functions that generated code may call for an operator of the graph."""
     name = operator_name(target) if isinstance(target, OpOverload) and target.namespace == "aten" else ""
     home = torch if name in _TORCH else nn_functions if name in _NN else None
     return (target,) if home is None else (target, getattr(home, name))
 
 
 def dtype_of_sum(precision: Precision, dtype: torch.dtype) -> torch.dtype:
-    """In which ranks add up values of ``dtype``."""
+    """Return the dtype in which ranks add up values of ``dtype``."""
     return torch.promote_types(dtype, precision.sums or dtype)
 
 
 def dtypes_of_gradient(precision: Precision, held: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """In which microbatches, and ranks, add up the gradient of a parameter held in ``held``."""
+    """Return the dtypes in which microbatches, and ranks, add up the gradient of a parameter of dtype ``held``."""
     wide = torch.promote_types(held, precision.reduce or held)
     return wide, torch.bfloat16 if precision.reduce is torch.bfloat16 else wide
 
 
-def rounds(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether a cast between floating dtypes loses digits or range."""
-    if not (before.is_floating_point and after.is_floating_point):
+def rounds(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether a cast between floating dtypes loses digits or range."""
+    if not (source.is_floating_point and target.is_floating_point):
         return False
-    old, new = torch.finfo(before), torch.finfo(after)
+    old, new = torch.finfo(source), torch.finfo(target)
     return new.eps > old.eps or new.max < old.max

@@ -17,7 +17,8 @@ from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ir.program import Axis, LocalProgram, ShardedProgram, StagedProgram, Strategy
 from quintnet_compiler.ops.rank_local import padding_of
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.passes.checks.padding import Fill, Resize, check_padding, held, padded, peel
+from quintnet_compiler.passes.checks.padding import check_padding, dims_with_padding, local_shapes
+from quintnet_compiler.passes.checks.padding_nodes import Fill, Resize, peel
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.passes.lowering.padding import Padding, mixed, padded_dims
 from quintnet_compiler.passes.strategies.cuts import find_cuts
@@ -79,9 +80,9 @@ def test_how_ranks_may_split_what_does_not_divide() -> None:
 
 
 def test_dims_with_padding() -> None:
-    assert padded_dims((7, 4), (S(0),), (TP,)) == padded((7, 4), (S(0),), (TP,)) == {0}
-    assert padded_dims((8, 4), (S(0),), (TP,)) == padded((8, 4), (S(0),), (TP,)) == frozenset()
-    assert held((24, 2), (S(0, 1, 8),), (TP,)) == [(24, 2), (16, 2)]
+    assert padded_dims((7, 4), (S(0),), (TP,)) == dims_with_padding((7, 4), (S(0),), (TP,)) == {0}
+    assert padded_dims((8, 4), (S(0),), (TP,)) == dims_with_padding((8, 4), (S(0),), (TP,)) == frozenset()
+    assert local_shapes((24, 2), (S(0, 1, 8),), (TP,)) == [(24, 2), (16, 2)]
 
 
 def _local(shapes: dict[str, tuple[int, ...]], label: str) -> LocalProgram:

@@ -24,7 +24,7 @@ from quintnet_compiler.passes.checks.derivatives import proven
 from quintnet_compiler.passes.checks.derivatives.calls import OperatorCall, Pattern
 from quintnet_compiler.passes.checks.derivatives.numbers import check_numbers
 from quintnet_compiler.passes.checks.derivatives.proven import Derivatives
-from quintnet_compiler.passes.checks.rewrites.token_dispatch import travels
+from quintnet_compiler.passes.checks.expert_layers import axes_of_travel
 from quintnet_compiler.passes.checks.strategies import Reading
 from quintnet_compiler.passes.checks.tables import CONVERSIONS
 from quintnet_compiler.passes.strategies.expert_axes import check_experts, exchanging_strategies, expert_parameters
@@ -93,9 +93,9 @@ def test_experts_travel_where_rows_and_experts_are_both_split() -> None:
     ep = Axis("ep", 2, "data")
     found = exchanging_strategies(node, strategies(node, lookups.expert_linear(node), {}, 2), ep)
     assert found and all(one.exchanges for one in found)
-    assert travels([ep], [found[0]]) == [(ep, 1)]
+    assert axes_of_travel([ep], [found[0]]) == [(ep, 1)]
     whole = Strategy((S(0), S(0), R), (S(0),), "split n 1")
-    assert travels([ep, ep], [whole, found[0]]) == [(ep, 1)]
+    assert axes_of_travel([ep, ep], [whole, found[0]]) == [(ep, 1)]
     with pytest.raises(CompileError, match="4 experts cannot be spread over ep=3"):
         exchanging_strategies(node, (whole,), Axis("ep", 3, "data"))
     check_experts(graph, ["ep"])
@@ -108,7 +108,7 @@ def test_the_check_reads_types_to_factors() -> None:
     rule = RULES[aten.linear.default].factors(nodes["y"])
 
     def why(*inputs: Any, out: Any) -> str:
-        return Reading(nodes["y"], rule).axis(Strategy(inputs, (out,), ""), TP.size)[0]
+        return Reading(nodes["y"], rule).apply_strategy(Strategy(inputs, (out,), ""), TP.size)[0]
 
     assert why(S(0), R, out=S(0)) == "" and why(S(1), S(1), out=P) == "" and why(I, I, out=I) == ""
     assert "makes no I" in why(S(1), S(1), out=I) and "takes no I" in why(S(0), I, out=S(0))

@@ -24,7 +24,7 @@ from quintnet_compiler.ops.experts.scaled_groups import (
 )
 from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast
 from quintnet_compiler.passes.checks.rewrites.eight_bits import check_eight_bits
-from quintnet_compiler.passes.checks.rewrites.scaled_experts import ScaledLayer, Wrong
+from quintnet_compiler.passes.checks.rewrites.scaled_experts import LayerError, ScaledLayer
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.lowering.scaled_experts import ScaledExperts
 
@@ -203,8 +203,8 @@ def test_what_is_no_product_of_8_bits_is_none_of_a_layer() -> None:
         leaf(to, "input", "s", 2, 8),
         torch.float8_e4m3fn,
     )
-    with pytest.raises(Wrong, match="is no product of 8-bit rows"):
-        ScaledLayer(node, (), (), ()).read(node)
+    with pytest.raises(LayerError, match="is no product of 8-bit rows"):
+        ScaledLayer(node, (), (), ()).read_product(node)
 
 
 # -- the program before it is lowered

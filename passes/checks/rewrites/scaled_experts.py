@@ -1,5 +1,7 @@
-"""Check of a layer of experts in 8 bits on ranks: read backwards, the scales of what it multiplies are the largest
-numbers of the right rows on the right ranks, and its gradients are those of a linear layer.
+"""Check of an expert layer in 8 bits on ranks, read from its product backwards.
+
+Each operand is scaled by the largest numbers of the right rows on the right ranks, and the gradients are those of a
+linear layer.
 """
 
 from __future__ import annotations
@@ -21,166 +23,211 @@ from ....ops.experts.scaled_groups import group_cast, group_max, scaled_grouped_
 from ....ops.scaled_products import block_max, block_scale, scaled_cast
 
 aten = torch.ops.aten
-Scaled = Literal["rows", "all", "columns"]  # what has one scale, or each block of it
+Granularity = Literal["rows", "all", "columns"]  # what has a scale of its own (or each block of it)
 
 
-class Wrong(Exception):
-    """What is wrong with a layer."""
+class LayerError(Exception):
+    """A part of an expert layer that is not what the layer needs; the message names it."""
 
 
 @dataclass(frozen=True)
 class ScaledLayer:
-    """A layer as the program has it, with what stands for its inputs on a rank: ``weights``: the weight, the bias if it
-    has one, and the 8-bit copies of the weight with their scales, one, or two if rows have a gradient."""
+    """A layer as the program has it, with the nodes that stand for its inputs on a rank.
+
+    Attributes:
+        node: the operator of the program.
+        weights: the weight, the bias if it has one, and the 8-bit copies of the weight, each followed by its scale: one
+            copy, or two if rows have a gradient.
+        axes: the axes of the mesh.
+        strategies: how the operator runs on each axis.
+    """
 
     node: fx.Node
     weights: Sequence[fx.Node]
     axes: Sequence[Axis]
-    chosen: Sequence[Strategy]
+    strategies: Sequence[Strategy]
 
-    def read(self, product: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """The rows that ``product`` multiplies, and where each expert's end.
+    def read_product(self, product: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Return the rows that ``product`` multiplies, and the node with the end of each expert's rows.
 
         Raises:
-            Wrong: if it is another product, or has other gradients.
+            LayerError: if it is another product, or has other gradients.
         """
-        made = product
+        matmul = product
         if product.target is after_gradients:
-            both, index = origin(tensor_inputs(product)[0])
-            _expect(
-                both.target is with_tangent and index == 0 and both.args[1] is True, product, "passes on no product"
-            )
-            made = tensor_inputs(both)[0]
-        _expect(made.target is scaled_grouped_linear, made, "is no product of 8-bit rows")
-        x8, ends, _, scale, *_ = tensor_inputs(made)
-        x = self._base(x8, scale, ends, "rows" if self._blocks else "all", False)
-        self._product(made, x8, ends, scale, forward=True)
-        _expect(value(made).dtype is value(x).dtype, made, "has another dtype than its rows")
-        self._gradients(product, made, x, ends)
-        return x, ends
+            pair, index = origin(tensor_inputs(product)[0])
+            passed_on = pair.target is with_tangent and index == 0 and pair.args[1] is True
+            _expect(passed_on, product, "passes on no product")
+            matmul = tensor_inputs(pair)[0]
+        _expect(matmul.target is scaled_grouped_linear, matmul, "is no product of 8-bit rows")
+        rows8, ends, _, scale, *_ = tensor_inputs(matmul)
+        rows = self._unscaled(rows8, scale, ends, self._granularity_of_rows, backward=False)
+        self._check_operands(matmul, rows8, ends, scale, forward=True)
+        _expect(value(matmul).dtype is value(rows).dtype, matmul, "has another dtype than its rows")
+        self._check_gradients(product, matmul, rows, ends)
+        return rows, ends
 
     @property
     def _blocks(self) -> Sequence[int]:
-        found: Any = self.node.args[9]
-        return tuple(found)
+        blocks: Any = self.node.args[9]
+        return tuple(blocks)
 
-    def _product(self, made: fx.Node, rows8: fx.Node, ends: fx.Node, scale: fx.Node, *, forward: bool) -> None:
-        copies = tuple(self.weights[1 if self._bias is None else 2 :])
-        right = copies[:2] if forward else copies[2:]
-        bias, turned = self._bias if forward else None, bool(self.node.args[4]) is forward
-        found: Any = made.args
-        added = None if found[5] is None else _bare(found[5])
-        same = found[:2] == (rows8, ends) and (found[2], found[4]) == right and found[3] is scale
-        _expect(same and added is bias and found[6] is turned, made, "multiplies other operands")
+    @property
+    def _granularity_of_rows(self) -> Granularity:
+        return "rows" if self._blocks else "all"
 
     @property
     def _bias(self) -> fx.Node | None:
         return self.weights[1] if self.node.args[3] is not None else None
 
-    def _gradients(self, product: fx.Node, made: fx.Node, x: fx.Node, ends: fx.Node) -> None:
-        left = [n for n in (x, self.weights[0], self._bias) if n is not None and needs_grad(n)]
-        for done in tensor_inputs(product)[1:] if product.target is after_gradients else []:
-            says = origin(done)[0]
-            _expect(says.target is declare_gradient and says.args[0] in left, says, "is no gradient of the layer")
-            of, gradient = tensor_inputs(says)
-            left.remove(of)
-            if of is x:
-                self._of_rows(gradient, ends, made)
-            elif of is self._bias:
-                tangent = tensor_inputs(gradient)[0]
-                _expect(gradient.target is grouped_bias_grad and gradient.args[1] is ends, gradient, "is of no bias")
-                _tangent(tangent, made)
+    @property
+    def _transposed(self) -> bool:
+        return bool(self.node.args[4])
+
+    def _check_operands(self, matmul: fx.Node, rows8: fx.Node, ends: fx.Node, scale: fx.Node, *, forward: bool) -> None:
+        """Check that ``matmul`` multiplies ``rows8`` with the 8-bit weight for this direction."""
+        copies = tuple(self.weights[1 if self._bias is None else 2 :])
+        weight8, weight_scale = copies[:2] if forward else copies[2:]
+        args: Any = matmul.args
+        bias = None if args[5] is None else _attached(args[5])
+        multiplied = args[:2] == (rows8, ends) and args[2] is weight8
+        scaled = args[3] is scale and args[4] is weight_scale
+        added = bias is (self._bias if forward else None)
+        turned = args[6] is (self._transposed is forward)
+        _expect(multiplied and scaled and added and turned, matmul, "multiplies other operands")
+
+    def _check_gradients(self, product: fx.Node, matmul: fx.Node, rows: fx.Node, ends: fx.Node) -> None:
+        """Check that each input that needs a gradient has one declared, and that it is the right one."""
+        missing = [n for n in (rows, self.weights[0], self._bias) if n is not None and needs_grad(n)]
+        for result in tensor_inputs(product)[1:] if product.target is after_gradients else []:
+            declaration = origin(result)[0]
+            declares = declaration.target is declare_gradient and declaration.args[0] in missing
+            _expect(declares, declaration, "is no gradient of the layer")
+            operand, gradient = tensor_inputs(declaration)
+            missing.remove(operand)
+            if operand is rows:
+                self._check_rows_gradient(gradient, ends, matmul)
+            elif operand is self._bias:
+                _check_bias_gradient(gradient, ends, matmul)
             else:
-                self._of_weight(gradient, x, ends, made)
-            _expect(value(gradient).dtype is value(of).dtype, gradient, f"has another dtype than {of.name}")
-        _expect(not left, product, f"lacks the gradient of {', '.join(n.name for n in left)}")
+                self._check_weight_gradient(gradient, rows, ends, matmul)
+            same_dtype = value(gradient).dtype is value(operand).dtype
+            _expect(same_dtype, gradient, f"has another dtype than {operand.name}")
+        _expect(not missing, product, f"lacks the gradient of {', '.join(n.name for n in missing)}")
 
-    def _of_rows(self, gradient: fx.Node, ends: fx.Node, made: fx.Node) -> None:
+    def _check_rows_gradient(self, gradient: fx.Node, ends: fx.Node, matmul: fx.Node) -> None:
         _expect(gradient.target is scaled_grouped_linear, gradient, "is no gradient of rows")
-        t8, _, _, scale = tensor_inputs(gradient)[:4]
-        self._product(gradient, t8, ends, scale, forward=False)
-        _tangent(self._base(t8, scale, ends, "rows" if self._blocks else "all", True), made)
+        tangent8, _, _, scale = tensor_inputs(gradient)[:4]
+        self._check_operands(gradient, tangent8, ends, scale, forward=False)
+        tangent = self._unscaled(tangent8, scale, ends, self._granularity_of_rows, backward=True)
+        _check_tangent(tangent, matmul)
 
-    def _of_weight(self, gradient: fx.Node, x: fx.Node, ends: fx.Node, made: fx.Node) -> None:
-        found: Any = gradient.args
-        transposed = bool(self.node.args[4])
-        if self.node.args[12] is not True:
-            right = gradient.target is grouped_weight_grad and found[2:] == (ends, transposed)
-            _expect(right and _bare(found[1]) is x, gradient, "is no gradient of the weight")
-            return _tangent(tensor_inputs(gradient)[0], made)
-        right = gradient.target is scaled_grouped_weight_grad and found[2] is ends and found[5] is transposed
-        _expect(right, gradient, "is no 8-bit gradient of the weight")
-        t8, x8, _, scale_t, scale_x = tensor_inputs(gradient)
-        one: Scaled = "columns" if self._blocks else "all"
-        _expect(self._base(x8, scale_x, ends, one, False) is x, gradient, "reads other rows")
-        return _tangent(self._base(t8, scale_t, ends, one, True), made)
+    def _check_weight_gradient(self, gradient: fx.Node, rows: fx.Node, ends: fx.Node, matmul: fx.Node) -> None:
+        args: Any = gradient.args
+        if self.node.args[12] is not True:  # the gradient is computed in the bits of the rows
+            matches = gradient.target is grouped_weight_grad and args[2:] == (ends, self._transposed)
+            _expect(matches and _attached(args[1]) is rows, gradient, "is no gradient of the weight")
+            return _check_tangent(tensor_inputs(gradient)[0], matmul)
+        matches = gradient.target is scaled_grouped_weight_grad and args[2] is ends and args[5] is self._transposed
+        _expect(matches, gradient, "is no 8-bit gradient of the weight")
+        tangent8, rows8, _, tangent_scale, rows_scale = tensor_inputs(gradient)
+        granularity: Granularity = "columns" if self._blocks else "all"
+        read = self._unscaled(rows8, rows_scale, ends, granularity, backward=False)
+        _expect(read is rows, gradient, "reads other rows")
+        tangent = self._unscaled(tangent8, tangent_scale, ends, granularity, backward=True)
+        return _check_tangent(tangent, matmul)
 
-    def _base(self, cast: fx.Node, scale: fx.Node, ends: fx.Node, one: Scaled, backward: bool) -> fx.Node:
-        """What was cast, by the largest numbers that it has itself."""
-        kind = self.node.args[10] if backward else torch.float8_e4m3fn
-        given: Any = cast.args
-        if one == "columns":
-            _expect(cast.target is group_cast and given[1:] == (ends, scale, kind), cast, "is not scaled by columns")
+    def _unscaled(
+        self, cast: fx.Node, scale: fx.Node, ends: fx.Node, granularity: Granularity, *, backward: bool
+    ) -> fx.Node:
+        """Return the value that was cast, which must be scaled by its own largest numbers."""
+        dtype = self.node.args[10] if backward else torch.float8_e4m3fn
+        args: Any = cast.args
+        if granularity == "columns":
+            matches = cast.target is group_cast and args[1:] == (ends, scale, dtype)
+            _expect(matches, cast, "is not scaled by columns")
         else:
-            _expect(cast.target is scaled_cast and given[1:] == (scale, kind), cast, "is not scaled as it should")
-        right = scale.target is block_scale and scale.args[1:] == (kind, self.node.args[11])
-        _expect(right, scale, "is no scale of this format")
-        largest, over = largest_over(tensor_inputs(scale)[0])
-        axes = self._apart(one, backward)
-        _expect(sorted(over) == sorted(axes), scale, f"is the largest over {over}, and not over {axes}")
-        wanted: Any = block_max, (given[0], [1, self._blocks[backward]]) if one == "rows" else ()
-        if one != "rows":
-            groups = largest if one == "columns" else tensor_inputs(largest)[0]
-            _expect(groups.target is group_max and groups.args == (given[0], ends), scale, "is that of other rows")
-            wanted = (group_max, groups.args) if one == "columns" else (block_max, (groups, [0, 0]))
-        _expect((largest.target, largest.args) == wanted, scale, f"is not the largest of {one} of {given[0].name}")
-        return _bare(given[0])
+            matches = cast.target is scaled_cast and args[1:] == (scale, dtype)
+            _expect(matches, cast, "is not scaled as it should")
+        matches = scale.target is block_scale and scale.args[1:] == (dtype, self.node.args[11])
+        _expect(matches, scale, "is no scale of this format")
+        largest, axes = largest_over(tensor_inputs(scale)[0])
+        expected_axes = self._axes_sharing_a_scale(granularity, backward)
+        message = f"is the largest over {axes}, and not over {expected_axes}"
+        _expect(sorted(axes) == sorted(expected_axes), scale, message)
+        expected = self._largest(granularity, args[0], ends, largest, scale, backward)
+        message = f"is not the largest of {granularity} of {args[0].name}"
+        _expect((largest.target, largest.args) == expected, scale, message)
+        return _attached(args[0])
 
-    def _apart(self, one: Scaled, backward: bool) -> list[str]:
-        """The axes over which ranks have parts of what has one scale."""
-        found = []
-        for axis, strategy in zip(self.axes, self.chosen, strict=True):
+    def _largest(
+        self, granularity: Granularity, x: fx.Node, ends: fx.Node, largest: fx.Node, scale: fx.Node, backward: bool
+    ) -> tuple[Any, Any]:
+        """Return the operator and the arguments that compute the largest numbers of ``x``."""
+        if granularity == "rows":
+            return block_max, (x, [1, self._blocks[backward]])
+        groups = largest if granularity == "columns" else tensor_inputs(largest)[0]
+        _expect(groups.target is group_max and groups.args == (x, ends), scale, "is that of other rows")
+        return (group_max, groups.args) if granularity == "columns" else (block_max, (groups, [0, 0]))
+
+    def _axes_sharing_a_scale(self, granularity: Granularity, backward: bool) -> list[str]:
+        """Return the axes over which ranks have parts of what has one scale."""
+        names = []
+        for axis, strategy in zip(self.axes, self.strategies, strict=True):
             if axis.role == "time":
                 continue
-            there = strategy.inside or (strategy.inputs[0], strategy.outputs[0])
-            features, rows, experts = (
-                isinstance(kind, Shard) and kind.dim == dim
-                for kind, dim in ((there[backward], 1), (strategy.inputs[0], 0), (strategy.inputs[2], 0))
-            )
-            split = features and not (one == "rows" and self._blocks[backward])
-            parts = {"rows": split, "columns": rows and not experts, "all": features or rows or experts}
-            found += [axis.name] if parts[one] else []
-        return found
+            inside = strategy.inside or (strategy.inputs[0], strategy.outputs[0])
+            features = _splits(inside[backward], 1)
+            rows, experts = _splits(strategy.inputs[0], 0), _splits(strategy.inputs[2], 0)
+            shared = {
+                "rows": features and not (granularity == "rows" and self._blocks[backward]),
+                "columns": rows and not experts,
+                "all": features or rows or experts,
+            }
+            if shared[granularity]:
+                names.append(axis.name)
+        return names
 
 
 def largest_over(node: fx.Node) -> tuple[fx.Node, list[str]]:
-    """What each rank found, before the largest was taken over these axes.
+    """Return the largest numbers of one rank, and the axes over which ``node`` takes the largest of ranks.
 
     Raises:
-        Wrong: if something else was made of it.
+        LayerError: if something else is computed on the way.
     """
-    over: list[str] = []
+    axes: list[str] = []
     while node.target is aten.amax.default:
-        every = tensor_inputs(node)[0]
-        moved = every.target is convert and every.args[3:] == ("S(0)", "I") and node.args[1:] == ([0],)
-        one = tensor_inputs(every)[0] if moved else every
-        right = moved and one.target is aten.unsqueeze.default and one.args[1:] == (0,)
-        _expect(right, node, "is no largest number of all ranks")
-        over.append(str(every.args[1]))
-        node = tensor_inputs(one)[0]
-    return node, over
+        gathered = tensor_inputs(node)[0]
+        gathers = gathered.target is convert and gathered.args[3:] == ("S(0)", "I") and node.args[1:] == ([0],)
+        local = tensor_inputs(gathered)[0] if gathers else gathered
+        matches = gathers and local.target is aten.unsqueeze.default and local.args[1:] == (0,)
+        _expect(matches, node, "is no largest number of all ranks")
+        axes.append(str(gathered.args[1]))
+        node = tensor_inputs(local)[0]
+    return node, axes
 
 
-def _tangent(node: fx.Node, made: fx.Node) -> None:
-    both, index = origin(node)
-    right = is_getitem(node) and index == 1 and both.target is with_tangent and both.args[0] is made
-    _expect(right, node, f"is not the gradient of {made.name}")
+def _check_bias_gradient(gradient: fx.Node, ends: fx.Node, matmul: fx.Node) -> None:
+    tangent = tensor_inputs(gradient)[0]
+    _expect(gradient.target is grouped_bias_grad and gradient.args[1] is ends, gradient, "is of no bias")
+    _check_tangent(tangent, matmul)
 
 
-def _bare(node: fx.Node) -> fx.Node:
+def _check_tangent(node: fx.Node, matmul: fx.Node) -> None:
+    pair, index = origin(node)
+    matches = is_getitem(node) and index == 1 and pair.target is with_tangent and pair.args[0] is matmul
+    _expect(matches, node, f"is not the gradient of {matmul.name}")
+
+
+def _splits(kind: object, dim: int) -> bool:
+    return isinstance(kind, Shard) and kind.dim == dim
+
+
+def _attached(node: fx.Node) -> fx.Node:
+    """Return what ``node`` detaches, or ``node`` itself."""
     return tensor_inputs(node)[0] if node.target is aten.detach.default else node
 
 
-def _expect(holds: bool, node: fx.Node, what: str) -> None:
+def _expect(holds: bool, node: fx.Node, message: str) -> None:
     if not holds:
-        raise Wrong(f"{node.name} {what}")
+        raise LayerError(f"{node.name} {message}")
