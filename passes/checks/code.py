@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import fx
 
 from ...compat.torch import operator_name
 from ...core.annotations import facts, leaf, shape, value
-from ...core.errors import REPORT, CompileError
 from ...core.sharding import I
 from ...ir.distributed_program import DistributedProgram, Piece, StageProgram
 from ...ir.program import DifferentiatedProgram
@@ -22,11 +22,13 @@ from ...ops.collectives import SIZED, share
 from ...ops.rank_local import DRAWS, RANKED, microbatch
 from ...schedules.check import verify_schedule
 from ...schedules.schedule import Op
+from .failure import check_failure
 from .rewrites.overlap import check_pairs
 from .rewrites.step_end import check_code_of_end
 from .source import check_source_slices
 from .tables import dtypes_of_gradient, spellings
 
+_fail = partial(check_failure, "code check")
 aten = torch.ops.aten
 
 
@@ -60,11 +62,6 @@ class _ByIdentity:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _ByIdentity) and self.stage is other.stage
-
-
-def _fail(what: str, node: fx.Node | None = None) -> CompileError:
-    where = facts(node).where if node is not None and node.op != "output" else None
-    return CompileError("QN209", f"code check: {what}", where=where, fix=REPORT)
 
 
 class _Stage:

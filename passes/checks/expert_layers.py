@@ -132,18 +132,24 @@ def check_expert_layer(
     grouped, arriving = _undo_moves(grouped)
     if arriving != route.arriving:
         raise LayerError(f"{product.name} reads rows that {arriving} moved, and not {route.arriving}")
-    if grouped.target is not group_rows or grouped.args != (dispatches.rows, *ungrouped.args[1:]):
+    plan = _check_grouping(product, grouped, ends, ungrouped, dispatches.rows)
+    if scaled is None:
+        _check_weights(product, reads[2:], route, dispatches.hot, transposed)
+    elif dispatches.hot:
+        raise LayerError(f"{product.name} does not support hot experts")
+    _check_group_plan(plan, shape(reads[2])[0], route, dispatches)
+
+
+def _check_grouping(product: fx.Node, grouped: fx.Node, ends: fx.Node, ungrouped: fx.Node, rows: fx.Node) -> fx.Node:
+    """Return the plan by which ``rows`` are grouped for ``product``, and its result is put back in order."""
+    if grouped.target is not group_rows or grouped.args != (rows, *ungrouped.args[1:]):
         raise LayerError(f"{product.name} reads rows in another order than {ungrouped.name} gives back")
     if ends is not ungrouped.args[2]:
         raise LayerError(f"{product.name} ends the rows of experts elsewhere than {ungrouped.name}")
     plan = origin(ends)[0]
     if plan.target is not group_plan or _parts(plan) != ungrouped.args[1:]:
         raise LayerError(f"{ungrouped.name} is not grouped by a plan")
-    if scaled is None:
-        _check_weights(product, reads[2:], route, dispatches.hot, transposed)
-    elif dispatches.hot:
-        raise LayerError(f"{product.name} does not support hot experts")
-    _check_group_plan(plan, shape(reads[2])[0], route, dispatches)
+    return plan
 
 
 def _follow_dispatches(ids: fx.Node, rows: fx.Node, route: ExpertRoute) -> _Dispatches:

@@ -58,7 +58,7 @@ class _ReadRule:
     leading: frozenset[str]
 
     @cached_property
-    def sizes(self) -> dict[str, int]:
+    def factor_sizes(self) -> dict[str, int]:
         """Return the size of each factor that is a dim or a number by itself."""
         sizes: dict[str, int] = {}
         for name, size in self._dims():
@@ -107,7 +107,7 @@ def _error_of_factors(rule: Rule, factors: Factors, inputs: Shapes, outputs: Sha
     tensors = [*factors.inputs, *factors.outputs]
     if read is None or len(tensors) != len(read.tensors):
         return "the number of tensors"
-    sizes = dict(read.sizes)
+    sizes = dict(read.factor_sizes)
     for word in read.grouped - sizes.keys():
         sizes[word] = int(word) if word.isdigit() else factors.sizes.get(word, 0)
     if dict(factors.sizes) != sizes:
@@ -133,14 +133,14 @@ def _error_of_dims(named: NamedDims, dims: Sequence[tuple[str, ...]], sizes: Map
 def _error_of_options(
     options: Mapping[str, Any], factors: Factors, num_inputs: int, leading: frozenset[str], numbers: set[str]
 ) -> str:
-    def names(option: str) -> set[str]:
+    def factors_of(option: str) -> set[str]:
         words = set(options[option].split())
         return words - {"..."} | (leading if "..." in words else set())
 
     linear = [list(group) for group in options["linear"] if max(group, default=0) < num_inputs]
     pairs: dict[str, tuple[Any, Any]] = {
-        "whole": (set(factors.whole), names("whole") | numbers),
-        "contiguous": (set(factors.contiguous), names("contiguous")),
+        "whole": (set(factors.whole), factors_of("whole") | numbers),
+        "contiguous": (set(factors.contiguous), factors_of("contiguous")),
         "linear": ([list(group) for group in factors.linear], linear),
         "additive": (set(factors.additive), {i for i in options["additive"] if i < num_inputs}),
         "settled": (set(factors.settled), set()),

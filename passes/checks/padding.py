@@ -7,15 +7,14 @@ must get a gradient of zeros.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx
 
 from ...core.annotations import is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value, values
-from ...core.errors import CompileError
 from ...core.sharding import AxisType, Shard, parse_type
 from ...ir.program import Axis, LocalProgram
 from ...ops.collectives import convert, share
@@ -26,9 +25,10 @@ from ...ops.rank_local import embedding_rows, microbatch
 from ...ops.rules.notation import Dims, Factors
 from ...ops.scaled_products import block_max, scaled_cast
 from .failure import check_failure
-from .padding_nodes import Fill, Resize, fills_of, peel, without_fill
+from .padding_nodes import Fill, Resize, dims_with_padding, fills_of, local_shapes, peel, without_fill
 from .strategies import Reading, Rules
 
+_fail = partial(check_failure, "padding check")
 aten = torch.ops.aten
 Value = tuple[fx.Node, int]
 Numbers = dict[int, float]  # dim: the number that is in its padding, where that is certain
@@ -41,27 +41,6 @@ _ZERO_OF_ZEROS = frozenset(
         aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten._to_copy.default,
     }
 )  # fmt: skip
-
-
-def local_shapes(sizes: Sequence[int], sharding: Sequence[object], axes: Sequence[Axis]) -> list[tuple[int, ...]]:
-    """Return the shape of a rank's part after each axis, the whole shape first."""
-    shapes = [tuple(sizes)]
-    for kind, axis in zip(sharding, axes, strict=False):
-        local = list(shapes[-1])
-        if isinstance(kind, Shard):
-            rows = kind.parts * kind.unit
-            local[kind.dim] = rows * math.ceil(local[kind.dim] / (rows * axis.size))
-        shapes.append(tuple(local))
-    return shapes
-
-
-def dims_with_padding(sizes: Sequence[int], sharding: Sequence[object], axes: Sequence[Axis]) -> frozenset[int]:
-    """Return the dims of which ranks together have more places than there are indices."""
-    dims = set[int]()
-    for kind, axis, outer in zip(sharding, axes, local_shapes(sizes, sharding, axes), strict=False):
-        if isinstance(kind, Shard) and outer[kind.dim] % (kind.parts * kind.unit * axis.size):
-            dims.add(kind.dim)
-    return frozenset(dims)
 
 
 def check_padding(local: LocalProgram, rules: Rules) -> None:
@@ -169,9 +148,9 @@ def _check_way(local: LocalProgram, node: fx.Node, position: int, fills: Numbers
     way = _Way(node, source[0].name, sharded.axes, sizes, list(sharded.produced(*source)), dict(fills))
     steps = list(_steps_back(read, start))[::-1]
     for index, step in enumerate(steps):
-        way.follow(step, shape(steps[index - 1] if index else start), steps[index + 1 :])
-    if way.expected_trim is not None or shape(read) != way.shape:
-        raise _fail(f"{read.name} is {shape(read)} where ranks have {way.shape}", node)
+        way.take_step(step, shape(steps[index - 1] if index else start), steps[index + 1 :])
+    if way.expected_trim is not None or shape(read) != way.local_shape:
+        raise _fail(f"{read.name} is {shape(read)} where ranks have {way.local_shape}", node)
     return way.fills
 
 
@@ -198,11 +177,11 @@ class _Way:
     expected_trim: Resize | None = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def local_shape(self) -> tuple[int, ...]:
         """Return the shape that a rank has now."""
         return local_shapes(self.sizes, self.state, self.axes)[-1]
 
-    def follow(self, step: fx.Node, sizes: Sequence[int], later: Sequence[fx.Node]) -> None:
+    def take_step(self, step: fx.Node, sizes: Sequence[int], later: Sequence[fx.Node]) -> None:
         """Check a step that reads a value of ``sizes``, and apply it."""
         peeled = peel(step)
         change = None if peeled is None else peeled[1]
@@ -239,11 +218,11 @@ class _Way:
         if self.expected_trim is not None:
             raise _fail(f"padding is left before {step.name}", self.node)
         index, source, target = _move(step, self.axes)
-        old = self.shape
+        old = self.local_shape
         self.state[index] = target
         if not isinstance(source, Shard):
             return
-        dim, size = source.dim, self.shape[source.dim]
+        dim, size = source.dim, self.local_shape[source.dim]
         joined = old[dim] * self.axes[index].size
         if isinstance(target, Shard) and target.dim == dim:
             self.fills.pop(dim, None)
@@ -300,12 +279,12 @@ class _FactorUse:
     results: list[int | None]
 
     @property
-    def everywhere(self) -> bool:
+    def in_all_tensors(self) -> bool:
         """Return whether the operator works on each index alone."""
         return None not in (*self.inputs, *self.results)
 
     @property
-    def summed(self) -> bool:
+    def is_summed(self) -> bool:
         """Return whether some result lacks the factor."""
         return None in self.results
 
@@ -313,7 +292,7 @@ class _FactorUse:
         """Return whether the operator works on single elements, and need not be linear in an input."""
         plain = self.rule.product is None and not self.rule.whole and not self.rule.additive
         linear = any(position in group for group in self.rule.linear)
-        return plain and not linear and not self.summed
+        return plain and not linear and not self.is_summed
 
 
 def _check_factor(local: LocalProgram, read: Sequence[Numbers], node: fx.Node, rule: Factors, name: str) -> None:
@@ -331,7 +310,7 @@ def _check_factor(local: LocalProgram, read: Sequence[Numbers], node: fx.Node, r
         if dim is not None:
             _check_operand(local, read[position].get(dim), node, use, position, dim)
     for index, dim in enumerate(use.results):
-        if dim is not None and not use.everywhere:
+        if dim is not None and not use.in_all_tensors:
             _check_gradient(local, node, index, dim)
 
 
@@ -340,15 +319,15 @@ def _check_operand(
 ) -> None:
     """Check an input with ``number`` in the padding of ``dim``."""
     x = local.reads[node][position]
-    if use.everywhere and not _is_index(node, use.rule, tensor_inputs(node)[position], x):
+    if use.in_all_tensors and not _is_index(node, use.rule, tensor_inputs(node)[position], x):
         return _check_stored(local, node, position, dim, x)
     if use.may_divide(position):
-        if not use.everywhere and number != 1:
+        if not use.in_all_tensors and number != 1:
             raise _fail(f"{x.name} may divide by padding of dim {dim}", node)
     elif number != 0:
         raise _fail(f"{x.name} has padding in dim {dim}, over which {node.name} or its backward adds up", node)
     alone = sum(d is not None for d in use.inputs) < 2
-    if use.summed and alone and node.target not in _NAMED_ROWS:
+    if use.is_summed and alone and node.target not in _NAMED_ROWS:
         _check_stored(local, node, position, dim, x)
 
 
@@ -399,7 +378,3 @@ def _check_classes(local: LocalProgram, node: fx.Node) -> None:
 
 def _dim(dims: Dims, name: str) -> int | None:
     return next((d for d, names in enumerate(dims) if name in names), None)
-
-
-def _fail(message: str, node: fx.Node) -> CompileError:
-    return check_failure("padding check", message, node)

@@ -1,16 +1,41 @@
-"""Nodes that add padding, remove it, or fill it with a number."""
+"""Where padding is, and the nodes that add it, remove it, or fill it with a number."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from ...core.annotations import shape
+from ...core.sharding import Shard
+from ...ir.program import Axis
 from ...ops.rank_local import padding_of
 
 aten = torch.ops.aten
+
+
+def local_shapes(sizes: Sequence[int], sharding: Sequence[object], axes: Sequence[Axis]) -> list[tuple[int, ...]]:
+    """Return the shape of a rank's part after each axis, the whole shape first."""
+    shapes = [tuple(sizes)]
+    for kind, axis in zip(sharding, axes, strict=False):
+        local = list(shapes[-1])
+        if isinstance(kind, Shard):
+            rows = kind.parts * kind.unit
+            local[kind.dim] = rows * math.ceil(local[kind.dim] / (rows * axis.size))
+        shapes.append(tuple(local))
+    return shapes
+
+
+def dims_with_padding(sizes: Sequence[int], sharding: Sequence[object], axes: Sequence[Axis]) -> frozenset[int]:
+    """Return the dims of which ranks together have more places than there are indices."""
+    dims = set[int]()
+    for kind, axis, outer in zip(sharding, axes, local_shapes(sizes, sharding, axes), strict=False):
+        if isinstance(kind, Shard) and outer[kind.dim] % (kind.parts * kind.unit * axis.size):
+            dims.add(kind.dim)
+    return frozenset(dims)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import fx
 
 from ...compat.torch import schema
 from ...core.annotations import origin, shape, tensor_inputs, value
-from ...core.errors import CompileError
 from ...core.sharding import Shard
 from ...ir.program import Axis, LocalProgram
 from ...ops.attention.operator import IDS, attention
@@ -20,6 +20,7 @@ from ...ops.collectives import return_runs, ring_attention, send_runs
 from ...ops.rank_local import dropout, keep_mask, local_noise, noise
 from .failure import check_failure
 
+_fail = partial(check_failure, "positions check")
 aten = torch.ops.aten
 
 
@@ -36,7 +37,7 @@ def check_positions(local: LocalProgram) -> None:
         if result.target is return_runs and node.target is attention:
             result = result.all_input_nodes[0]
         call, _ = origin(result)
-        if call.target is ring_attention or call.target is tiled_attention:
+        if call.target in (ring_attention, tiled_attention):
             _compare(node, call, _attention_arguments(local, node, call))
         elif node.target is not attention:
             _check_random(local, node, call)
@@ -140,7 +141,3 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     """Return the arguments by the names that the operator's schema gives them, with defaults."""
     defaults = {argument.name: argument.default_value for argument in schema(node.target).arguments}
     return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
-
-
-def _fail(message: str, node: fx.Node) -> CompileError:
-    return check_failure("positions check", message, node)

@@ -8,7 +8,7 @@ axis, in the same order everywhere, so only the local size of each factor matter
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -156,10 +156,7 @@ class Reading:
             return self._check_unsplit(strategy, input_grads, output_grads)
         outputs = [self._type_of_output(dims, cuts) for dims in self.rule.outputs]
         terms = self.rule.additive if P in outputs and len(cuts) == 1 else ()
-        inputs = [
-            None if _has(dims, cuts) else P if position in terms else R
-            for position, dims in enumerate(self.rule.inputs)
-        ]
+        inputs = [self._type_of_input(position, cuts, terms) for position in range(len(self.rule.inputs))]
         wrong = _first_difference(strategy.inputs, inputs, input_grads, "takes")
         wrong = wrong or _first_difference(strategy.outputs, outputs, output_grads, "makes")
         return f"with {' and '.join(cuts)} split it {wrong}" if wrong else ""
@@ -184,6 +181,12 @@ class Reading:
             return None
         return I if cuts.keys() <= self.rule.settled else P
 
+    def _type_of_input(self, position: int, cuts: Mapping[str, Cut], terms: Collection[int]) -> AxisType | None:
+        """Return None for a slice. Only one rank adds a bias (an input in ``terms``) to a sum."""
+        if _has(self.rule.inputs[position], cuts):
+            return None
+        return P if position in terms else R
+
     def _check_unsplit(self, strategy: Strategy, input_grads: list[bool], output_grads: list[bool]) -> str:
         """Check that all ranks do the same, or that the operator is linear in its terms and the others replicated."""
         options: list[tuple[list[AxisType], AxisType]] = [([I] * len(input_grads), I)]
@@ -207,16 +210,19 @@ class Reading:
             return f"{', '.join(cuts)} do not belong together"
         first, second = pairs[0]
         once = second in self.rule.whole
-        outermost = cuts[second].runs == 1 and (not once or (cuts[first].runs == 1 and not self.touched & cuts.keys()))
-        if not outermost:
+        if cuts[second].runs != 1 or (once and (cuts[first].runs != 1 or self.touched & cuts.keys())):
             return f"{first} and {second} can be split together once, from the outside"
-        if once and (cuts[first].unit or cuts[second].unit):
+        if once and any(cut.unit for cut in cuts.values()):
             return f"{first} or {second} does not divide"
-        if any(_has(dims, [first]) and _has(dims, [second]) for dims in (*self.rule.inputs, *self.rule.outputs)):
+        if self._in_one_tensor(first, second):
             return f"an operand has {first} and {second}"
         if once:
             self.whole |= {first, second}
         return ""
+
+    def _in_one_tensor(self, first: str, second: str) -> bool:
+        tensors = (*self.rule.inputs, *self.rule.outputs)
+        return any(_has(dims, [first]) and _has(dims, [second]) for dims in tensors)
 
     def _split(self, cuts: Mapping[str, Cut], ranks: int) -> str:
         """Leave the next axis what remains of each factor."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import fx
 
@@ -28,7 +29,6 @@ from ...core.annotations import (
     value,
     values,
 )
-from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R, Shard, parse_type
 from ...ir.program import Axis, LocalProgram, ShardedProgram, Strategy, outputs
 from ...ops.collectives import COMMUNICATION, convert, share
@@ -43,6 +43,7 @@ from .rewrites.scaled_experts import LayerError, ScaledLayer, largest_over
 from .strategies import Reading, Rules
 from .tables import bare
 
+_fail = partial(check_failure, "type check")
 Value = tuple[fx.Node, int]
 _MOVES = COMMUNICATION | {convert}
 
@@ -78,10 +79,6 @@ def check_types(local: LocalProgram, rules: Rules) -> None:
             _check_gathered(local, node)
             _check_start_of_step(local, node, tensor)
     _check_outputs(local)
-
-
-def _fail(message: str, node: fx.Node) -> CompileError:
-    return check_failure("type check", message, node)
 
 
 # -- strategies
@@ -156,31 +153,44 @@ def _check_start_of_step(local: LocalProgram, node: fx.Node, tensor: Leaf) -> No
     start, gathered = local.parts.get((node, 0)), sharded.gathered.get(node)
     if start is None:
         return
-    copies = {user for user in start.users if copied_from(user)}
-    _check_copies(local, node, tensor, start, copies)
+    copies = _checked_copies(local, node, tensor, start)
     deferred = gathered is not None and gathered.deferred
     once = set(copies)
-    for end in (end for end, source in local.deferred.items() if source is start):
+    for end in _deferred_ends(local, start):
         steps = moves(local, end, (node, 0))
         once |= {step.node for step in steps}
-        stored = sharded.produced(node)
-        expected = gathered.sharding if gathered is not None and end not in copies else stored
-        direct = all(step.before == stored[step.axis] and step.after is R for step in steps)
-        arrived = arrive(sharded, (node, 0), steps, grad=True, user=node)
-        may_wait = deferred or end in copies
-        if not (may_wait and direct and arrived == expected and once <= local.once):
+        is_copy = end in copies
+        whole = gathered.sharding if gathered is not None and not is_copy else sharded.produced(node)
+        may_wait = deferred or is_copy
+        if not (may_wait and once <= local.once and _gathers_directly(sharded, node, steps, whole)):
             raise _fail(f"{end.name} is not what {node.name} is gathered to at the start of a step", node)
-    readers = {user for source in (copies or {start}) for user in source.users if needs_grad(user)}
-    if deferred and not once.issuperset(readers):
+    if deferred and not _gradient_readers(copies or {start}) <= once:
         raise _fail(f"an operator reads the slices of {node.name} whose gradient is scattered later", node)
 
 
-def _check_copies(local: LocalProgram, node: fx.Node, tensor: Leaf, start: fx.Node, copies: set[fx.Node]) -> None:
+def _deferred_ends(local: LocalProgram, start: fx.Node) -> list[fx.Node]:
+    return [end for end, source in local.deferred.items() if source is start]
+
+
+def _gradient_readers(nodes: set[fx.Node]) -> set[fx.Node]:
+    return {user for node in nodes for user in node.users if needs_grad(user)}
+
+
+def _gathers_directly(sharded: ShardedProgram, node: fx.Node, steps: list[Step], whole: tuple[AxisType, ...]) -> bool:
+    """Return whether ``steps`` carry a parameter from its stored type to ``whole``, each straight to replicated."""
+    stored = sharded.produced(node)
+    direct = all(step.before == stored[step.axis] and step.after is R for step in steps)
+    return direct and arrive(sharded, (node, 0), steps, grad=True, user=node) == whole
+
+
+def _checked_copies(local: LocalProgram, node: fx.Node, tensor: Leaf, start: fx.Node) -> set[fx.Node]:
+    copies = {user for user in start.users if copied_from(user)}
     for copy in copies:
         if copy not in local.once or value(copy).dtype is not value(node).dtype:
             raise _fail(f"{copy.name} is not what operators read of {node.name}", node)
     if copies and (not copies.issuperset(start.users) or value(start).dtype is not tensor.held):
         raise _fail(f"an operator reads {node.name} itself, and others a copy", node)
+    return copies
 
 
 # -- what operators read

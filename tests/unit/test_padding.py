@@ -17,8 +17,8 @@ from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ir.program import Axis, LocalProgram, ShardedProgram, StagedProgram, Strategy
 from quintnet_compiler.ops.rank_local import padding_of
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.passes.checks.padding import check_padding, dims_with_padding, local_shapes
-from quintnet_compiler.passes.checks.padding_nodes import Fill, Resize, peel
+from quintnet_compiler.passes.checks.padding import check_padding
+from quintnet_compiler.passes.checks.padding_nodes import Fill, Resize, dims_with_padding, local_shapes, peel
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.passes.lowering.padding import Padding, mixed, padded_dims
 from quintnet_compiler.passes.strategies.cuts import find_cuts

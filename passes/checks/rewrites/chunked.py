@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ....core.absent_gpu import CPU, on_device
-from ....core.annotations import facts, is_getitem, shape, value
-from ....core.errors import REPORT, CompileError
+from ....core.annotations import is_getitem, shape, value
 from ....ir.program import LocalProgram
 from ....ops.cross_entropy import nll_terms
+from ..failure import check_failure
 
+_fail = partial(check_failure, "check of losses in parts")
 aten = torch.ops.aten
 CLASSES, FEATURES = 5, 3  # numbers are drawn for so many, as columns do not meet but in the product and its loss
 TOLERANCE = 1e-12
@@ -147,8 +149,3 @@ def _terms(logits: Tensor, labels: Tensor) -> Tensor:
     """``nll_terms`` of a rank that has all classes: the largest, exponentials less that added up, and the label's."""
     top = logits.max(1).values
     return torch.stack([top, logits.sub(top[:, None]).exp().sum(1), logits[torch.arange(len(top)), labels]])[None]
-
-
-def _fail(what: str, node: fx.Node | None) -> CompileError:
-    where = facts(node).where if node is not None else None
-    return CompileError("QN209", f"check of losses in parts: {what}", where=where, fix=REPORT)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 
 from torch import fx
 
 from ....core.annotations import facts
-from ....core.errors import REPORT, CompileError
 from ....ir.program import DifferentiatedProgram
 from ....ops.collectives import gather_early
 from ....ops.rank_local import arrived
+from ..failure import check_failure
+
+_fail = partial(check_failure, "early gathers")
 
 
 def check_early(program: DifferentiatedProgram) -> None:
@@ -32,7 +35,3 @@ def check_early(program: DifferentiatedProgram) -> None:
                 raise _fail(f"{node.name} waits in another function than those that follow", node)
             if facts(node).phase != "forward":
                 raise _fail(f"{node.name} waits in the backward alone", node)
-
-
-def _fail(what: str, node: fx.Node) -> CompileError:
-    return CompileError("QN209", f"early gathers: {what}", where=facts(node).where, fix=REPORT)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from ....core.annotations import facts
-from ....core.errors import REPORT, CompileError
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import ValueNumbers
+from ..failure import check_failure
 from .results import check_results
 
+_fail = partial(check_failure, "early gradients check")
 aten = torch.ops.aten
 
 
@@ -67,8 +69,3 @@ class _Numbered:
         found = self.numbers.call(None, node.target, (args, node.kwargs), self.of.__getitem__)
         self.calls.add((found, self.program.stage.get(node), node in self.program.once))
         return found
-
-
-def _fail(what: str, node: fx.Node | None) -> CompileError:
-    where = facts(node).where if node is not None and node.op == "call_function" else None
-    return CompileError("QN209", f"early gradients check: {what}", where=where, fix=REPORT)

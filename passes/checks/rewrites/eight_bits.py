@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from ....core.annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value
-from ....core.errors import REPORT, CompileError
+from ....core.annotations import is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value
 from ....ir.program import Program, outputs
 from ....ir.value_numbers import NumberRead, ValueNumbers
 from ....ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ....ops.experts.expert_linear import expert_linear
 from ....ops.experts.scaled_groups import scaled_expert_linear
 from ....ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
+from ..failure import check_failure
 
+_fail = partial(check_failure, "8-bit check")
 aten = torch.ops.aten
 
 
@@ -162,8 +164,3 @@ def _flat(node: Any) -> fx.Node:
     """A matrix before its rows were one dim."""
     found: fx.Node = tensor_inputs(node)[0] if node.target is aten.reshape.default else node
     return found
-
-
-def _fail(what: str, node: fx.Node | None) -> CompileError:
-    where = facts(node).where if node is not None else None
-    return CompileError("QN209", f"8-bit check: {what}", where=where, fix=REPORT)

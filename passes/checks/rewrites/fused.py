@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from ....core.annotations import facts, is_getitem, shape, values
-from ....core.errors import REPORT, CompileError
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import NumberRead, ValueNumbers
 from ....ops.collectives import all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter
+from ..failure import check_failure
 
+_fail = partial(check_failure, "fusion check")
 aten = torch.ops.aten
 # what may become part of another node
 PARTS = frozenset(
@@ -148,8 +150,3 @@ def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | N
     if node.target is aten.linear.default and len(shape(args[1])) == 2:
         return args[0], args[1], args[2] if len(args) > 2 else None, True
     return None
-
-
-def _fail(what: str, node: fx.Node | None) -> CompileError:
-    where = facts(node).where if node is not None and node.op == "call_function" else None
-    return CompileError("QN209", f"fusion check: {what}", where=where, fix=REPORT)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from ....core.annotations import facts
-from ....core.errors import REPORT, CompileError
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import ValueNumbers
+from ..failure import check_failure
 from .results import check_results
 
+_fail = partial(check_failure, "slices check")
 aten = torch.ops.aten
 
 
@@ -96,8 +98,3 @@ class _Sums:
 
     def _start(self, term: int) -> int:
         return self.slices[term][1]
-
-
-def _fail(what: str, node: fx.Node | None) -> CompileError:
-    where = facts(node).where if node is not None and node.op == "call_function" else None
-    return CompileError("QN209", f"slices check: {what}", where=where, fix=REPORT)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ....core.absent_gpu import CPU, on_device
-from ....core.annotations import facts, shape, value
-from ....core.errors import REPORT, CompileError
+from ....core.annotations import shape, value
 from ....ir.program import LocalProgram, outputs
+from ..failure import check_failure
 
+_fail = partial(check_failure, "norm check")
 aten = torch.ops.aten
 ROWS, TOLERANCE = 3, 1e-9
 SCALES = (1.0, 1e-2, 1e-4)  # of what is drawn: a constant under the root shows where squares are as small
@@ -109,8 +111,3 @@ def _computed(step: fx.Node, env: dict[fx.Node, Tensor]) -> Tensor:
     target: Any = step.target
     result: Tensor = target(*args, **kwargs)
     return result
-
-
-def _fail(what: str, node: fx.Node | None) -> CompileError:
-    where = facts(node).where if node is not None else None
-    return CompileError("QN209", f"norm check: {what}", where=where, fix=REPORT)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import fx
 
 from ....compat.torch import OpOverload, schema_or_none
 from ....core.annotations import facts, origin
-from ....core.errors import REPORT, CompileError
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import ValueNumbers
 from ....ops.copies import BACK, COPIES
+from ..failure import check_failure
 from .results import check_results
+
+_fail = partial(check_failure, "offload check")
 
 
 def check_offload(before: DifferentiatedProgram, after: DifferentiatedProgram) -> None:
@@ -93,8 +96,3 @@ class NumberedCopies:
         found = self.numbers.call(None, node.target, (args, node.kwargs), self.of.__getitem__)
         self.calls.setdefault((found, self.program.stage.get(node), node in self.program.once), node)
         return found
-
-
-def _fail(what: str, node: fx.Node | None) -> CompileError:
-    where = facts(node).where if node is not None and node.op == "call_function" else None
-    return CompileError("QN209", f"offload check: {what}", where=where, fix=REPORT)

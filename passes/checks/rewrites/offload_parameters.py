@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import fx
 
 from ....compat.torch import schema_or_none
 from ....core.annotations import facts, leaf, origin
-from ....core.errors import REPORT, CompileError
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import ValueNumbers
 from ....ops.copies import copy_in
+from ..failure import check_failure
 from .offload import NumberedCopies
 from .results import check_results
+
+_fail = partial(check_failure, "check of parameters on the host")
 
 
 def check_offload_parameters(before: DifferentiatedProgram, after: DifferentiatedProgram) -> None:
@@ -72,8 +76,3 @@ def _copied(node: fx.Node) -> fx.Node | None:
 def _parameter(node: fx.Node) -> bool:
     found = leaf(node) if node.op == "placeholder" else None
     return found is not None and found.kind == "parameter"
-
-
-def _fail(what: str, node: fx.Node | None) -> CompileError:
-    where = facts(node).where if node is not None and node.op == "call_function" else None
-    return CompileError("QN209", f"check of parameters on the host: {what}", where=where, fix=REPORT)

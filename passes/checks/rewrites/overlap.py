@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from torch import fx
 
-from ....core.annotations import facts
-from ....core.errors import REPORT, CompileError
 from ....ir.program import DifferentiatedProgram
 from ....ops.collectives import STARTS, wait
+from ..failure import check_failure
 
+_fail = partial(check_failure, "overlap check")
 BEGINS = frozenset(STARTS.values())
 
 
@@ -54,8 +55,3 @@ def check_pairs(nodes: Iterable[fx.Node]) -> None:
 
 def _waits(node: fx.Node) -> bool:
     return node.target is wait or (node.op == "call_method" and node.target == "wait")
-
-
-def _fail(what: str, node: fx.Node | None) -> CompileError:
-    where = facts(node).where if node is not None and node.op == "call_function" else None
-    return CompileError("QN209", f"overlap check: {what}", where=where, fix=REPORT)

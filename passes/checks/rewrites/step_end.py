@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import fx
 
-from ....core.annotations import facts, leaf
-from ....core.errors import REPORT, CompileError
+from ....core.annotations import leaf
 from ....ir.distributed_program import DistributedProgram
 from ....ir.program import Program, outputs
 from ....ir.value_numbers import ValueNumbers
+from ..failure import check_failure
 from ..tables import spellings
+
+_fail = partial(check_failure, "end of a step")
 
 
 def check_step_end(before: Program, after: Program) -> None:
@@ -88,8 +92,3 @@ def check_code_of_end(program: DistributedProgram) -> None:
             ):
                 raise _fail(f"{node.name} is another call at the end of a step", source)
             env[node] = source
-
-
-def _fail(what: str, node: fx.Node | None) -> CompileError:
-    where = facts(node).where if node is not None and node.op != "output" else None
-    return CompileError("QN209", f"end of a step: {what}", where=where, fix=REPORT)
