@@ -337,23 +337,37 @@ class ProgramState(abc.ABC):
 
     @collective
     def load(
-        self, folder: str | Path, *, step: int | None = None, optimizer: torch.optim.Optimizer | None = None
+        self,
+        folder: str | Path,
+        *,
+        step: int | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        accept: Callable[[Restored], object] | None = None,
     ) -> Restored:
         """Load the newest intact checkpoint of a folder, or that of ``step``, whatever layout wrote it.
 
         Parameters, the optimizer's state and options, and the state of random numbers are restored bit by bit. Every
         file is read and compared with its hashes first. A damaged checkpoint is reported by a
-        :class:`quintnet.CheckpointWarning`, and the one before it is tried.
+        :class:`quintnet.CheckpointWarning`, and the one before it is tried. Others may write there meanwhile: what is
+        loaded is one checkpoint.
+
+        Args:
+            folder: as for :meth:`save`.
+            step: which checkpoint; None: the newest.
+            optimizer: of this program's parameters, to be restored, too.
+            accept: called on every rank with what the checkpoint has beside tensors, before anything is changed. What
+                it raises refuses the checkpoint.
 
         Returns:
             The step, and what was given to ``save`` as ``extra``.
 
         Raises:
-            CheckpointError: QN601 if no checkpoint is intact (or that of ``step`` is not), QN602 with every name,
-                shape and dtype that is not this program's. Nothing was changed, on any rank.
+            CheckpointError: QN601 if no checkpoint is intact (or that of ``step`` is not), or one cannot be read or has
+                another format, QN602 with every name, shape and dtype that is not this program's. Nothing was changed,
+                on any rank, unless a disk failed after all was compared: then the program refuses to run (QN604).
         """
         self._agree("load", optimizer, None, step=step)
-        found = read(self._pretrained(), folder_at(folder), step, optimizer)
+        found = read(self._pretrained(), folder_at(folder), step, optimizer, accept)
         if "rng" in found.run:
             self.set_rng_state(found.run["rng"])
         if "loss_scale" in found.run:

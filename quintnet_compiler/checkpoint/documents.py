@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired
 
 from pydantic import NonNegativeInt, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from ..weights.files import DTYPES, shown
-from .folder import CheckpointFiles
-from .manifest import Damaged, read_bytes
+from .manifest import WrittenFiles
+from .reading.open_files import Damaged
 from .tensor_file import BadHeader, read_header
 
 INDEX, STATE = "index.json", "state.json"
@@ -79,9 +79,15 @@ class StateNote(TypedDict):
 _INDEX, _STATE = TypeAdapter(dict[str, _StoredEntry]), TypeAdapter(StateNote)
 
 
-def read_state(checkpoint: CheckpointFiles) -> StateNote:
-    """Raises: Damaged if the document is not what :mod:`.storage` writes."""
+def read_state(checkpoint: WrittenFiles, step: int) -> StateNote:
+    """Read what the checkpoint of ``step`` has beside tensors.
+
+    Raises:
+        Damaged: if the document is not what :mod:`.storage` writes.
+    """
     found: StateNote = _read(checkpoint, STATE, _STATE)
+    if found["step"] != step:
+        raise Damaged(f"{STATE} has step {shown(str(found['step']))}, and its folder {step}")
     optimizer = found.get("optimizer")
     numbers = [*optimizer["of"].values(), *optimizer.get("groups", ())] if optimizer else []
     if optimizer and any(number >= len(optimizer["options"]) for number in numbers):
@@ -89,8 +95,8 @@ def read_state(checkpoint: CheckpointFiles) -> StateNote:
     return found
 
 
-def read_index(checkpoint: CheckpointFiles, files: Collection[str]) -> dict[str, IndexEntry]:
-    """The tensors of a checkpoint whose manifest has ``files``.
+def read_index(checkpoint: WrittenFiles) -> dict[str, IndexEntry]:
+    """The tensors of a checkpoint.
 
     Raises:
         Damaged: if the boxes of a tensor do not cover it exactly, or lie in other files.
@@ -101,14 +107,14 @@ def read_index(checkpoint: CheckpointFiles, files: Collection[str]) -> dict[str,
         if entry.dtype not in DTYPES:
             raise Damaged(f"{where}: there is no dtype {shown(entry.dtype)}")
         for box in entry.boxes:
-            if box.file not in files:
+            if box.file not in checkpoint.digests:
                 raise Damaged(f"{where}: {shown(box.file)} is not a file of this checkpoint")
         if not covers(entry.shape, entry.boxes):
             raise Damaged(f"{where}: its boxes do not cover {entry.shape} exactly")
     return found
 
 
-def check_tensors(checkpoint: CheckpointFiles, index: Mapping[str, IndexEntry], files: Iterable[str]) -> None:
+def check_tensors(checkpoint: WrittenFiles, index: Mapping[str, IndexEntry], files: Iterable[str]) -> None:
     """Compare what ``files`` say of their tensors with the index.
 
     Raises:
@@ -123,8 +129,7 @@ def check_tensors(checkpoint: CheckpointFiles, index: Mapping[str, IndexEntry], 
         if not boxes:
             continue
         try:
-            with checkpoint.open(file) as opened:
-                tensors = read_header(opened)
+            tensors = read_header(checkpoint.verified(file))
         except BadHeader as error:
             raise Damaged(f"{shown(file)}: {error}") from None
         for dtype, box in boxes:
@@ -133,9 +138,9 @@ def check_tensors(checkpoint: CheckpointFiles, index: Mapping[str, IndexEntry], 
                 raise Damaged(f"{shown(file)} does not have a tensor {shown(box.key)}: {dtype} {box.sizes}")
 
 
-def _read(checkpoint: CheckpointFiles, name: str, kind: TypeAdapter[Any]) -> Any:
+def _read(checkpoint: WrittenFiles, name: str, kind: TypeAdapter[Any]) -> Any:
     try:
-        return kind.validate_python(json.loads(read_bytes(checkpoint, name)))
+        return kind.validate_python(json.loads(checkpoint.text(name)))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))

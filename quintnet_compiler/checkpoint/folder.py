@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from .pieces import FileSink, FileSource
+from .pieces import FileSink
+from .reading.open_files import OpenFiles
 
 
 class CheckpointFiles(Protocol):
@@ -22,10 +23,13 @@ class CheckpointFiles(Protocol):
     @property
     def name(self) -> str: ...
 
-    def sizes(self) -> Mapping[str, int | None]:
-        """Each file's bytes; None for what is not a plain file. Raises: OSError if there is no such checkpoint."""
+    def open(self) -> AbstractContextManager[OpenFiles]:
+        """Open it to read its files.
 
-    def open(self, name: str, /) -> AbstractContextManager[FileSource]: ...
+        Raises:
+            Vanished: if there is no such checkpoint.
+            OSError: naming what cannot be read.
+        """
 
     def create(self, name: str, /) -> AbstractContextManager[FileSink]:
         """A new file, which is stored when the ``with`` block ends without an error."""

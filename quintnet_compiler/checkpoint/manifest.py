@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..weights.files import shown
 from .folder import CheckpointFiles, CheckpointFolder, Entry
-from .pieces import PIECE, Digest, FilePiece, different, pieces_of, write
+from .pieces import PIECE, Digest, FilePiece, VerifiedSource, different, not_as_written, pieces_of, write
+from .reading.open_files import Damaged, OpenFile, OpenFiles, OtherFormat, Vanished
 
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 256 * 2**20  # bytes: of 15 TiB in pieces
 VERSION = 2
 
 
-class Damaged(Exception):
-    """Why a checkpoint cannot be used, with the file's name."""
+@dataclass(frozen=True)
+class WrittenFiles:
+    """The files of an open checkpoint, and what its manifest says of each."""
+
+    files: OpenFiles
+    digests: Mapping[str, Digest]
+
+    def pieces(self, name: str) -> list[FilePiece]:
+        """Return the pieces of a file."""
+        return pieces_of(name, self.files.file(name), self.digests[name])
+
+    def verified(self, name: str) -> VerifiedSource:
+        """Return a file that is compared with its hashes as it is read."""
+        if name not in self.digests:
+            raise Damaged(f"{shown(name)} is missing")
+        return VerifiedSource(self.files.file(name), self.pieces(name))
+
+    def text(self, name: str) -> bytes:
+        """Return a whole file.
+
+        Raises:
+            Damaged: if it is missing, or has other bytes than were written.
+        """
+        source = self.verified(name)
+        data = bytearray(source.size)
+        source.read_into(0, memoryview(data))
+        return bytes(data)
 
 
 def write_text(files: CheckpointFiles, name: str, text: str) -> Digest:
     with files.create(name) as file:
         return write(file, [memoryview(text.encode())])
-
-
-def read_bytes(files: CheckpointFiles, name: str, largest: int | None = None) -> bytes:
-    """A whole file.
-
-    Raises:
-        Damaged: if it has more than ``largest`` bytes.
-    """
-    with files.open(name) as file:
-        if largest is not None and file.size > largest:
-            raise Damaged(f"{name} is larger than {largest} bytes")
-        found = bytearray(file.size)
-        file.read_into(0, memoryview(found))
-    return bytes(found)
 
 
 def write_manifest(checkpoint: CheckpointFiles, step: int, files: Mapping[str, Digest]) -> None:
@@ -47,21 +59,37 @@ def write_manifest(checkpoint: CheckpointFiles, step: int, files: Mapping[str, D
 
 
 def whole(entry: Entry) -> bool:
-    """Whether a checkpoint has its files, in their sizes. Their contents are not read."""
+    """Return whether a checkpoint has its files, in their sizes. Their contents are not read.
+
+    Raises:
+        OSError, OtherFormat: if this cannot be known. Nothing may remove or replace such a checkpoint.
+    """
     try:
-        files = read_manifest(entry)
-        sizes = entry.files.sizes()
-        return all(sizes[name] == file.size for name, file in files.items())
-    except (Damaged, OSError):
+        with entry.files.open() as files:
+            check_sizes(read_manifest(files, entry.step))
+    except (Damaged, Vanished):
         return False
+    return True
+
+
+def whole_or_unreadable(entry: Entry) -> bool:
+    """Return whether a checkpoint is whole, or cannot be read now: it may be whole then."""
+    try:
+        return whole(entry)
+    except (OSError, OtherFormat):
+        return True
 
 
 def available(folder: CheckpointFolder) -> list[Entry]:
-    """What may be loaded, the newest first: named checkpoints, damaged or not, and whole ones without a name of steps
-    that have none."""
+    """List what may be loaded, the newest first: named checkpoints, damaged or not, and of steps that have none those
+    without a name that are whole, or cannot be read now.
+
+    Raises:
+        OSError: if the folder cannot be read.
+    """
     there = folder.named()
     steps = {entry.step for entry in there}
-    more = [entry for entry in folder.leftovers() if entry.step not in steps and whole(entry)]
+    more = [entry for entry in folder.leftovers() if entry.step not in steps and whole_or_unreadable(entry)]
     return sorted([*there, *more], key=lambda entry: -entry.step)
 
 
@@ -69,51 +97,78 @@ def _own(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def read_manifest(entry: Entry) -> dict[str, Digest]:
-    """Each file of a checkpoint with its digest.
+def read_manifest(files: OpenFiles, step: int) -> WrittenFiles:
+    """Return the files of the checkpoint of ``step``, with the digest of each.
 
     Raises:
         Damaged: naming the manifest, or the file that is missing or does not belong here.
+        OtherFormat: if another version wrote it.
     """
+    document = _document(files.file(MANIFEST))
     try:
-        found = json.loads(read_bytes(entry.files, MANIFEST, LARGEST_MANIFEST))
-        own = found.pop("sha256")
-        files = {str(name): Digest(int(size), tuple(map(str, each))) for name, (size, each) in found["files"].items()}
-    except FileNotFoundError:
-        raise Damaged(f"{MANIFEST} is missing") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        own = document.pop("sha256")
+        version, piece, its_step = document["version"], document["piece"], document["step"]
+        if own != _own(document) and own == _own({**document, "version": VERSION}):
+            raise ValueError("its version was changed")
+        if type(version) is int and version != VERSION:
+            raise OtherFormat(f"{MANIFEST} has version {shown(str(version))}, and this program reads {VERSION}")
+        if own != _own(document) or its_step != step:
+            raise Damaged(f"{MANIFEST} is damaged, or of another checkpoint: its own SHA-256 does not match")
+        if piece != PIECE:
+            raise OtherFormat(f"{MANIFEST} has pieces of {shown(str(piece))} bytes, and this program reads {PIECE}")
+        sizes = document["files"].items()
+        digests = {str(name): Digest(int(size), tuple(map(str, each))) for name, (size, each) in sizes}
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} is damaged: {shown(str(error))}") from None
-    if own != _own(found) or found["step"] != entry.step:
-        raise Damaged(f"{MANIFEST} is damaged, or of another checkpoint: its own SHA-256 does not match")
-    if (found["version"], found["piece"]) != (VERSION, PIECE):
-        raise Damaged(f"{MANIFEST} has version {shown(str(found['version']))}, and this program reads {VERSION}")
-    if any(len(file.pieces) != -(-file.size // PIECE) for file in files.values()):
+    if any(len(digest.pieces) != -(-digest.size // PIECE) for digest in digests.values()):
         raise Damaged(f"{MANIFEST} is damaged: a file has another number of pieces than its size makes")
-    there = entry.files.sizes()
-    for name in sorted(files.keys() - there.keys()):
+    _check_names(files, digests)
+    return WrittenFiles(files, digests)
+
+
+def _document(file: OpenFile) -> dict[str, Any]:
+    if file.size > LARGEST_MANIFEST:
+        raise Damaged(f"{MANIFEST} is larger than {LARGEST_MANIFEST} bytes")
+    text = bytearray(file.size)
+    file.read_into(0, memoryview(text))
+    try:
+        document: dict[str, Any] = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{MANIFEST} is damaged: {shown(str(error))}") from None
+    return document
+
+
+def _check_names(files: OpenFiles, digests: Mapping[str, Digest]) -> None:
+    for name in sorted(digests.keys() - files.stamps.keys()):
         raise Damaged(f"{shown(name)} is missing")
-    for name in sorted(there.keys() - files.keys() - {MANIFEST}):
+    for name in sorted(files.stamps.keys() - digests.keys() - {MANIFEST}):
         if name.startswith("."):  # of a file manager, or of NFS
             continue
         raise Damaged(f"{shown(name)} does not belong to this checkpoint")
-    for name in sorted(name for name in files if there[name] is None):
-        raise Damaged(f"{shown(name)} is not a plain file")
-    return files
+    for name in sorted(digests):
+        files.file(name)
 
 
-def check_files(checkpoint: CheckpointFiles, files: Mapping[str, Digest], share: slice) -> None:
+def check_sizes(written: WrittenFiles) -> None:
+    """Compare the sizes of files with what was written.
+
+    Raises:
+        Damaged: for one that is another.
+    """
+    for name, digest in sorted(written.digests.items()):
+        size = written.files.file(name).size
+        if size != digest.size:
+            raise Damaged(f"{shown(name)} has {size} bytes, and {digest.size} were written")
+
+
+def check_files(written: WrittenFiles, share: slice) -> None:
     """Compare files with what was written: sizes, and a ``share`` of all their pieces.
 
     Raises:
         Damaged: for one that is another.
     """
-    with contextlib.ExitStack() as stack:
-        pieces: list[FilePiece] = []
-        for name, written in sorted(files.items()):
-            file = stack.enter_context(checkpoint.open(name))
-            if file.size != written.size:
-                raise Damaged(f"{shown(name)} has {file.size} bytes, and {written.size} were written")
-            pieces += pieces_of(name, file, written)
-        other = different(pieces[share])
-        if other is not None:
-            raise Damaged(f"{shown(other)} is not what was written: its hash is another")
+    check_sizes(written)
+    pieces = [piece for name in sorted(written.digests) for piece in written.pieces(name)]
+    other = different(pieces[share])
+    if other is not None:
+        raise not_as_written(other)

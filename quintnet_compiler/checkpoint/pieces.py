@@ -15,6 +15,9 @@ from typing import Protocol, TypeVar
 
 import xxhash
 
+from ..weights.files import shown
+from .reading.open_files import Damaged
+
 PIECE = 4 * 2**20  # bytes: what a core's cache may still hold when it is hashed
 _AHEAD = 8  # pieces that are written but not hashed yet, at most: each may be a copy
 _THREADS = 8
@@ -40,6 +43,10 @@ class FileSource(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def bytes_at_once(self) -> int:
+        """Return how many bytes are best read by one call."""
 
     def read_into(self, offset: int, into: memoryview, /) -> None:
         """Fill ``into`` with what begins at ``offset``. Raises: OSError if the file ends before."""
@@ -82,22 +89,76 @@ def pieces_of(name: str, file: FileSource, written: Digest) -> list[FilePiece]:
     ]
 
 
+def read_in_windows(file: FileSource, start: int, stop: int, take: Callable[[int, memoryview], object]) -> None:
+    """Read bytes of a file; ``take`` gets each window with where it begins. The next one overwrites it."""
+    room = memoryview(bytearray(min(file.bytes_at_once, max(1, stop - start))))
+    for first in range(start, stop, len(room)):
+        window = room[: stop - first]
+        file.read_into(first, window)
+        take(first, window)
+
+
+def is_as_written(piece: FilePiece, take: Callable[[int, memoryview], object] | None = None) -> bool:
+    """Read a piece, and return whether its hash is the one that it had when it was written. ``take``: gets its bytes,
+    see :func:`read_in_windows`."""
+    digest = xxhash.xxh3_128()
+
+    def hash_and_take(offset: int, window: memoryview) -> None:
+        digest.update(window)
+        if take is not None:
+            take(offset, window)
+
+    read_in_windows(piece.file, piece.start, piece.start + piece.size, hash_and_take)
+    return digest.hexdigest() == piece.hash
+
+
+def not_as_written(name: str) -> Damaged:
+    """Return the error of a file that has other bytes than were written."""
+    return Damaged(f"{shown(name)} is not what was written: its hash is another")
+
+
+class VerifiedSource:
+    """A file of which whole pieces are read and compared with their hashes, whatever part of them is wanted. The last
+    one is kept: this is for one thread, which reads on."""
+
+    def __init__(self, file: FileSource, pieces: Sequence[FilePiece]) -> None:
+        self.size, self.bytes_at_once = file.size, file.bytes_at_once
+        self._pieces, self._kept, self._data = pieces, -1, b""
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with what begins at ``offset``.
+
+        Raises:
+            Damaged: if a piece has another hash.
+        """
+        while len(into):
+            number, start = divmod(offset, PIECE)
+            part = memoryview(self._piece(number))[start : start + len(into)]
+            into[: len(part)] = part
+            offset, into = offset + len(part), into[len(part) :]
+
+    def _piece(self, number: int) -> bytes:
+        if number != self._kept:
+            data, piece = bytearray(), self._pieces[number]
+            if not is_as_written(piece, lambda _, window: data.extend(window)):
+                raise not_as_written(piece.name)
+            self._kept, self._data = number, bytes(data)
+        return self._data
+
+
 def different(pieces: Sequence[FilePiece]) -> str | None:
     """Read pieces. The name of a file of which one is not what was written, or None."""
-    found: list[str] = []
+    names: list[str] = []
 
     def check(share: Sequence[FilePiece]) -> None:
-        room = memoryview(bytearray(PIECE))
         for piece in share:
-            if found:
+            if names:
                 return
-            into = room[: piece.size]
-            piece.file.read_into(piece.start, into)
-            if _hash([into]) != piece.hash:
-                found.append(piece.name)
+            if not is_as_written(piece):
+                names.append(piece.name)
 
     shared(check, pieces)
-    return found[0] if found else None
+    return names[0] if names else None
 
 
 def shared(work: Callable[[Sequence[T]], object], items: Sequence[T]) -> None:

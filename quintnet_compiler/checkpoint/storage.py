@@ -3,15 +3,17 @@ on disk."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -21,18 +23,22 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..weights.files import DTYPES
+from ..core.errors import CheckpointError
+from ..weights.files import DTYPES, shown
 from .commit import commit, place_to_write
 from .documents import INDEX, STATE, IndexEntry
 from .folder import CheckpointFiles, CheckpointFolder
 from .lock import FolderLocks
-from .manifest import write_text
+from .manifest import WrittenFiles, write_text
 from .parts import SavedPart
-from .pieces import Digest, shared, write
-from .tensor_file import RowBlock, blocks, buffers, read_all, read_header
+from .pieces import Digest, write
+from .reading.block_reading import read_blocks
+from .reading.open_files import Damaged, Vanished
+from .tensor_file import RowBlock, blocks, buffers, read_header
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -152,9 +158,9 @@ class Writer(StorageWriter):
 
 @dataclass
 class Reader(StorageReader):
-    """Reads a checkpoint whose files and ``index`` were checked."""
+    """Reads a checkpoint whose files and ``index`` were checked, from the files that were."""
 
-    checkpoint: CheckpointFiles
+    checkpoint: WrittenFiles
     index: Mapping[str, IndexEntry]
 
     def __post_init__(self) -> None:
@@ -191,14 +197,14 @@ class Reader(StorageReader):
             name, key = self.places[item.storage_index.fqn, item.storage_index.offset]
             by_file[name].append((key, item))
         for name, items in by_file.items():
-            with self.checkpoint.open(name) as file:
-                tensors = read_header(file)
-                found: list[RowBlock] = []
-                for key, item in items:
-                    starts = zip(item.storage_offsets, item.lengths, strict=True)
-                    box = tuple(slice(start, start + size) for start, size in starts)
-                    found += blocks(tensors[key], box, planner.resolve_tensor(item).detach())
-                shared(partial(read_all, file), found)
+            tensors = read_header(self.checkpoint.verified(name))
+            row_blocks: list[RowBlock] = []
+            for key, item in items:
+                starts = zip(item.storage_offsets, item.lengths, strict=True)
+                box = tuple(slice(start, start + size) for start, size in starts)
+                row_blocks += blocks(tensors[key], box, planner.resolve_tensor(item).detach())
+            read_blocks(self.checkpoint.pieces(name), row_blocks)
+        self.checkpoint.files.require_unchanged()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -206,3 +212,37 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def load_parts(parts: Mapping[str, SavedPart], reader: Reader, *, alone: bool) -> None:
+    """Read parts of tensors. Every rank calls this; ``alone``: there are no others.
+
+    Raises:
+        Vanished: on every rank, if files are no longer what they were when they were checked: another checkpoint is to
+            be looked for. Parts may have been filled.
+        CheckpointError: QN601 on every rank, for anything else.
+    """
+    try:
+        with without_warning_of_one_process():
+            dcp_load(dict(parts), storage_reader=reader, planner=LoadPlanning(), no_dist=alone)
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        if all(isinstance(cause, (Vanished, Damaged)) for cause in causes):
+            raise Vanished(str(causes[0])) from error
+        raise error_of_ranks("QN601", error, "see the reason, and load again") from error
+
+
+@contextlib.contextmanager
+def without_warning_of_one_process() -> Iterator[None]:
+    """Leave out torch's warning that one process is alone: it is meant to be."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def error_of_ranks(code: str, error: CheckpointException, fix: str) -> CheckpointError:
+    """Return the error that says what each rank's was."""
+    reasons = [
+        f"rank {rank}: {type(cause).__name__}: {shown(str(cause))}" for rank, (cause, _) in error.failures.items()
+    ]
+    return CheckpointError(code, "\n  ".join(reasons[:20]), fix=fix)

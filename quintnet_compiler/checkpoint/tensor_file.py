@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +53,7 @@ def buffers(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     entries.sort(key=lambda entry: -entry.dtype.itemsize)  # all are aligned then
     yield memoryview(header(entries))
     for entry in entries:
-        yield _bytes(tensors[entry.name].contiguous())
+        yield bytes_of(tensors[entry.name].contiguous())
 
 
 def read_header(source: FileSource) -> dict[str, FileTensor]:
@@ -62,6 +62,8 @@ def read_header(source: FileSource) -> dict[str, FileTensor]:
     Raises:
         BadHeader: if it is not a safetensors file, or a tensor is not within it.
     """
+    if source.size < 8:
+        raise BadHeader("it has no header of a safetensors file: it is too short")
     try:
         first = bytearray(8)
         source.read_into(0, memoryview(first))
@@ -73,7 +75,7 @@ def read_header(source: FileSource) -> dict[str, FileTensor]:
         found = json.loads(text)
         found.pop("__metadata__", None)
         entries = _HEADER.validate_python(found)
-    except (OSError, ValidationError, ValueError, AttributeError, TypeError, RecursionError) as error:
+    except (ValidationError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise BadHeader(f"it has no header of a safetensors file: {shown(str(error))}") from None
     tensors = {}
     for key, entry in entries.items():
@@ -97,19 +99,36 @@ class RowBlock:
     part: tuple[slice, ...]
     into: Tensor
 
-    def read(self, source: FileSource) -> None:
+    @property
+    def start(self) -> int:
+        """Return where its bytes begin in the file."""
+        return self.tensor.start + self.first * self._bytes_of_row
+
+    @property
+    def stop(self) -> int:
+        """Return where they end."""
+        return self.tensor.start + self.last * self._bytes_of_row
+
+    @property
+    def _bytes_of_row(self) -> int:
+        return math.prod(self.tensor.shape[1:]) * DTYPES[self.tensor.dtype].itemsize
+
+    def room(self) -> Tensor:
+        """Return memory for its bytes, to be given to :meth:`put`: where they go, if they can be read to there."""
         dtype, row = DTYPES[self.tensor.dtype], self.tensor.shape[1:]
-        start = self.tensor.start + self.first * math.prod(row) * dtype.itemsize
         if self.into.device.type == "cpu" and self.into.dtype == dtype and not row and self.into.is_contiguous():
-            source.read_into(start, _bytes(self.into))
-            return
-        stored = torch.empty((self.last - self.first, *row), dtype=dtype)
-        source.read_into(start, _bytes(stored))
-        self.into.copy_(stored[:, *self.part])
+            return self.into
+        return torch.empty((self.last - self.first, *row), dtype=dtype)
+
+    def put(self, room: Tensor) -> None:
+        """Bring what was read to where it goes."""
+        if room is not self.into:
+            self.into.copy_(room[:, *self.part])
 
 
 def blocks(tensor: FileTensor, box: tuple[slice, ...], into: Tensor) -> Iterator[RowBlock]:
-    """What to read for a ``box`` of a tensor: blocks of about :data:`.pieces.PIECE` bytes, or one row."""
+    """What to read for a ``box`` of a tensor: blocks of about :data:`.pieces.PIECE` bytes, or one row. They end where
+    pieces of the file do, if that is between two rows."""
     if all(one == slice(0, n) for one, n in zip(box[1:], tensor.shape[1:], strict=True)) and into.is_contiguous():
         # one run of bytes, cut anywhere
         row = math.prod(tensor.shape[1:])
@@ -117,16 +136,14 @@ def blocks(tensor: FileTensor, box: tuple[slice, ...], into: Tensor) -> Iterator
         tensor = FileTensor(tensor.dtype, (math.prod(tensor.shape),), tensor.start)
         box, into = (slice(run.start * row, run.stop * row),), into.view(-1)
     whole, part = box[0], box[1:]
-    rows = max(1, PIECE // max(1, math.prod(tensor.shape[1:]) * into.element_size()))
-    for first in range(whole.start, whole.stop, rows):
-        last = min(first + rows, whole.stop)
+    size = max(1, math.prod(tensor.shape[1:]) * into.element_size())
+    first = whole.start
+    while first < whole.stop:
+        offset = tensor.start + first * size
+        last = min(first + max(1, (PIECE - offset % PIECE) // size), whole.stop)
         yield RowBlock(tensor, first, last, part, into[first - whole.start : last - whole.start])
+        first = last
 
 
-def read_all(source: FileSource, those: Iterable[RowBlock]) -> None:
-    for block in those:
-        block.read(source)
-
-
-def _bytes(x: Tensor) -> memoryview:
+def bytes_of(x: Tensor) -> memoryview:
     return x.flatten().view(torch.uint8).numpy().data

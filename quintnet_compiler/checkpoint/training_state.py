@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,21 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ..compat.distributed import save_state_dict
 from ..core.empty_storage import is_of_other_ranks
-from ..core.errors import CheckpointError, CheckpointWarning
-from ..weights.files import INDEX, METADATA, SINGLE, conversion, refuse_all, shown
-from .documents import IndexEntry, StateNote, check_tensors, read_index, read_state
-from .folder import CheckpointFiles, CheckpointFolder, Entry, name_of
+from ..core.errors import CheckpointError
+from ..weights.files import refuse_all, shown
+from .folder import CheckpointFolder, name_of
 from .lock import FolderLocks
-from .manifest import Damaged, available, check_files, read_manifest
 from .optimizer_state import ParameterPlace, local_of, merged, plain, restored, stored
 from .parts import SavedPart
 from .pretrained import WeightsSubject, everywhere
+from .reading.choice import Chosen, with_newest
+from .reading.open_files import Vanished
 from .staging import on_host
-from .storage import LoadPlanning, Reader, SavePlanning, Writer
+from .storage import Reader, SavePlanning, Writer, error_of_ranks, load_parts
 from .tied import torn_ties, under_stored_names
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -130,63 +127,135 @@ def write(
         if writer.temporary is not None:
             with contextlib.suppress(Exception):  # a later save removes it; why this one failed is what is told
                 folder.remove(writer.temporary)
-        raise _failed("QN603", error, "see the reason; the checkpoints before are whole") from error
+        raise error_of_ranks("QN603", error, "see the reason; the checkpoints before are whole") from error
     return folder.at(name_of(step)).path
 
 
 def read(
-    subject: WeightsSubject, folder: CheckpointFolder, step: int | None, optimizer: torch.optim.Optimizer | None
+    subject: WeightsSubject,
+    folder: CheckpointFolder,
+    step: int | None,
+    optimizer: torch.optim.Optimizer | None,
+    accept: Callable[[Restored], object] | None = None,
 ) -> Restored:
-    """Load the newest whole checkpoint of a folder, or that of ``step``.
+    """Load the newest whole checkpoint of a folder, or that of ``step``. ``accept`` gets what it has beside tensors
+    before anything is changed, and raises if that will not do.
 
     Raises:
-        CheckpointError: QN601 or QN602 on every rank; nothing was changed.
+        CheckpointError: QN601 or QN602 on every rank; nothing was changed, unless files could no longer be read when
+            they had been checked: parameters have no values then.
     """
-    chosen = choose(subject.backend.told, folder, step)
-    checkpoint, note, reader = chosen.files.path, chosen.state, Reader(chosen.files, chosen.index)
-    with everywhere(subject.backend, "QN601"):
-        saved: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]
-        targets, places = _parts(subject)
+
+    def restore(chosen: Chosen) -> Restored:
+        return _Restoring(subject, chosen).restore(optimizer, accept)
+
+    return with_newest(subject.backend.told, folder, step, restore)
+
+
+@dataclass(frozen=True)
+class _Restoring:
+    """A program, and the checkpoint that it is to have."""
+
+    subject: WeightsSubject
+    chosen: Chosen
+
+    def restore(self, optimizer: torch.optim.Optimizer | None, accept: Callable[[Restored], object] | None) -> Restored:
+        """Check everything, then read tensors to where they go.
+
+        Raises:
+            CheckpointError: on every rank.
+            Vanished: on every rank. If parameters were changed, they have no values now.
+        """
+        subject, note, backend = self.subject, self.chosen.state, self.subject.backend
+        saved = self._saved()
         aliases = {f"{MODEL}{alias}": f"{MODEL}{kept}" for alias, kept in subject.aliases.items()}
-        targets = under_stored_names(targets, aliases, saved)
-        refuse_all("QN602", checkpoint, _misfits(targets, places, saved), fix="load into the model that was saved")
-        finish = None
-        if optimizer is not None:
-            if "optimizer" not in note:
-                raise CheckpointError("QN602", f"{shown(str(checkpoint))} has no optimizer", fix="leave optimizer= out")
-            mine = {n.removeprefix(OPTIMIZER): x for n, x in saved.items() if n.startswith(OPTIMIZER)}
-            room, finish = restored(optimizer, places, note["optimizer"], mine, _names_elsewhere(subject.model))
-            targets |= {f"{OPTIMIZER}{name}": part for name, part in room.items()}
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
+        restored_note = Restored(note["step"], self.chosen.path, note["extra"], note["run"])
+        with everywhere(backend, "QN601"):
+            targets, places = self._targets(aliases, saved)
+            finish = None
+            if optimizer is not None:
+                room, finish = self._optimizer_room(optimizer, places, saved)
+                targets |= room
+            if accept is not None:
+                accept(restored_note)
+        self._require_ties(targets, aliases, saved)
+        names = {subject.aliases.get(name, name) for name in _names(saved)}
+        backend.unset |= names  # until all are read: what fails half-way must not run
+        self._fill(targets)
+        backend.unset -= names
+        if finish is not None:
+            finish()
+        return restored_note
 
-    def fill(parts: dict[str, SavedPart]) -> None:
-        with _quiet():
-            dcp_load(dict(parts), storage_reader=reader, planner=LoadPlanning(), no_dist=alone)
+    def _saved(self) -> dict[str, TensorStorageMetadata]:
+        metadata = Reader(self.chosen.files, self.chosen.index).read_metadata()
+        return metadata.state_dict_metadata  # type: ignore[return-value]
 
-    with everywhere(subject.backend, "QN601"):
-        torn = [
-            f"{one.removeprefix(MODEL)} and {other.removeprefix(MODEL)} are tied in the model, and differ here"
-            for one, other in torn_ties(targets, aliases, saved, fill)
-        ]
-        refuse_all("QN602", checkpoint, torn, fix="load a checkpoint of a model that ties them")
-    names = {subject.aliases.get(name, name) for name in _names(saved)}
-    subject.backend.unset |= names  # until all are read: what fails half-way must not run
-    try:
-        fill(targets)
-    except CheckpointException as error:
-        raise _failed("QN601", error, "load again: parameters may be of two checkpoints now") from error
-    subject.backend.unset -= names
-    if finish is not None:
-        finish()
-    return Restored(note["step"], checkpoint, note["extra"], note["run"])
+    def _targets(
+        self, aliases: Mapping[str, str], saved: Mapping[str, TensorStorageMetadata]
+    ) -> tuple[dict[str, SavedPart], dict[str, ParameterPlace]]:
+        """Return what is to be read, and the places of parameters.
 
+        Raises:
+            CheckpointError: QN602 if the model is another.
+        """
+        parts, places = _parts(self.subject)
+        targets = under_stored_names(parts, aliases, saved)
+        # before version 0.1 was out, tensors without elements were not saved
+        targets = {name: part for name, part in targets.items() if name in saved or part.shape.numel()}
+        misfits = _misfits(targets, places, saved)
+        refuse_all("QN602", self.chosen.path, misfits, fix="load into the model that was saved")
+        return targets, places
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warning that one process is alone: it is meant to be."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+    def _optimizer_room(
+        self,
+        optimizer: torch.optim.Optimizer,
+        places: Mapping[str, ParameterPlace],
+        saved: Mapping[str, TensorStorageMetadata],
+    ) -> tuple[dict[str, SavedPart], Callable[[], None]]:
+        note = self.chosen.state
+        if "optimizer" not in note:
+            where = shown(str(self.chosen.path))
+            raise CheckpointError("QN602", f"{where} has no optimizer", fix="leave optimizer= out")
+        mine = {n.removeprefix(OPTIMIZER): x for n, x in saved.items() if n.startswith(OPTIMIZER)}
+        elsewhere = _names_elsewhere(self.subject.model)
+        room, finish = restored(optimizer, places, note["optimizer"], mine, elsewhere)
+        return {f"{OPTIMIZER}{name}": part for name, part in room.items()}, finish
+
+    def _require_ties(
+        self,
+        targets: Mapping[str, SavedPart],
+        aliases: Mapping[str, str],
+        saved: Mapping[str, TensorStorageMetadata],
+    ) -> None:
+        """Compare tied parameters that were stored twice.
+
+        Raises:
+            CheckpointError: QN602 if they differ.
+        """
+        vanished: Vanished | None = None  # of all ranks, as reading is
+        with everywhere(self.subject.backend, "QN601"):
+            try:
+                pairs = torn_ties(targets, aliases, saved, self._fill)
+            except Vanished as error:
+                pairs, vanished = [], error
+            torn = [
+                f"{alias.removeprefix(MODEL)} and {kept.removeprefix(MODEL)} are tied in the model, and differ here"
+                for alias, kept in pairs
+            ]
+            refuse_all("QN602", self.chosen.path, torn, fix="load a checkpoint of a model that ties them")
+        if vanished is not None:
+            raise vanished
+
+    def _fill(self, parts: Mapping[str, SavedPart]) -> None:
+        """Read parts.
+
+        Raises:
+            CheckpointError: QN601 on every rank.
+            Vanished: on every rank, if another checkpoint is to be looked for.
+        """
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        load_parts(parts, Reader(self.chosen.files, self.chosen.index), alone=alone)
 
 
 def _parts(subject: WeightsSubject) -> tuple[dict[str, SavedPart], dict[str, ParameterPlace]]:
@@ -233,87 +302,3 @@ def _misfits(
         elif meta.properties.dtype != part.local.dtype:
             problems.append(f"{short} is {meta.properties.dtype}, and {part.local.dtype} in the model")
     return problems
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A whole checkpoint, with its documents."""
-
-    files: CheckpointFiles
-    state: StateNote
-    index: Mapping[str, IndexEntry]
-
-
-def choose(told_by_all: Callable[[str], Sequence[str]], folder: CheckpointFolder, step: int | None) -> Chosen:
-    """The checkpoint to load: the newest whole one, or that of ``step``. All ranks read it together, each some
-    pieces of its files. ``told_by_all``: what every rank has to tell, given what this one has.
-
-    Raises:
-        CheckpointError: QN601 if there is none.
-    """
-    mine = [entry for entry in available(folder) if step is None or entry.step == step][:100]
-    there = told_by_all(" ".join(f"{entry.step}/{entry.files.name}" for entry in mine))
-    world = len(there)
-    rank = dist.get_rank() if world > 1 else 0
-    for one in there[0].split():
-        number, _, name = one.partition("/")
-        entry, trouble, found = Entry(int(number), folder.at(name)), "", None
-        try:
-            files = read_manifest(entry)
-            check_files(entry.files, files, slice(rank, None, world))
-            index = read_index(entry.files, files)
-            check_tensors(entry.files, index, sorted(files)[rank::world])
-            found = Chosen(entry.files, read_state(entry.files), index)
-        except (Damaged, OSError) as error:
-            trouble = str(error) or type(error).__name__
-        told = next((text for text in told_by_all(trouble) if text), "")
-        if not told:
-            _require_one(told_by_all, entry, files)
-        if not told:
-            assert found is not None
-            return found
-        message = f"{shown(str(entry.files.path))}: {told}"
-        if step is not None:
-            raise CheckpointError("QN601", message, fix="load another step, or none to get the newest whole one")
-        warnings.warn(CheckpointWarning(f"{message}; trying the one before"), stacklevel=4)
-    if step is not None and available(folder):
-        steps = ", ".join(str(entry.step) for entry in available(folder)[:10])
-        raise CheckpointError(
-            "QN601",
-            f"{shown(str(folder.path))} has no checkpoint of step {step}",
-            fix=f"load one that is there: {steps}",
-        )
-    raise CheckpointError("QN601", f"{shown(str(folder.path))} has no whole checkpoint", fix=_instead(folder.path))
-
-
-def _require_one(told_by_all: Callable[[str], Sequence[str]], entry: Entry, files: Mapping[str, object]) -> None:
-    """Raises: CheckpointError QN601 on every rank, if they see checkpoints of one name with other contents."""
-    contents = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
-    told = told_by_all(f"{contents} {entry.files.path}")
-    different = dict.fromkeys(text.partition(" ")[0] for text in told)
-    if len(different) > 1:
-        first = [next(i for i, text in enumerate(told) if text.startswith(one)) for one in different]
-        lines = [f"rank {rank}: {shown(told[rank].partition(' ')[2])}" for rank in first[:20]]
-        raise CheckpointError(
-            "QN601",
-            "\n  ".join([f"ranks would load {len(different)} different checkpoints of step {entry.step}", *lines]),
-            fix="give every rank the same folder, on a disk that all ranks share",
-        )
-
-
-def _instead(folder: Path | str) -> str:
-    """How to load what is in a folder that has no checkpoint of this package."""
-    if isinstance(folder, str):
-        return "give the URL that was given to save"
-    within = sorted(folder.iterdir()) if folder.is_dir() else []
-    dcp = next((path for path in (folder, *within) if (path / METADATA).is_file()), None)
-    if dcp is not None:
-        return f"torch.distributed.checkpoint wrote it: {conversion(dcp, 'quintnet')}; then load NEW_FOLDER"
-    if any((folder / name).is_file() for name in (SINGLE, INDEX)):
-        return "it has safetensors: program.load_pretrained(folder)"
-    return "give the folder that was given to save"
-
-
-def _failed(code: str, error: CheckpointException, fix: str) -> CheckpointError:
-    reasons = [f"rank {rank}: {type(one).__name__}: {shown(str(one))}" for rank, (one, _) in error.failures.items()]
-    return CheckpointError(code, "\n  ".join(reasons[:20]), fix=fix)

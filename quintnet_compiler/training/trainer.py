@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from ..api.compiled_program import CompiledProgram
-from ..checkpoint.documents import read_state
-from ..checkpoint.manifest import Damaged, available
+from ..checkpoint.manifest import available
 from ..checkpoint.optimizer_state import plain
 from ..checkpoint.stores.places import folder_at
-from ..checkpoint.training_state import require_number
+from ..checkpoint.training_state import Restored, require_number
 from ..compat.torch import pytree
 from ..core.errors import CheckpointError, CheckpointWarning, QuintNetError, RunError
 from ..ir.batch_form import batch_size_of, plain_batch
@@ -398,9 +397,8 @@ class Trainer:
     def _resume(self) -> None:
         if self.checkpoint_folder is None or self.history.step or not available(folder_at(self.checkpoint_folder)):
             return
-        _refuse_others(self.checkpoint_folder)
         self.program.reserve(self.checkpoint_folder)  # and not at the first save, after steps that would be lost
-        found = self.program.load(self.checkpoint_folder, optimizer=self.optimizer)
+        found = self.program.load(self.checkpoint_folder, optimizer=self.optimizer, accept=_require_trainers)
         at = found.extra["trainer"]
         self.data.load_state_dict(at.get("data", at))  # an earlier version had no word for it
         self.best, self.bad = math.inf if at["best"] is None else at["best"], at["bad"]
@@ -412,21 +410,15 @@ class Trainer:
         self.history.step = self.history.resumed_from = self.saved = found.step
 
 
-def _refuse_others(folder: str | Path) -> None:
-    """Before anything is loaded.
+def _require_trainers(checkpoint: Restored) -> None:
+    """Refuse a checkpoint that no Trainer wrote: where the data stood is not known.
 
     Raises:
-        CheckpointError: QN602 if the newest checkpoint was not written by a Trainer: where the data stood is not known.
+        CheckpointError: QN602.
     """
-    for entry in available(folder_at(folder)):
-        try:
-            state = read_state(entry.files)
-        except (Damaged, OSError):  # loading says it, and takes the one before
-            continue
-        if "trainer" not in state["extra"]:
-            raise CheckpointError(
-                "QN602",
-                f"{entry.files.path} was not written by a Trainer: where the data stood is not known",
-                fix="load it with program.load(...), and give the Trainer another checkpoint_folder",
-            )
-        return
+    if "trainer" not in checkpoint.extra:
+        raise CheckpointError(
+            "QN602",
+            f"{checkpoint.path} was not written by a Trainer: where the data stood is not known",
+            fix="load it with program.load(...), and give the Trainer another checkpoint_folder",
+        )

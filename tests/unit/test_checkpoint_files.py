@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,12 +14,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quintnet_compiler.checkpoint import pieces
-from quintnet_compiler.checkpoint.stores.disk import DiskFile, created
+from quintnet_compiler.checkpoint.reading.block_reading import read_blocks
+from quintnet_compiler.checkpoint.reading.open_files import Damaged, Vanished
+from quintnet_compiler.checkpoint.stores import disk_reading
+from quintnet_compiler.checkpoint.stores.disk import created
+from quintnet_compiler.checkpoint.stores.disk_reading import open_folder_to_read
 from quintnet_compiler.checkpoint.tensor_file import BadHeader, blocks, buffers, read_header
 
 
 class _Kept:
     """A file in memory."""
+
+    bytes_at_once = 5
 
     def __init__(self, data: bytes = b"") -> None:
         self.data = data
@@ -38,7 +45,7 @@ class _Kept:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("pieces", "tensor_file"):
+    for module in ("pieces", "tensor_file", "reading.block_reading"):
         monkeypatch.setattr(f"quintnet_compiler.checkpoint.{module}.PIECE", 8)
 
 
@@ -85,14 +92,22 @@ def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
     found = load_file(tmp_path / "ours")
     assert found.keys() == TENSORS.keys() and all(torch.equal(found[key], x) for key, x in TENSORS.items())
     save_file({key: x.contiguous() for key, x in TENSORS.items()}, tmp_path / "theirs", metadata={"a": "b"})
-    with DiskFile(tmp_path / "theirs") as file:
+    with open_folder_to_read(tmp_path) as files:
+        file = files.file("theirs")
         header = read_header(file)
         for key, x in TENSORS.items():
             assert header[key].shape == x.shape
             into = torch.zeros_like(x)
-            for block in blocks(header[key], tuple(slice(0, n) for n in x.shape), into):
-                block.read(file)
+            read_blocks(_pieces(file), blocks(header[key], tuple(slice(0, n) for n in x.shape), into))
             assert torch.equal(into, x)
+
+
+def _pieces(file: pieces.FileSource) -> list[pieces.FilePiece]:
+    """Pieces of a file as it is."""
+    data = bytearray(file.size)
+    file.read_into(0, memoryview(data))
+    hashes = [xxhash.xxh3_128_hexdigest(data[i : i + pieces.PIECE]) for i in range(0, len(data), pieces.PIECE)]
+    return pieces.pieces_of("name", file, pieces.Digest(len(data), tuple(hashes)))
 
 
 @pytest.mark.parametrize("box", [(slice(0, 6), slice(0, 5)), (slice(1, 4), slice(0, 5)), (slice(2, 6), slice(1, 3))])
@@ -103,8 +118,7 @@ def test_boxes_are_read_in_blocks(box: tuple[slice, ...], small: None) -> None:
     for into in (torch.zeros_like(x)[box], torch.zeros(x[box].shape, dtype=x.dtype)):  # as part of another, and alone
         found = list(blocks(tensor, box, into))
         assert len(found) > 1
-        for block in found:
-            block.read(file)
+        read_blocks(_pieces(file), found)
         assert torch.equal(into, x[box])
 
 
@@ -140,8 +154,51 @@ def test_files_on_a_disk(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError), created(path):
         pass
     room = bytearray(3)
-    with DiskFile(path) as file:
+    with open_folder_to_read(tmp_path) as files:
+        file = files.file("file")
         file.read_into(1, memoryview(room))
         assert (file.size, bytes(room)) == (4, b"bcd")
-        with pytest.raises(OSError, match="file ends at byte 4"):
+        with pytest.raises(Vanished, match="file ends at byte 4"):
             file.read_into(2, memoryview(room))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_open_folder_is_read_whatever_happens_to_its_name(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that are kept open are still there when they are removed; others have vanished then."""
+    if not kept:
+        monkeypatch.setattr(disk_reading, "MOST_KEPT", 0)
+    path, room = tmp_path / "here", bytearray(1)
+    path.mkdir()
+    (path / "a").write_text("1")
+    (path / "b").write_text("2")
+    (path / "link").symlink_to(path / "a")
+    (path / "folder").mkdir()
+    with open_folder_to_read(path) as files:
+        for name in ("link", "folder"):
+            with pytest.raises(Damaged, match=f"{name} is not a plain file"):
+                files.file(name)
+        with pytest.raises(Damaged, match="c is missing"):
+            files.file("c")
+        path.rename(tmp_path / "there")
+        assert files.replaced()
+        path.mkdir()
+        (path / "a").write_text("3")
+        assert files.replaced()
+        files.file("a").read_into(0, memoryview(room))
+        assert room == b"1"
+        files.require_unchanged()
+        (tmp_path / "there" / "b").unlink()
+        if kept:
+            files.file("b").read_into(0, memoryview(room))
+            assert room == b"2"
+        else:
+            with pytest.raises(Vanished, match="b was removed"):
+                files.file("b").read_into(0, memoryview(room))
+        files.require_unchanged()
+        os.utime(tmp_path / "there" / "a", ns=(1, 1))  # as if somebody had written it
+        with pytest.raises(Vanished, match="a was written again"):
+            files.require_unchanged()
+    with pytest.raises(Vanished, match="nowhere is not there any more"), open_folder_to_read(tmp_path / "nowhere"):
+        pass

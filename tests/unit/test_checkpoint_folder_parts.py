@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 
-from quintnet_compiler.checkpoint import commit, documents, lock, manifest, values
+from quintnet_compiler.checkpoint import commit, documents, lock, manifest, pieces, values
+from quintnet_compiler.checkpoint.reading.open_files import Damaged
 from quintnet_compiler.checkpoint.stores.disk_folder import DiskFiles, DiskFolder
 from quintnet_compiler.core.errors import CheckpointError
 
@@ -52,18 +54,23 @@ def test_a_checkpoint_is_there_when_it_is_whole(tmp_path: Path) -> None:
         assert [entry.step for entry in manifest.available(folder)] == sorted(range(1, step), reverse=True)[:2]
         _written(tmp_path, step, keep=2)
     newest, _ = manifest.available(folder)
-    path, files = Path(newest.files.path), manifest.read_manifest(newest)
-    manifest.check_files(newest.files, files, slice(None))
+    path = Path(newest.files.path)
+
+    def check() -> None:
+        with newest.files.open() as files:
+            manifest.check_files(manifest.read_manifest(files, 3), slice(None))
+
+    check()
     (path / "data").write_text("4")
-    with pytest.raises(manifest.Damaged, match="data is not what was written"):
-        manifest.check_files(newest.files, files, slice(None))
+    with pytest.raises(Damaged, match="data is not what was written"):
+        check()
     (path / "b").write_text("")
-    with pytest.raises(manifest.Damaged, match="b does not belong to this checkpoint"):
-        manifest.read_manifest(newest)
+    with pytest.raises(Damaged, match="b does not belong to this checkpoint"):
+        check()
     found = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**found, "step": 4}))
-    with pytest.raises(manifest.Damaged, match="its own SHA-256 does not match"):
-        manifest.read_manifest(newest)
+    with pytest.raises(Damaged, match="its own SHA-256 does not match"):
+        check()
 
 
 def test_only_whole_ones_count_as_kept(tmp_path: Path) -> None:
@@ -92,8 +99,12 @@ def test_a_lock_is_told_from_that_of_an_ended_process(tmp_path: Path) -> None:
 def test_boxes_cover_a_tensor_exactly(tmp_path: Path) -> None:
     def read(shape: list[int], *boxes: tuple[list[int], list[int]]) -> dict[str, documents.IndexEntry]:
         entry = {"dtype": "F32", "shape": shape, "boxes": [[at, sizes, "file", "0"] for at, sizes in boxes]}
-        (tmp_path / documents.INDEX).write_text(json.dumps({"x": entry}))
-        return documents.read_index(DiskFiles(tmp_path), {"file"})
+        text = json.dumps({"x": entry}).encode()
+        (tmp_path / documents.INDEX).write_bytes(text)
+        digest = pieces.Digest(len(text), (xxhash.xxh3_128_hexdigest(text),))
+        with DiskFiles(tmp_path).open() as files:
+            written = manifest.WrittenFiles(files, {documents.INDEX: digest, "file": digest})
+            return documents.read_index(written)
 
     assert read([], ([], []))["x"].boxes[0].file == "file"
     assert read([0, 3])["x"].boxes == ()
@@ -105,9 +116,9 @@ def test_boxes_cover_a_tensor_exactly(tmp_path: Path) -> None:
         [([0], [16])],
         [([0, 0], [4, 3])],
     ):
-        with pytest.raises(manifest.Damaged, match="do not cover"):
+        with pytest.raises(Damaged, match="do not cover"):
             read([4, 4], *wrong)
-    with pytest.raises(manifest.Damaged, match="do not cover"):
+    with pytest.raises(Damaged, match="do not cover"):
         read([], ([], []), ([], []))
 
 

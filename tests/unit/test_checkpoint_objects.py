@@ -21,6 +21,7 @@ from quintnet_compiler.api.compiled_program import CompiledProgram
 from quintnet_compiler.checkpoint.folder import abandoned_name, name_of
 from quintnet_compiler.checkpoint.lock import FolderLocks, Holder
 from quintnet_compiler.checkpoint.manifest import available
+from quintnet_compiler.checkpoint.reading.open_files import Vanished
 from quintnet_compiler.checkpoint.stores import object_lock
 from quintnet_compiler.checkpoint.stores.object_folder import ObjectFolder
 from quintnet_compiler.checkpoint.stores.places import folder_at
@@ -192,9 +193,10 @@ def test_the_same_on_another_store(tmp_path: Path, made: Made) -> None:
         raise ZeroDivisionError
     with first.create("b") as file:
         file.write([memoryview(b"text")])
-    assert folder.publish(first, 1).sizes()["b"] == 4
-    with folder.at("step-00000001").open("b") as source, pytest.raises(OSError, match="ends at byte 4"):
-        source.read_into(2, memoryview(bytearray(3)))
+    with folder.publish(first, 1).open() as files:
+        assert files.file("b").size == 4
+        with pytest.raises(Vanished, match="ends at byte 4"):
+            files.file("b").read_into(2, memoryview(bytearray(3)))
 
 
 def test_a_writer_that_lives_is_not_replaced_and_one_that_died_is(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ..lock import FolderLocks
 from ..optimizer_state import decoded_state, encoded_state, plain
 from ..parts import SavedPart
-from ..storage import LoadPlanning, Reader
+from ..reading.choice import Chosen, with_newest
+from ..storage import Reader, load_parts
 from ..stores.disk_folder import DiskFolder
-from ..training_state import MODEL, OPTIMIZER, Destination, Snapshot, choose, write
+from ..training_state import MODEL, OPTIMIZER, Destination, Snapshot, write
 from .contents import Contents, OptimizerContents
 
 
@@ -26,14 +25,20 @@ def read_quintnet(folder: Path, step: int | None) -> Contents:
     Raises:
         CheckpointError: QN601 if none is whole.
     """
-    chosen = choose(lambda text: (text,), DiskFolder(folder), step)
+    return with_newest(lambda text: (text,), DiskFolder(folder), step, _contents)
+
+
+def _contents(chosen: Chosen) -> Contents:
+    """Return all that a checkpoint has.
+
+    Raises:
+        Vanished: if its files were removed or changed while they were read.
+    """
     reader = Reader(chosen.files, chosen.index)
     metadata: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]
     wholes = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in metadata.items()}
     targets = {name: SavedPart.whole(x) for name, x in wholes.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp_load(targets, storage_reader=reader, planner=LoadPlanning(), no_dist=True)
+    load_parts(targets, reader, alone=True)
     note = chosen.state
     model = {name.removeprefix(MODEL): x for name, x in wholes.items() if name.startswith(MODEL)}
     model |= {other: model[kept] for other, kept in note["run"].get("tied", {}).items() if kept in model}

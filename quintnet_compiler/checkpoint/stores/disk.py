@@ -1,4 +1,4 @@
-"""Files on a disk: written so that they survive a crash of the machine, and read by several threads."""
+"""Files on a disk: written so that they survive a crash of the machine."""
 
 from __future__ import annotations
 
@@ -8,28 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
-
-
-class DiskFile:
-    """A file to read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = os.open(path, os.O_RDONLY)
-        self.size = os.fstat(self._file).st_size
-
-    def read_into(self, offset: int, into: memoryview) -> None:
-        while len(into):
-            got = os.preadv(self._file, [into], offset)
-            if not got:
-                raise OSError(f"{self._path.name} ends at byte {offset}")
-            offset, into = offset + got, into[got:]
-
-    def __enter__(self) -> DiskFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
 
 
 @dataclass

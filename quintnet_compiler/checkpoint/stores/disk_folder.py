@@ -14,14 +14,16 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..folder import CheckpointFiles, Entry, abandoned_name, name_of
 from ..lock import FolderLock
-from .disk import DiskFile, NewDiskFile, created, sync
+from ..reading.open_files import OpenFiles
+from .disk import NewDiskFile, created, sync
+from .disk_reading import named, open_folder_to_read, twice
 
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-(\d{8,})\.[0-9a-f]{8}\.(tmp|old)")
@@ -37,12 +39,8 @@ class DiskFiles:
     def name(self) -> str:
         return self.path.name
 
-    def sizes(self) -> Mapping[str, int | None]:
-        there = list(os.scandir(self.path))
-        return {one.name: one.stat().st_size if one.is_file(follow_symlinks=False) else None for one in there}
-
-    def open(self, name: str) -> DiskFile:
-        return DiskFile(self.path / name)
+    def open(self) -> AbstractContextManager[OpenFiles]:
+        return open_folder_to_read(self.path)
 
     def create(self, name: str) -> AbstractContextManager[NewDiskFile]:
         return created(self.path / name)
@@ -105,11 +103,18 @@ class DiskFolder:
         return sorted(found, key=lambda entry: -entry.step)
 
     def _folders(self, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
-        if not self.path.is_dir():
-            return []
-        names = (one.name for one in os.scandir(self.path) if one.is_dir())
-        there = ((self.path / name, pattern.fullmatch(name)) for name in names)
+        there = ((self.path / name, pattern.fullmatch(name)) for name in twice(self._folder_names))
         return [(path, match) for path, match in there if match]
+
+    def _folder_names(self) -> list[str]:
+        """Return names of folders in this one, which may not be there. Raises: OSError if they cannot be read."""
+        try:
+            with os.scandir(self.path) as entries:
+                return [entry.name for entry in entries if entry.is_dir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise named(error, self.path) from error
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -12,14 +12,17 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fsspec import AbstractFileSystem
 
 from ..folder import CheckpointFiles, Entry, abandoned_name, name_of
 from ..manifest import MANIFEST
+from ..pieces import PIECE
+from ..reading.open_files import FileStamp, OpenFiles, Vanished
 from .object_lock import ObjectLock
 
 _NAME = re.compile(r"(step-(\d{8,}))\.json")
@@ -27,24 +30,11 @@ _DATA = re.compile(r"step-(\d{8,})\.[0-9a-f]{16}")
 _ABANDONED = re.compile(r"abandoned-(\d{2,})")
 _PART = 32 * 2**20  # bytes that are sent at once
 _LARGEST_NAME = 4096  # bytes
+_VERSIONS = (  # what stores call it
+    *("ETag", "etag", "VersionId", "version_id", "generation", "md5Hash"),
+    *("created", "LastModified", "last_modified", "mtime"),
+)
 _MISSING = "missing"  # the prefix of a name that cannot be read
-
-
-@dataclass(frozen=True)
-class ObjectSource:
-    """An object to read."""
-
-    store: AbstractFileSystem
-    key: str
-    size: int
-
-    def read_into(self, offset: int, into: memoryview) -> None:
-        if not len(into):
-            return
-        found = self.store.cat_file(self.key, start=offset, end=offset + len(into))
-        if len(found) != len(into):
-            raise OSError(f"{self.key} ends at byte {offset + len(found)}")
-        into[:] = found
 
 
 @dataclass(frozen=True)
@@ -60,26 +50,57 @@ class ObjectSink:
 
 @dataclass(frozen=True)
 class ObjectFiles:
-    """``prefix``: of the files. ``name``: what ranks tell each other."""
+    """``prefix``: of the files. ``name``: what ranks tell each other. ``pointer``: the object that names the prefix, if
+    there is one."""
 
     store: AbstractFileSystem
     prefix: str
     name: str
+    pointer: str | None = None
 
     @property
     def path(self) -> str:
         return str(self.store.unstrip_protocol(self.prefix))
 
-    def sizes(self) -> Mapping[str, int | None]:
-        found = {_last(one["name"]): one["size"] for one in _listed(self.store, self.prefix) if one["type"] == "file"}
-        if not found:
-            raise FileNotFoundError(f"{self.prefix} has no objects")
-        return found
-
     @contextlib.contextmanager
-    def open(self, name: str) -> Iterator[ObjectSource]:
+    def open(self) -> Iterator[OpenFiles]:
+        stamps = self._stamps()
+        if not stamps and self.replaced():
+            raise Vanished(f"{self.name} is not there any more")
+        yield OpenFiles(self.path, stamps, self.fill, self.replaced, partial(self._changed, stamps), PIECE)
+
+    def fill(self, name: str, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with bytes of an object.
+
+        Raises:
+            Vanished: if it is not there any more, or shorter.
+        """
+        if not len(into):
+            return
         key = f"{self.prefix}/{name}"
-        yield ObjectSource(self.store, key, int(self.store.size(key)))
+        try:
+            data = self.store.cat_file(key, start=offset, end=offset + len(into))
+        except FileNotFoundError as error:
+            raise Vanished(f"{key} was removed") from error
+        if len(data) != len(into):
+            raise Vanished(f"{key} ends at byte {offset + len(data)}")
+        into[:] = data
+
+    def replaced(self) -> bool:
+        """Return whether the checkpoint's name stands for another prefix now, or for none."""
+        return self.pointer is not None and _last(self.prefix) != _prefix_named_by(self.store, self.pointer)
+
+    def _stamps(self) -> dict[str, FileStamp]:
+        return {
+            _last(entry["name"]): FileStamp(int(entry["size"]), _version(entry))
+            for entry in _listed(self.store, self.prefix)
+            if entry["type"] == "file"
+        }
+
+    def _changed(self, stamps: Mapping[str, FileStamp], names: Collection[str]) -> list[str]:
+        """Return those of ``names`` that were written again. What was removed has not changed."""
+        now = self._stamps()
+        return [name for name in names if name in now and now[name] != stamps[name]]
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[ObjectSink]:
@@ -119,15 +140,10 @@ class ObjectFolder:
 
     def at(self, name: str) -> ObjectFiles:
         """The files of a checkpoint by its name, or by that of its prefix."""
-        data = name
-        if not _DATA.fullmatch(name):
-            try:
-                data = str(json.loads(self.store.cat_file(f"{self.root}/{name}.json", end=_LARGEST_NAME))["files"])
-            except (FileNotFoundError, ValueError, KeyError, TypeError):
-                data = ""
-        if not _DATA.fullmatch(data):  # it must not lead elsewhere
-            data = _MISSING
-        return ObjectFiles(self.store, self._data(data), name)
+        if _DATA.fullmatch(name):
+            return ObjectFiles(self.store, self._data(name), name)
+        pointer = f"{self.root}/{name}.json"
+        return ObjectFiles(self.store, self._data(_prefix_named_by(self.store, pointer)), name, pointer)
 
     def lock(self) -> ObjectLock:
         return ObjectLock(self.store, self.root)
@@ -181,6 +197,21 @@ class ObjectFolder:
 
     def _names(self) -> list[str]:
         return [_last(one["name"]) for one in _listed(self.store, self.root)]
+
+
+def _prefix_named_by(store: AbstractFileSystem, pointer: str) -> str:
+    """Return the last part of the prefix that an object names; if there is none, or it may lead elsewhere, one that
+    nothing has."""
+    try:
+        prefix = str(json.loads(store.cat_file(pointer, end=_LARGEST_NAME))["files"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        return _MISSING
+    return prefix if _DATA.fullmatch(prefix) else _MISSING
+
+
+def _version(entry: Mapping[str, Any]) -> str:
+    """Return what a store says of an object that is another when it is written again."""
+    return repr([str(entry[key]) for key in _VERSIONS if key in entry])
 
 
 def _last(key: str) -> str:

@@ -1,0 +1,107 @@
+"""Blocks of tensors, read from pieces of a file that are compared with their hashes while they are read.
+
+A piece of which a good part is wanted is read whole, as only then its hash can be compared. Of others only what is
+wanted is read: they were compared before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from ..pieces import PIECE, FilePiece, is_as_written, not_as_written, read_in_windows, shared
+from ..tensor_file import RowBlock, bytes_of
+
+LEAST_WANTED = 4  # a piece is read whole if one in so many of its bytes is wanted
+MOST_REGIONS = 8  # of a file, each read by one thread
+
+
+def read_blocks(pieces: Sequence[FilePiece], blocks: Iterable[RowBlock]) -> None:
+    """Read blocks of the file that has ``pieces``.
+
+    Raises:
+        Damaged: if a piece is not what was written. Blocks may have been filled with it.
+    """
+    by_piece: dict[int, list[RowBlock]] = defaultdict(list)
+    for block in sorted(blocks, key=lambda block: block.start):
+        if block.start < block.stop:
+            by_piece[block.start // PIECE].append(block)
+    numbers = sorted(by_piece)
+    size = -(-len(numbers) // MOST_REGIONS)
+    regions = [numbers[first : first + size] for first in range(0, len(numbers), max(1, size))]
+
+    def read(share: Sequence[list[int]]) -> None:
+        for region in share:
+            _read_region(pieces, [block for number in region for block in by_piece[number]])
+
+    shared(read, regions)
+
+
+def _read_region(pieces: Sequence[FilePiece], blocks: Sequence[RowBlock]) -> None:
+    """Read blocks, which are sorted, from the first byte to the last."""
+    sweep = _Sweep(blocks)
+    for number, wanted in _wanted(blocks):
+        piece = pieces[number]
+        if sum(stop - start for start, stop in wanted) * LEAST_WANTED >= piece.size:
+            if not is_as_written(piece, sweep.take):
+                raise not_as_written(piece.name)
+            continue
+        for start, stop in wanted:
+            read_in_windows(piece.file, start, stop, sweep.take)
+
+
+def _wanted(blocks: Sequence[RowBlock]) -> Iterable[tuple[int, list[tuple[int, int]]]]:
+    """Return the pieces that blocks, which are sorted, lie in, and the ranges of bytes that are wanted of each."""
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    end = 0
+    for block in blocks:
+        start = max(block.start, end)  # what another block wants, too, is read once
+        while start < block.stop:
+            stop = min(block.stop, (start // PIECE + 1) * PIECE)
+            ranges.setdefault(start // PIECE, []).append((start, stop))
+            start = stop
+        end = max(end, block.stop)
+    return ranges.items()
+
+
+class _Sweep:
+    """Blocks that are filled by windows of a file, which come in their order."""
+
+    def __init__(self, blocks: Sequence[RowBlock]) -> None:
+        self._waiting = deque(blocks)
+        self._filling: list[_Filling] = []
+
+    def take(self, offset: int, window: memoryview) -> None:
+        """Put a window's bytes into the blocks that want some of them."""
+        stop, data = offset + len(window), np.frombuffer(window, np.uint8)
+        while self._waiting and self._waiting[0].start < stop:
+            self._filling.append(_Filling(self._waiting.popleft()))
+        for filling in self._filling:
+            filling.take(offset, data)
+        self._filling = [filling for filling in self._filling if filling.block.stop > stop]
+
+
+class _Filling:
+    """A block of which not all bytes have come yet."""
+
+    def __init__(self, block: RowBlock) -> None:
+        self.block, self._room = block, block.room()
+        self._bytes = _array(self._room)
+
+    def take(self, offset: int, data: np.ndarray) -> None:
+        """Copy what is wanted of ``data``, and bring all to its place after the last of it."""
+        start, stop = max(offset, self.block.start), min(offset + len(data), self.block.stop)
+        if start < stop:
+            # NumPy lets other threads run meanwhile
+            np.copyto(
+                self._bytes[start - self.block.start : stop - self.block.start], data[start - offset : stop - offset]
+            )
+        if stop == self.block.stop:
+            self.block.put(self._room)
+
+
+def _array(x: Tensor) -> np.ndarray:
+    return np.frombuffer(bytes_of(x), np.uint8)

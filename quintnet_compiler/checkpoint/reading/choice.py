@@ -1,0 +1,267 @@
+"""Which checkpoint of a folder is loaded: the newest whole one, of which every rank checks its share.
+
+Others may write into the folder meanwhile. A checkpoint that is replaced or removed is looked for again, on all ranks.
+Only wrong bytes and missing files are damage, for which an older checkpoint is taken. What cannot be read now, or is of
+another format, may be whole: that is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from ...core.errors import CheckpointError, CheckpointWarning
+from ...weights.files import INDEX, METADATA, SINGLE, conversion, shown
+from ..documents import IndexEntry, StateNote, check_tensors, read_index, read_state
+from ..folder import CheckpointFolder
+from ..manifest import WrittenFiles, available, check_files, read_manifest
+from .open_files import Damaged, OpenFiles, OtherFormat, Vanished
+
+LOOKS = 60  # at a folder whose checkpoints vanish while they are read
+LONGEST_WAIT = 1.0  # seconds, before another look
+LONGEST_LIST = 100  # checkpoints that are tried
+TellAll = Callable[[str], Sequence[str]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A whole checkpoint, which is open, with its documents."""
+
+    files: WrittenFiles
+    state: StateNote
+    index: Mapping[str, IndexEntry]
+
+    @property
+    def path(self) -> Path | str:
+        """Return the folder's path, or its URL."""
+        return self.files.files.path
+
+
+def with_newest(tell_all: TellAll, folder: CheckpointFolder, step: int | None, use: Callable[[Chosen], T]) -> T:
+    """Return what ``use`` returns for the newest whole checkpoint, or for that of ``step``.
+
+    Every rank calls this. The checkpoint stays open until ``use`` returns. If that raises Vanished, on all ranks, it is
+    called again with the checkpoint that is there then.
+
+    Args:
+        tell_all: gives every rank's text to every rank.
+        folder: that has it.
+        step: of the checkpoint.
+        use: reads it.
+
+    Raises:
+        CheckpointError: QN601 on every rank if there is none, or what is there cannot be read.
+    """
+    reason = ""
+    for look in range(LOOKS):
+        time.sleep(min(LONGEST_WAIT, 1.3**look / 1000) if look else 0)
+        with contextlib.ExitStack() as stack:
+            try:
+                return use(_Look.begin(tell_all, folder, step).chosen(stack))
+            except Vanished as vanished:
+                reason = str(vanished)
+    raise CheckpointError(
+        "QN601",
+        f"{shown(str(folder.path))}: {LOOKS} times, a checkpoint was replaced or removed while it was read: {reason}",
+        fix="load while no other process writes there",
+    )
+
+
+class _Outcome(StrEnum):
+    """How far a rank came with a checkpoint. Of several ranks', the first of these counts."""
+
+    VANISHED = "vanished"
+    UNREADABLE = "unreadable"
+    OTHER_FORMAT = "other format"
+    DAMAGED = "damaged"
+    WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank says: why it did not read a checkpoint, or which one it has read."""
+
+    outcome: _Outcome
+    text: str
+
+    def message(self) -> str:
+        return f"{self.outcome}\n{self.text}"
+
+    @classmethod
+    def parse(cls, message: str) -> _Report:
+        outcome, _, text = message.partition("\n")
+        return cls(_Outcome(outcome), text)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """One look of all ranks at a folder: ``names`` of what may be loaded, as ``step/name``, the newest first."""
+
+    tell_all: TellAll
+    folder: CheckpointFolder
+    step: int | None
+    names: Sequence[str]
+    ranks: int
+
+    @classmethod
+    def begin(cls, tell_all: TellAll, folder: CheckpointFolder, step: int | None) -> _Look:
+        """List what there is, as the first rank sees it.
+
+        Raises:
+            CheckpointError: QN601 on every rank, if the folder cannot be read.
+        """
+        try:
+            entries = [entry for entry in available(folder) if step is None or entry.step == step][:LONGEST_LIST]
+            report = _Report(_Outcome.WHOLE, " ".join(f"{entry.step}/{entry.files.name}" for entry in entries))
+        except Exception as error:
+            report = _Report(_Outcome.UNREADABLE, _words(error))
+        messages = tell_all(report.message())
+        first = _Report.parse(messages[0])
+        if first.outcome is _Outcome.UNREADABLE:
+            raise _unusable(first, shown(str(folder.path)))
+        return cls(tell_all, folder, step, first.text.split(), len(messages))
+
+    def chosen(self, stack: contextlib.ExitStack) -> Chosen:
+        """Return the checkpoint to load, which ``stack`` keeps open.
+
+        Raises:
+            CheckpointError: QN601 on every rank.
+            Vanished: on every rank, if another look may find one.
+        """
+        for name in self.names:
+            with contextlib.ExitStack() as own:
+                report, chosen = self._examine(name, own)
+                if report.outcome is _Outcome.WHOLE:
+                    assert chosen is not None
+                    self._require_one(chosen, report, name)
+                    stack.push(own.pop_all())
+                    return chosen
+            self._refuse(report, name)
+        raise _nothing(self.folder, self.step)
+
+    def _examine(self, name: str, stack: contextlib.ExitStack) -> tuple[_Report, Chosen | None]:
+        """Return what counts of all ranks' reports, and the checkpoint if this rank has read it."""
+        rank = dist.get_rank() if self.ranks > 1 else 0
+        mine, chosen = _read_share(self.folder, name, slice(rank, None, self.ranks), stack)
+        reports = [_Report.parse(message) for message in self.tell_all(mine.message())]
+        order = list(_Outcome)
+        worst = min(reports, key=lambda report: order.index(report.outcome))
+        return (mine if worst.outcome is _Outcome.WHOLE else worst), chosen
+
+    def _require_one(self, chosen: Chosen, report: _Report, name: str) -> None:
+        """Refuse checkpoints of one name that have other contents on some ranks.
+
+        Raises:
+            CheckpointError: QN601 on every rank.
+            Vanished: on every rank, if one of them was replaced while ranks opened it.
+        """
+        messages = self.tell_all(f"{report.text} {chosen.path}")
+        different = dict.fromkeys(text.partition(" ")[0] for text in messages)
+        if len(different) == 1:
+            return
+        if any(self.tell_all("replaced" if _is_replaced(chosen.files.files) else "")):
+            raise Vanished(f"{name} was replaced")
+        first = [next(i for i, text in enumerate(messages) if text.startswith(digest)) for digest in different]
+        lines = [f"rank {rank}: {shown(messages[rank].partition(' ')[2])}" for rank in first[:20]]
+        step = name.partition("/")[0]
+        raise CheckpointError(
+            "QN601",
+            "\n  ".join([f"ranks would load {len(different)} different checkpoints of step {step}", *lines]),
+            fix="give every rank the same folder, on a disk that all ranks share",
+        )
+
+    def _refuse(self, report: _Report, name: str) -> None:
+        """Raise what a checkpoint that is not whole leads to; warn if the one before it is to be tried."""
+        again = _Look.begin(self.tell_all, self.folder, self.step)
+        if report.outcome is _Outcome.VANISHED or again.names != self.names:
+            raise Vanished(report.text)
+        where = f"{shown(str(self.folder.path))}/{name.partition('/')[2]}"
+        if report.outcome is not _Outcome.DAMAGED:
+            raise _unusable(report, where)
+        if self.step is not None:
+            fix = "load another step, or none to get the newest whole one"
+            raise CheckpointError("QN601", f"{where}: {report.text}", fix=fix)
+        warnings.warn(CheckpointWarning(f"{where}: {report.text}; trying the one before"), stacklevel=7)
+
+
+def _read_share(
+    folder: CheckpointFolder, name: str, share: slice, stack: contextlib.ExitStack
+) -> tuple[_Report, Chosen | None]:
+    """Open a checkpoint, check a share of its files, and read its documents; report how far that came."""
+    number, _, name_in_folder = name.partition("/")
+    files = None
+    try:
+        files = stack.enter_context(folder.at(name_in_folder).open())
+        written = read_manifest(files, int(number))
+        check_files(written, share)
+        index = read_index(written)
+        check_tensors(written, index, sorted(written.digests)[share])
+        chosen = Chosen(written, read_state(written, int(number)), index)
+        contents = hashlib.sha256(repr(sorted(written.digests.items())).encode()).hexdigest()
+        return _Report(_Outcome.WHOLE, contents), chosen
+    except Vanished as error:
+        report = _Report(_Outcome.VANISHED, str(error))
+    except Damaged as error:
+        report = _Report(_Outcome.DAMAGED, str(error))
+    except OtherFormat as error:
+        report = _Report(_Outcome.OTHER_FORMAT, str(error))
+    except Exception as error:  # of the system, or of a store's library
+        report = _Report(_Outcome.UNREADABLE, _words(error))
+    if files is not None and _is_replaced(files):
+        report = _Report(_Outcome.VANISHED, report.text)
+    return report, None
+
+
+def _is_replaced(files: OpenFiles) -> bool:
+    try:
+        return files.replaced()
+    except Exception:  # it is not known: what was found counts
+        return False
+
+
+def _words(error: Exception) -> str:
+    """Return what the system or a library says, on one line."""
+    text = shown(str(error))
+    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"
+
+
+def _unusable(report: _Report, where: str) -> CheckpointError:
+    if report.outcome is _Outcome.OTHER_FORMAT:
+        fix = "load it with the version of QuintNet that wrote it, or another one with load(folder, step=...)"
+        return CheckpointError("QN601", f"{where}: {report.text}", fix=fix)
+    fix = "see the reason; load(folder, step=...) loads another one"
+    return CheckpointError("QN601", f"{where} cannot be read: {report.text}", fix=fix)
+
+
+def _nothing(folder: CheckpointFolder, step: int | None) -> CheckpointError:
+    """Return the error of a folder that does not have what is to be loaded."""
+    where = shown(str(folder.path))
+    others = [] if step is None else available(folder)[:10]
+    if others:
+        steps = ", ".join(str(entry.step) for entry in others)
+        fix = f"load one that is there: {steps}"
+        return CheckpointError("QN601", f"{where} has no checkpoint of step {step}", fix=fix)
+    return CheckpointError("QN601", f"{where} has no whole checkpoint", fix=_instead(folder.path))
+
+
+def _instead(folder: Path | str) -> str:
+    """Return how to load what is in a folder that has no checkpoint of this package."""
+    if isinstance(folder, str):
+        return "give the URL that was given to save"
+    within = sorted(folder.iterdir()) if folder.is_dir() else []
+    dcp = next((path for path in (folder, *within) if (path / METADATA).is_file()), None)
+    if dcp is not None:
+        return f"torch.distributed.checkpoint wrote it: {conversion(dcp, 'quintnet')}; then load NEW_FOLDER"
+    if any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return "it has safetensors: program.load_pretrained(folder)"
+    return "give the folder that was given to save"
