@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import xxhash
@@ -89,27 +89,63 @@ def pieces_of(name: str, file: FileSource, written: Digest) -> list[FilePiece]:
     ]
 
 
-def read_in_windows(file: FileSource, start: int, stop: int, take: Callable[[int, memoryview], object]) -> None:
-    """Read bytes of a file; ``take`` gets each window with where it begins. The next one overwrites it."""
-    room = memoryview(bytearray(min(file.bytes_at_once, max(1, stop - start))))
-    for first in range(start, stop, len(room)):
-        window = room[: stop - first]
-        file.read_into(first, window)
-        take(first, window)
+class WindowSink(Protocol):
+    """Takes what is read of a file, window by window."""
+
+    def room_at(self, offset: int, size: int, /) -> memoryview | None:
+        """Return where to read what begins at ``offset`` to, at most ``size`` bytes; None: anywhere."""
+
+    def take(self, offset: int, window: memoryview, /) -> object:
+        """Use what begins at ``offset``. If it was read elsewhere, the next window overwrites it."""
 
 
-def is_as_written(piece: FilePiece, take: Callable[[int, memoryview], object] | None = None) -> bool:
-    """Read a piece, and return whether its hash is the one that it had when it was written. ``take``: gets its bytes,
-    see :func:`read_in_windows`."""
-    digest = xxhash.xxh3_128()
+class _Nobody:
+    def room_at(self, offset: int, size: int) -> None:
+        """Have no place for it."""
 
-    def hash_and_take(offset: int, window: memoryview) -> None:
-        digest.update(window)
-        if take is not None:
-            take(offset, window)
+    def take(self, offset: int, window: memoryview) -> None:
+        """Leave it."""
 
-    read_in_windows(piece.file, piece.start, piece.start + piece.size, hash_and_take)
-    return digest.hexdigest() == piece.hash
+
+@dataclass(frozen=True)
+class _Collector(_Nobody):
+    data: bytearray
+
+    def take(self, offset: int, window: memoryview) -> None:
+        self.data.extend(window)
+
+
+def read_in_windows(file: FileSource, start: int, stop: int, sink: WindowSink) -> None:
+    """Read bytes of a file, as many at once as is best."""
+    room = memoryview(bytearray(min(file.bytes_at_once, max(0, stop - start))))
+    while start < stop:
+        size = min(len(room), stop - start)
+        window = sink.room_at(start, size) or room[:size]
+        file.read_into(start, window)
+        sink.take(start, window)
+        start += len(window)
+
+
+def is_as_written(piece: FilePiece, sink: WindowSink | None = None) -> bool:
+    """Read a piece, and return whether its hash is the one that it had when it was written."""
+    hashing = _Hashing(sink or _Nobody())
+    read_in_windows(piece.file, piece.start, piece.start + piece.size, hashing)
+    return hashing.digest.hexdigest() == piece.hash
+
+
+@dataclass(frozen=True)
+class _Hashing:
+    """Hashes what another takes."""
+
+    sink: WindowSink
+    digest: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+
+    def room_at(self, offset: int, size: int) -> memoryview | None:
+        return self.sink.room_at(offset, size)
+
+    def take(self, offset: int, window: memoryview) -> None:
+        self.digest.update(window)
+        self.sink.take(offset, window)
 
 
 def not_as_written(name: str) -> Damaged:
@@ -140,7 +176,7 @@ class VerifiedSource:
     def _piece(self, number: int) -> bytes:
         if number != self._kept:
             data, piece = bytearray(), self._pieces[number]
-            if not is_as_written(piece, lambda _, window: data.extend(window)):
+            if not is_as_written(piece, _Collector(data)):
                 raise not_as_written(piece.name)
             self._kept, self._data = number, bytes(data)
         return self._data

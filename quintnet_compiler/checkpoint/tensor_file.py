@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from pydantic import NonNegativeInt, StrictStr, TypeAdapter, ValidationError
@@ -99,12 +100,12 @@ class RowBlock:
     part: tuple[slice, ...]
     into: Tensor
 
-    @property
+    @cached_property
     def start(self) -> int:
         """Return where its bytes begin in the file."""
         return self.tensor.start + self.first * self._bytes_of_row
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """Return where they end."""
         return self.tensor.start + self.last * self._bytes_of_row

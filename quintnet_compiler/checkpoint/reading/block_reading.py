@@ -16,6 +16,7 @@ from ..pieces import PIECE, FilePiece, is_as_written, not_as_written, read_in_wi
 from ..tensor_file import RowBlock, bytes_of
 
 LEAST_WANTED = 4  # a piece is read whole if one in so many of its bytes is wanted
+LEAST_IN_PLACE = 2**16  # bytes that are worth a call of their own, which saves a copy
 MOST_REGIONS = 8  # of a file, each read by one thread
 
 
@@ -46,11 +47,11 @@ def _read_region(pieces: Sequence[FilePiece], blocks: Sequence[RowBlock]) -> Non
     for number, wanted in _wanted(blocks):
         piece = pieces[number]
         if sum(stop - start for start, stop in wanted) * LEAST_WANTED >= piece.size:
-            if not is_as_written(piece, sweep.take):
+            if not is_as_written(piece, sweep):
                 raise not_as_written(piece.name)
             continue
         for start, stop in wanted:
-            read_in_windows(piece.file, start, stop, sweep.take)
+            read_in_windows(piece.file, start, stop, sweep)
 
 
 def _wanted(blocks: Sequence[RowBlock]) -> Iterable[tuple[int, list[tuple[int, int]]]]:
@@ -74,14 +75,27 @@ class _Sweep:
         self._waiting = deque(blocks)
         self._filling: list[_Filling] = []
 
+    def room_at(self, offset: int, size: int) -> memoryview | None:
+        """Return the block's own memory, if bytes go into one alone, and enough of them."""
+        self._begin(offset + 1)
+        if len(self._filling) != 1:
+            return None
+        stop = offset + size if not self._waiting else min(offset + size, self._waiting[0].start)
+        room = self._filling[0].room_at(offset, stop)
+        return room if len(room) == size or len(room) >= LEAST_IN_PLACE else None
+
     def take(self, offset: int, window: memoryview) -> None:
         """Put a window's bytes into the blocks that want some of them."""
         stop, data = offset + len(window), np.frombuffer(window, np.uint8)
-        while self._waiting and self._waiting[0].start < stop:
-            self._filling.append(_Filling(self._waiting.popleft()))
+        self._begin(stop)
         for filling in self._filling:
             filling.take(offset, data)
-        self._filling = [filling for filling in self._filling if filling.block.stop > stop]
+        self._filling = [filling for filling in self._filling if filling.stop > stop]
+
+    def _begin(self, stop: int) -> None:
+        """Fill those blocks, too, that begin before ``stop``."""
+        while self._waiting and self._waiting[0].start < stop:
+            self._filling.append(_Filling(self._waiting.popleft()))
 
 
 class _Filling:
@@ -89,17 +103,20 @@ class _Filling:
 
     def __init__(self, block: RowBlock) -> None:
         self.block, self._room = block, block.room()
+        self.start, self.stop = block.start, block.stop
         self._bytes = _array(self._room)
 
+    def room_at(self, offset: int, stop: int) -> memoryview:
+        """Return the memory for bytes of the file."""
+        return self._bytes[offset - self.start : stop - self.start].data
+
     def take(self, offset: int, data: np.ndarray) -> None:
-        """Copy what is wanted of ``data``, and bring all to its place after the last of it."""
-        start, stop = max(offset, self.block.start), min(offset + len(data), self.block.stop)
-        if start < stop:
-            # NumPy lets other threads run meanwhile
-            np.copyto(
-                self._bytes[start - self.block.start : stop - self.block.start], data[start - offset : stop - offset]
-            )
-        if stop == self.block.stop:
+        """Copy what is wanted of ``data``, unless it was read to here; bring all to its place after the last of it."""
+        start, stop = max(offset, self.start), min(offset + len(data), self.stop)
+        wanted, room = data[start - offset : stop - offset], self.room_at(start, stop)
+        if not np.may_share_memory(wanted, room):
+            np.copyto(np.frombuffer(room, np.uint8), wanted)  # other threads run meanwhile
+        if stop == self.stop:
             self.block.put(self._room)
 
 
