@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NotRequired
+from typing import Annotated, Any, NamedTuple, NotRequired
 
-from pydantic import NonNegativeInt, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from ..weights.files import DTYPES, shown
@@ -54,9 +54,13 @@ OptimizerNote = TypedDict(
 )
 
 
+Count = Annotated[StrictInt, Field(ge=0, lt=2**63)]
+Scale = Annotated[StrictInt | StrictFloat, Field(gt=0, le=2.0**127, allow_inf_nan=False)]
+
+
 class RandomState(TypedDict):
-    seed: StrictInt
-    step: StrictInt
+    seed: Count
+    step: Count
 
 
 class RunNote(TypedDict):
@@ -64,7 +68,7 @@ class RunNote(TypedDict):
     parameters -> the name that they are stored under."""
 
     rng: NotRequired[RandomState]
-    loss_scale: NotRequired[tuple[StrictInt | StrictFloat, StrictInt]]
+    loss_scale: NotRequired[tuple[Scale, Count]]
     mesh: NotRequired[StrictStr]
     tied: NotRequired[dict[StrictStr, StrictStr]]
 

@@ -19,7 +19,9 @@ from ..compat.distributed import dtensor_over
 from ..core.empty_storage import is_of_other_ranks
 from ..core.errors import CheckpointError, CheckpointWarning
 from ..runtime.state.whole_optimizer import WholeOptimizer
+from ..weights.files import shown
 from .parts import SavedPart
+from .reading.plain_values import require_options
 from .values import decoded, encoded, path_of
 
 Note = Mapping[str, Any]  # JSON
@@ -166,6 +168,7 @@ def restored(
         if not note["class"] and options.keys() != group.keys() - {"params"}:
             other = ", ".join(sorted(options.keys() ^ (group.keys() - {"params"})))
             raise CheckpointError("QN602", f"the options of a {kind} are others than the checkpoint's: {other}")
+        require_options(_inner(optimizer), options, group)
         other, before = seen.setdefault(id(group), (name, options))
         if before != options:
             raise CheckpointError(
@@ -186,12 +189,13 @@ def restored(
             home = optimizer.home(place.parameter) if isinstance(optimizer, WholeOptimizer) else None
             made[path], targets[f"{name}/{path}"] = _room(place, meta, group, free, home)
             used.add(_memory(made[path]))
-        states[name] = decoded_state(note["values"].get(name, {}), made)
+        states[name] = _decoded(name, note, made)
 
     absent = [(i, group) for i, group in enumerate(optimizer.param_groups) if id(group) not in seen]
     for index, group in absent:
         options = _options_elsewhere(optimizer, index, note, others)
         if options is not None:
+            require_options(_inner(optimizer), options, group)
             changes.append((group, options))
 
     def finish() -> None:
@@ -236,8 +240,25 @@ def _options_elsewhere(
     return options
 
 
+def _decoded(name: str, note: Note, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return a parameter's state.
+
+    Raises:
+        CheckpointError: QN602 if the checkpoint does not have what it says.
+    """
+    try:
+        return decoded_state(note["values"].get(name, {}), tensors)
+    except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        text = f"state.json: optimizer.values.{shown(name)} cannot be read: {type(error).__name__}: {shown(str(error))}"
+        raise CheckpointError("QN602", text, fix="load a checkpoint that has not been changed") from None
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer.inner if isinstance(optimizer, WholeOptimizer) else optimizer
+
+
 def _kind(optimizer: torch.optim.Optimizer) -> str:
-    return type(optimizer.inner if isinstance(optimizer, WholeOptimizer) else optimizer).__name__
+    return type(_inner(optimizer)).__name__
 
 
 def _named(

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..api.compiled_program import CompiledProgram
 from ..checkpoint.manifest import available
 from ..checkpoint.optimizer_state import plain
+from ..checkpoint.reading.plain_values import require_alike
 from ..checkpoint.stores.places import folder_at
 from ..checkpoint.training_state import Restored, require_number
 from ..compat.torch import pytree
@@ -33,6 +34,7 @@ from .callbacks import Callback
 from .loggers import ConsoleLogger, JsonLogger, Logger, TensorBoardLogger, warn_of_log
 from .measures import Metric, device_flops, memory_gib
 from .resume.resumable_loader import ResumableLoader
+from .resume.stored_checks import require_trainer_state
 from .save_interval import SaveInterval
 from .schedulers import follows_validation, require_steps
 from .time_report import RunTime, Stopwatch
@@ -398,7 +400,7 @@ class Trainer:
         if self.checkpoint_folder is None or self.history.step or not available(folder_at(self.checkpoint_folder)):
             return
         self.program.reserve(self.checkpoint_folder)  # and not at the first save, after steps that would be lost
-        found = self.program.load(self.checkpoint_folder, optimizer=self.optimizer, accept=_require_trainers)
+        found = self.program.load(self.checkpoint_folder, optimizer=self.optimizer, accept=self._require_own)
         at = found.extra["trainer"]
         self.data.load_state_dict(at.get("data", at))  # an earlier version had no word for it
         self.best, self.bad = math.inf if at["best"] is None else at["best"], at["bad"]
@@ -409,16 +411,19 @@ class Trainer:
             warnings.warn(CheckpointWarning(message), stacklevel=3)
         self.history.step = self.history.resumed_from = self.saved = found.step
 
+    def _require_own(self, checkpoint: Restored) -> None:
+        """Refuse a checkpoint that no Trainer wrote (where the data stood is not known), or somebody has changed.
 
-def _require_trainers(checkpoint: Restored) -> None:
-    """Refuse a checkpoint that no Trainer wrote: where the data stood is not known.
-
-    Raises:
-        CheckpointError: QN602.
-    """
-    if "trainer" not in checkpoint.extra:
-        raise CheckpointError(
-            "QN602",
-            f"{checkpoint.path} was not written by a Trainer: where the data stood is not known",
-            fix="load it with program.load(...), and give the Trainer another checkpoint_folder",
-        )
+        Raises:
+            CheckpointError: QN602.
+        """
+        if "trainer" not in checkpoint.extra:
+            raise CheckpointError(
+                "QN602",
+                f"{checkpoint.path} was not written by a Trainer: where the data stood is not known",
+                fix="load it with program.load(...), and give the Trainer another checkpoint_folder",
+            )
+        state, where = checkpoint.extra["trainer"], "state.json: extra.trainer"
+        require_trainer_state(state, where)
+        if self.scheduler is not None and "scheduler" in state:
+            require_alike(state["scheduler"], self.scheduler.state_dict(), f"{where}.scheduler", only_own=True)

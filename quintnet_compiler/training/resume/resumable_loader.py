@@ -21,6 +21,7 @@ from ..batches import BatchSampler
 from .position import Position
 from .random_states import RandomStates
 from .rank_states import RowReader, chosen, gathered
+from .stored_checks import require_data_state
 from .stored_values import from_json, to_json
 
 _END = object()
@@ -132,8 +133,9 @@ class ResumableLoader:
 
         Raises:
             CheckpointError: QN602 if each data rank read its own rows, and there are others now, unless a
-                :class:`BatchSampler` or torch's DistributedSampler says which ones.
+                :class:`BatchSampler` or torch's DistributedSampler says which ones; or for what is no such state.
         """
+        require_data_state(state)
         states: Mapping[str, Any] = {"begin": None, "now": None, "loader": None, "digest": 0}
         comparable = False
         if "states" in state:  # else of an earlier version

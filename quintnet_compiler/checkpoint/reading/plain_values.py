@@ -1,0 +1,106 @@
+"""Values that a file of anyone may have, compared with the values that they are to replace: their kinds, and ranges."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.errors import CheckpointError
+from ...weights.files import shown
+
+_TORCH_OPTIMIZERS = "torch.optim."
+_DEEPEST = 20  # containers in one another
+
+
+class _Misfit(Exception):
+    """Say which field has which wrong value."""
+
+
+def require_alike(values: Mapping[str, Any], own: Mapping[str, Any], where: str, *, only_own: bool = False) -> None:
+    """Compare plain values with those that they are to replace: a number takes the place of a number, a list that of
+    one of the same length. Names that ``own`` does not have may have any number, text, or list of them.
+
+    Args:
+        values: of a file.
+        own: those that are there, tensors among them.
+        where: names the file and the part of it.
+        only_own: other names than those of ``own`` are refused.
+
+    Raises:
+        CheckpointError: QN602, naming the field.
+    """
+    try:
+        for name, value in values.items():
+            if only_own and name not in own:
+                raise _Misfit(f"{where}.{shown(name)} is nothing that there is here")
+            _require_value(value, own.get(name), f"{where}.{name}", 0)
+    except _Misfit as misfit:
+        raise CheckpointError("QN602", str(misfit), fix="load a checkpoint that has not been changed") from None
+
+
+def require_options(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Refuse options that a group of an optimizer cannot have; torch's own optimizers say which ones that are.
+
+    Raises:
+        CheckpointError: QN602, naming the option.
+    """
+    where, kind = "state.json: optimizer.options", type(optimizer)
+    own = {name: value for name, value in group.items() if name != "params"}
+    if "params" in options or ("lr" in own and options.get("lr") is None):
+        text = f"{where}.params is no option" if "params" in options else f"{where}.lr is missing"
+        raise CheckpointError("QN602", text, fix="load a checkpoint that has not been changed")
+    require_alike(options, own, where)
+    if not kind.__module__.startswith(_TORCH_OPTIMIZERS):
+        return
+    make: Callable[..., object] = kind
+    names = inspect.signature(kind).parameters.keys() & options.keys()
+    arguments = {name: tuple(x) if isinstance(own.get(name), tuple) else x for name, x in options.items()}
+    try:
+        make([torch.zeros(1, 1, requires_grad=True)], **{name: arguments[name] for name in names})
+    except (ValueError, TypeError, RuntimeError) as error:
+        text = f"{where}: {kind.__name__} refuses them: {shown(str(error))}"
+        raise CheckpointError("QN602", text, fix="load a checkpoint that has not been changed") from None
+
+
+def _require_value(value: Any, own: Any, where: str, depth: int) -> None:
+    if depth > _DEEPEST:
+        raise _Misfit(f"{where} has lists in lists, {depth} deep")
+    if isinstance(value, list | tuple):
+        if own is not None and (not isinstance(own, list | tuple) or len(value) != len(own)):
+            raise _misfit(value, own, where)
+        for i, part in enumerate(value):
+            _require_value(part, None if own is None else own[i], f"{where}.{i}", depth + 1)
+    elif isinstance(value, Mapping):
+        if own is not None and not isinstance(own, Mapping):
+            raise _misfit(value, own, where)
+        for name, part in value.items():
+            _require_value(part, None if own is None else own.get(name), f"{where}.{shown(str(name))}", depth + 1)
+    elif isinstance(value, float | int) and not isinstance(value, bool):
+        _require_number(value, own, where)
+    elif value is not None and own is not None and type(value) is not type(own):
+        raise _misfit(value, own, where)
+
+
+def _require_number(value: float, own: Any, where: str) -> None:
+    if own is not None and (isinstance(own, bool) or not isinstance(own, float | int | Tensor)):
+        raise _misfit(value, own, where)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise _Misfit(f"{where} is a number of {len(str(abs(value)))} digits") from None
+    if math.isnan(number) and not _is_nan(own):
+        raise _Misfit(f"{where} is not a number")
+
+
+def _is_nan(own: Any) -> bool:
+    return isinstance(own, float) and math.isnan(own)
+
+
+def _misfit(value: Any, own: Any, where: str) -> _Misfit:
+    size = f" of {len(own)}" if isinstance(own, list | tuple) else ""
+    return _Misfit(f"{where} is {shown(repr(value))}, and a {type(own).__name__}{size} here")
