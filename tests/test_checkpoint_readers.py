@@ -221,15 +221,15 @@ def test_a_flipped_bit_of_the_second_read_is_found(
 ) -> None:
     _save(writer, tmp_path, 1, 1)
     flips = iter([True])
-    real = disk_reading._OpenFolder.fill
+    real = disk_reading._OpenFolder._fill
 
-    def flipped(self: Any, name: str, offset: int, into: memoryview) -> None:
-        real(self, name, offset, into)
+    def flipped(self: Any, name: str, kept: int | None, offset: int, into: memoryview) -> None:
+        real(self, name, kept, offset, into)
         if offset > 10_000 and next(flips, False):
             into[7] ^= 1
 
     def begin(_: quintnet.Restored) -> None:
-        monkeypatch.setattr(disk_reading._OpenFolder, "fill", flipped)
+        monkeypatch.setattr(disk_reading._OpenFolder, "_fill", flipped)
 
     assert reader[0].load(tmp_path, optimizer=reader[1], accept=begin).step == 1
     assert next(flips, "flipped") == "flipped" and _values(reader) == {1.0}
@@ -311,6 +311,8 @@ def test_an_error_that_lasts_is_no_damage(
         assert reader[0].load(tmp_path, step=2, optimizer=reader[1]).step == 2  # as the error says
         _save(writer, tmp_path, 4, 4, keep=2)
         _save(writer, tmp_path, 5, 5, keep=2)
+        with pytest.raises(quintnet.CheckpointError, match="step-00000003 is not replaced: it may be whole"):
+            _save(writer, tmp_path, 3, 3)
     assert reader[0].load(tmp_path, step=3).step == 3
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-{n:08}" for n in (3, 4, 5)]
 
@@ -346,7 +348,7 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(
         return real(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(quintnet.CheckpointError, match="cannot be read: .*Input/output error") as raised:
+    with pytest.raises(quintnet.CheckpointError, match=r"cannot be read: .*Input/output error") as raised:
         reader[0].load(tmp_path)
     assert raised.value.code == "QN601"
 
@@ -410,9 +412,7 @@ def test_no_descriptor_left_is_no_damage(
         return real(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", open_file)
-    with pytest.raises(
-        quintnet.CheckpointError, match="rank-00000.*Too many open files|Too many open files.*rank-00000"
-    ):
+    with pytest.raises(quintnet.CheckpointError, match=r"Too many open files.*rank-00000"):
         reader[0].load(tmp_path, optimizer=reader[1])
 
 

@@ -9,19 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .folder import CheckpointFiles, CheckpointFolder
-from .manifest import whole, write_manifest
+from .manifest import require_replaceable, whole, write_manifest
 from .pieces import Digest
 
 
 def place_to_write(folder: CheckpointFolder, step: int) -> CheckpointFiles:
     """Room for a checkpoint that is not whole yet.
 
-    A whole checkpoint that a dead writer left without its name gets it, and what else it left is removed.
+    A whole checkpoint that a dead writer left without its name gets it, and what else it left is removed, unless it
+    cannot be read.
+
+    Raises:
+        CheckpointError: QN603 if the one that would be replaced cannot be read: it may be whole.
     """
+    for entry in folder.named():
+        if entry.step == step:
+            require_replaceable(entry)
     for entry in folder.leftovers():
-        if entry.step not in {other.step for other in folder.named()} and whole(entry):
+        if whole(entry) and entry.step not in {other.step for other in folder.named()}:
             folder.publish(entry.files, entry.step)
-        else:
+        elif whole(entry) is not None:
             folder.remove(entry.files)
     return folder.new(step)
 
@@ -48,17 +55,18 @@ def prune(folder: CheckpointFolder, newest: int, keep: int) -> None:
     """Keep the ``keep`` newest whole checkpoints up to step ``newest``, which was just written, and remove the others.
 
     Damaged ones do not count (files are missing, or have other sizes: contents are not read), and are removed when so
-    many whole ones are there. Then go those, too, of abandoned runs that were not farther than this one.
+    many whole ones are there. Then go those, too, of abandoned runs that were not farther than this one. What cannot be
+    read does not count, and stays.
     """
     there = folder.named()
     good = [entry for entry in there if entry.step == newest or whole(entry)][:keep]
     if len(good) < keep:
         return
     for entry in there:
-        if entry not in good:
+        if entry not in good and whole(entry) is not None:
             folder.remove(entry.files)
     for aside in folder.abandoned():
         for entry in aside.named():
-            if entry.step <= newest:
+            if entry.step <= newest and whole(entry) is not None:
                 aside.remove(entry.files)
         aside.remove_if_empty()

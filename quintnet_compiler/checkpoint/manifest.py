@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.errors import CheckpointError
 from ..weights.files import shown
 from .folder import CheckpointFiles, CheckpointFolder, Entry
 from .pieces import PIECE, Digest, FilePiece, VerifiedSource, different, not_as_written, pieces_of, write
@@ -58,26 +59,41 @@ def write_manifest(checkpoint: CheckpointFiles, step: int, files: Mapping[str, D
     write_text(checkpoint, MANIFEST, json.dumps({**found, "sha256": _own(found)}, indent=1) + "\n")
 
 
-def whole(entry: Entry) -> bool:
+def whole(entry: Entry) -> bool | None:
     """Return whether a checkpoint has its files, in their sizes. Their contents are not read.
 
-    Raises:
-        OSError, OtherFormat: if this cannot be known. Nothing may remove or replace such a checkpoint.
+    None if this cannot be known: it cannot be read now, or has another format. Nothing may remove or replace it then.
     """
     try:
-        with entry.files.open() as files:
-            check_sizes(read_manifest(files, entry.step))
+        _check_shape(entry)
     except (Damaged, Vanished):
         return False
+    except Exception:  # of the system, a store's library, or another format
+        return None
     return True
 
 
-def whole_or_unreadable(entry: Entry) -> bool:
-    """Return whether a checkpoint is whole, or cannot be read now: it may be whole then."""
+def require_replaceable(entry: Entry) -> None:
+    """Refuse to replace a checkpoint that may be whole, but cannot be read.
+
+    Raises:
+        CheckpointError: QN603.
+    """
     try:
-        return whole(entry)
-    except (OSError, OtherFormat):
-        return True
+        _check_shape(entry)
+    except (Damaged, Vanished):
+        return
+    except Exception as error:
+        raise CheckpointError(
+            "QN603",
+            f"{shown(str(entry.files.path))} is not replaced: it may be whole, and cannot be read: {shown(str(error))}",
+            fix="save another step, or remove it first",
+        ) from error
+
+
+def _check_shape(entry: Entry) -> None:
+    with entry.files.open() as files:
+        check_sizes(read_manifest(files, entry.step))
 
 
 def available(folder: CheckpointFolder) -> list[Entry]:
@@ -89,7 +105,7 @@ def available(folder: CheckpointFolder) -> list[Entry]:
     """
     there = folder.named()
     steps = {entry.step for entry in there}
-    more = [entry for entry in folder.leftovers() if entry.step not in steps and whole_or_unreadable(entry)]
+    more = [entry for entry in folder.leftovers() if entry.step not in steps and whole(entry) is not False]
     return sorted([*there, *more], key=lambda entry: -entry.step)
 
 

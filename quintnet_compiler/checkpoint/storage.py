@@ -241,8 +241,12 @@ def without_warning_of_one_process() -> Iterator[None]:
 
 
 def error_of_ranks(code: str, error: CheckpointException, fix: str) -> CheckpointError:
-    """Return the error that says what each rank's was."""
-    reasons = [
-        f"rank {rank}: {type(cause).__name__}: {shown(str(cause))}" for rank, (cause, _) in error.failures.items()
-    ]
-    return CheckpointError(code, "\n  ".join(reasons[:20]), fix=fix)
+    """Return the error that says what each rank's was; ``fix`` is that of other libraries' and the system's errors."""
+    causes = [(rank, cause) for rank, (cause, _) in error.failures.items()]
+    own = [cause for _, cause in causes if isinstance(cause, CheckpointError)]
+    lines = [f"rank {rank}: {_words_of(cause)}" for rank, cause in causes[:20]]
+    return CheckpointError(code, "\n  ".join(lines), fix=own[0].fix if own else fix)
+
+
+def _words_of(cause: BaseException) -> str:
+    return cause.message if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {shown(str(cause))}"
