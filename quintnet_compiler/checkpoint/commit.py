@@ -1,27 +1,38 @@
 """How a checkpoint appears in its folder, and when others go.
 
-It gets its name when every byte is stored. At every moment the folder has at least as many whole checkpoints as it had,
-or as are to be kept. Only the holder of the folder's lock does this.
+It gets its name when every byte is stored, and before another loses its own. At every moment the folder has at least as
+many whole checkpoints as it had, or as are to be kept. Only the holder of the folder's lock does this.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping
 
 from .folder import CheckpointFiles, CheckpointFolder
-from .manifest import require_replaceable, whole, write_manifest
+from .manifest import is_named, of_this_run, require_replaceable, whole, write_manifest
 from .pieces import Digest
+
+
+class PublishedError(Exception):
+    """Say what failed after a checkpoint got its name, or, if not ``certain``, when that could no longer be read."""
+
+    def __init__(self, text: str, *, certain: bool = True) -> None:
+        super().__init__(text)
+        self.certain = certain
 
 
 def place_to_write(folder: CheckpointFolder, step: int) -> CheckpointFiles:
     """Room for a checkpoint that is not whole yet.
 
-    A whole checkpoint that a dead writer left without its name gets it, and what else it left is removed, unless it
-    cannot be read.
+    What a dead writer had begun is finished: checkpoints that its run left are set aside, a whole one without a name
+    gets it, and what else it left is removed, unless it cannot be read.
 
     Raises:
         CheckpointError: QN603 if the one that would be replaced cannot be read: it may be whole.
     """
+    _finish_leaving(folder)
     for entry in folder.named():
         if entry.step == step:
             require_replaceable(entry)
@@ -39,16 +50,45 @@ def commit(
     """Write the manifest and give the checkpoint its name.
 
     One of the same step is replaced. Those of later steps are of a run that this one left: they are moved to a folder
-    ``abandoned-01`` (02, ...), so that the newest step is always this run's. With ``keep``, see :func:`prune`.
+    ``abandoned-01`` (02, ...), so that the newest step is always this run's. A mark says so from before the checkpoint
+    gets its name until all are moved: see :func:`.manifest.of_this_run`. With ``keep``, see :func:`prune`.
+
+    Raises:
+        PublishedError: if something failed when the checkpoint had its name. After any other error it does not have it,
+            and the folder's others are as they were.
     """
-    write_manifest(made, step, files)
-    later = [entry for entry in folder.named() if entry.step > step]
-    if later:
-        folder.set_aside(later)
-    final = folder.publish(made, step)
-    if keep is not None:
-        prune(folder, step, keep)
+    digest = write_manifest(made, step, files)
+    later = any(entry.step > step for entry in folder.named())
+    try:
+        if later:
+            folder.write_mark(json.dumps({"step": step, "sha256": digest}))
+        final = folder.publish(made, step)
+        if later:
+            _finish_leaving(folder)
+        if keep is not None:
+            prune(folder, step, keep)
+    except Exception as error:
+        try:
+            named = is_named(folder, step, digest)
+        except Exception:  # the disk is gone
+            raise PublishedError(f"{type(error).__name__}: {error}", certain=False) from error
+        if named:
+            raise PublishedError(f"{type(error).__name__}: {error}") from error
+        with contextlib.suppress(Exception):  # it says nothing without the checkpoint
+            folder.remove_mark()
+        raise
     return final
+
+
+def _finish_leaving(folder: CheckpointFolder) -> None:
+    """Set aside what the mark is of, and remove the mark."""
+    if folder.read_mark():
+        there = folder.named()
+        kept = of_this_run(folder, there)
+        left = [entry for entry in there if entry not in kept]
+        if left:
+            folder.set_aside(left)
+    folder.remove_mark()
 
 
 def prune(folder: CheckpointFolder, newest: int, keep: int) -> None:

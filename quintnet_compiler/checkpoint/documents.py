@@ -11,10 +11,10 @@ from typing import Annotated, Any, NamedTuple, NotRequired
 from pydantic import Field, NonNegativeInt, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
-from ..weights.files import DTYPES, shown
+from ..weights.files import shown
 from .manifest import WrittenFiles
 from .reading.open_files import Damaged
-from .tensor_file import BadHeader, read_header
+from .tensor_file import STORED_TYPES, BadHeader, read_header
 
 INDEX, STATE = "index.json", "state.json"
 
@@ -29,7 +29,7 @@ class StoredBox(NamedTuple):
 
 
 class IndexEntry(NamedTuple):
-    """A whole tensor. ``dtype``: safetensors' name."""
+    """A whole tensor. ``dtype``: a name in :data:`.tensor_file.STORED_TYPES`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -108,7 +108,7 @@ def read_index(checkpoint: WrittenFiles) -> dict[str, IndexEntry]:
     found = {name: IndexEntry(**entry) for name, entry in _read(checkpoint, INDEX, _INDEX).items()}
     for name, entry in found.items():
         where = f"{INDEX}, {shown(name)}"
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in STORED_TYPES:
             raise Damaged(f"{where}: there is no dtype {shown(entry.dtype)}")
         for box in entry.boxes:
             if box.file not in checkpoint.digests:
@@ -138,7 +138,7 @@ def check_tensors(checkpoint: WrittenFiles, index: Mapping[str, IndexEntry], fil
             raise Damaged(f"{shown(file)}: {error}") from None
         for dtype, box in boxes:
             found = tensors.get(box.key)
-            if found is None or (found.shape, found.dtype) != (box.sizes, dtype):
+            if found is None or not found.carries(dtype, box.sizes):
                 raise Damaged(f"{shown(file)} does not have a tensor {shown(box.key)}: {dtype} {box.sizes}")
 
 

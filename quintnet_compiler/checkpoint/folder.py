@@ -65,6 +65,9 @@ class CheckpointFolder(Protocol):
     def leftovers(self) -> list[Entry]:
         """What dead writers left, the newest first: what was to replace another before it."""
 
+    def unusable(self) -> list[str]:
+        """Return names that a checkpoint would have, of what is none: a file, or a link that leads nowhere."""
+
     def abandoned(self) -> Sequence[CheckpointFolder]:
         """Folders of checkpoints that a run left behind, those of the last first."""
 
@@ -74,10 +77,18 @@ class CheckpointFolder(Protocol):
         """Raises: CheckpointError: QN603 if another process writes there."""
 
     def new(self, step: int, /) -> CheckpointFiles:
-        """Room for a checkpoint that has no name yet."""
+        """Room for a checkpoint that has no name yet. Raises: FileExistsError if a file has the name of ``step``."""
 
     def publish(self, made: CheckpointFiles, step: int, /) -> CheckpointFiles:
         """Give ``made``, which is whole, its name. One of the same step is replaced, at once."""
+
+    def write_mark(self, text: str, /) -> None:
+        """Store a text at once, in place of one that is there: see :func:`.manifest.of_this_run`."""
+
+    def read_mark(self) -> bytes:
+        """Return that text; empty if there is none."""
+
+    def remove_mark(self) -> None: ...
 
     def set_aside(self, entries: Sequence[Entry], /) -> None:
         """Move named checkpoints to a new folder ``abandoned-01`` (02, ...)."""
@@ -85,6 +96,9 @@ class CheckpointFolder(Protocol):
     def remove(self, files: CheckpointFiles, /) -> None: ...
 
     def remove_if_empty(self) -> None: ...
+
+
+MARK = ".leaving.json"
 
 
 def name_of(step: int) -> str:

@@ -1,23 +1,25 @@
-"""One process at a time writes checkpoints into a folder."""
+"""One process at a time writes checkpoints into a folder, and its programs take turns."""
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
 import socket
-import time
-import warnings
+import threading
 import weakref
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
-from ..core.errors import CheckpointError, CheckpointWarning
+from ..core.errors import CheckpointError
+from ..core.files import open_plain
 from ..weights.files import shown
 from .folder import CheckpointFolder, WriterLock
 
 NAME = ".writer"
-_PATIENCE = 20.0  # seconds: processes that a dead writer had forked end within this
+_LARGEST = 4096  # bytes
 
 
 @dataclass(frozen=True)
@@ -35,86 +37,133 @@ class Holder:
     @classmethod
     def read(cls, path: Path) -> Holder | None:
         try:
-            found = json.loads(path.read_bytes()[:4096])
-            return cls(str(found["host"]), int(found["process"]), int(found["started"]))
-        except (OSError, ValueError, TypeError, KeyError):
+            with open(open_plain(path), "rb") as file:
+                return cls.from_document(file.read(_LARGEST))
+        except OSError:
+            return None
+
+    @classmethod
+    def from_document(cls, text: bytes) -> Holder | None:
+        """Return the process that a document names, or None if it names none."""
+        try:
+            document = json.loads(text)
+            return cls(str(document["host"]), int(document["process"]), int(document["started"]))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return None
 
     def ended(self) -> bool:
         """Whether it is known to have ended: only of this host's processes."""
         return self.host == socket.gethostname() and _start_of(self.process) != self.started
 
+    @property
+    def named(self) -> str:
+        """Return what errors call it."""
+        return f"process {self.process} on {shown(self.host)}"
 
-class FolderLock:
-    """A folder's ``.writer``, locked (``flock``) until this object is gone or the process ends."""
 
-    def __init__(self, folder: Path) -> None:
-        """
+def refused(where: str, who: str) -> CheckpointError:
+    """Return the error of a run that may not write."""
+    return CheckpointError(
+        "QN603",
+        f"{shown(where)}: {who} writes its checkpoints there, and holds {NAME}",
+        fix="give each run a folder of its own, or end the other one",
+    )
+
+
+@dataclass(eq=False)
+class FolderHold:
+    """A folder that programs of this process write to, one at its ``turn``. All of them share its lock."""
+
+    turn: threading.RLock = field(default_factory=threading.RLock)
+    lock: WriterLock | None = None
+    users: weakref.WeakSet[FolderLocks] = field(default_factory=weakref.WeakSet)
+    _mutex: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, folder: CheckpointFolder, user: FolderLocks) -> None:
+        """Hold the folder for one more program.
+
         Raises:
             CheckpointError: QN603 if another process writes there.
         """
-        self.path = folder / NAME
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        self.release = weakref.finalize(self, os.close, self._file)
-        try:
-            self._lock()
-        except BaseException:
-            self.release()
-            raise
+        with self._mutex:
+            if self.lock is None or not self.lock.in_place():
+                self.lock = None  # before there is another
+                self.lock = folder.lock()
+            self.users.add(user)
 
-    def in_place(self) -> bool:
-        """Whether the folder still has the file that is locked: somebody may have removed it."""
-        try:
-            return self.release.alive and os.path.samestat(os.fstat(self._file), os.stat(self.path))
-        except OSError:
-            return False
+    def drop_user(self, user: FolderLocks) -> None:
+        """Let others have the folder, if no other program of this process has it."""
+        with self._mutex:
+            self.users.discard(user)
+            if not self.users and self.lock is not None:
+                self.lock.release()
+                self.lock = None
 
-    def _lock(self) -> None:
-        until = time.monotonic() + _PATIENCE
-        while not self._try():
-            holder = Holder.read(self.path)
-            if holder == Holder.here():  # of another program of this process
-                self.release()
-                return
-            if time.monotonic() > until or holder is None or not holder.ended():
-                who = f"process {holder.process} on {shown(holder.host)}" if holder else "another process"
-                raise CheckpointError(
-                    "QN603",
-                    f"{shown(str(self.path.parent))}: {who} writes its checkpoints there, and holds {NAME}",
-                    fix="give each run a folder of its own, or end the other one",
-                )
-            time.sleep(0.1)
-
-    def _try(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            message = f"{shown(str(self.path))} cannot be locked ({error.strerror}): only one run may write there"
-            warnings.warn(CheckpointWarning(message), stacklevel=2)
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, json.dumps(asdict(Holder.here())).encode(), 0)
-        return True
+    def after_fork(self) -> None:
+        """Give up in a fork what its parent holds, and goes on to hold."""
+        self.turn, self._mutex = threading.RLock(), threading.Lock()
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
 
 
 @dataclass(frozen=True)
+class ProcessHolds:
+    """The folders that this process writes to, as long as a program has them."""
+
+    _folders: weakref.WeakValueDictionary[str, FolderHold] = field(default_factory=weakref.WeakValueDictionary)
+    _mutex: list[threading.Lock] = field(default_factory=lambda: [threading.Lock()])
+
+    def folder_hold(self, place: str) -> FolderHold:
+        """Return the folder at ``place``, the same one for all programs."""
+        with self._mutex[0]:
+            return self._folders.setdefault(place, FolderHold())
+
+    def after_fork(self) -> None:
+        """Give up in a fork what its parent holds."""
+        self._mutex[0] = threading.Lock()
+        for hold in list(self._folders.values()):
+            hold.after_fork()
+
+
+@dataclass(frozen=True, eq=False)
 class FolderLocks:
     """Those that a program holds: it keeps the folders that it saved to."""
 
-    held: dict[str, WriterLock] = field(default_factory=dict)
+    held: dict[str, FolderHold] = field(default_factory=dict)
 
     def take(self, folder: CheckpointFolder) -> None:
         """Raises: CheckpointError: QN603 if another process writes there."""
-        place = str(folder.path.resolve() if isinstance(folder.path, Path) else folder.path)
-        if place not in self.held or not self.held[place].in_place():
-            self.held[place] = folder.lock()
+        self._hold(folder).take(folder, self)
+
+    @contextlib.contextmanager
+    def turn(self, folder: CheckpointFolder) -> Iterator[None]:
+        """Wait until no other program of this process writes into a folder, and let none write meanwhile."""
+        with self._hold(folder).turn:
+            yield
 
     def release(self) -> None:
         """Others may write there from now on."""
-        for lock in self.held.values():
-            lock.release()
+        for hold in self.held.values():
+            hold.drop_user(self)
         self.held.clear()
+
+    def _hold(self, folder: CheckpointFolder) -> FolderHold:
+        place = str(folder.path)
+        if isinstance(folder.path, Path):
+            with contextlib.suppress(OSError, ValueError):  # taking the lock says it
+                place = os.path.realpath(folder.path)
+        if place not in self.held:
+            self.held[place] = _holds().folder_hold(place)
+        return self.held[place]
+
+
+@lru_cache(maxsize=1)
+def _holds() -> ProcessHolds:
+    holds = ProcessHolds()
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=holds.after_fork)
+    return holds
 
 
 def _start_of(process: int) -> int | None:

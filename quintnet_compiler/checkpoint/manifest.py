@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import CheckpointError
 from ..weights.files import shown
-from .folder import CheckpointFiles, CheckpointFolder, Entry
+from .folder import CheckpointFiles, CheckpointFolder, Entry, name_of
 from .pieces import PIECE, Digest, FilePiece, VerifiedSource, different, not_as_written, pieces_of, write
 from .reading.open_files import Damaged, OpenFile, OpenFiles, OtherFormat, Vanished
 
@@ -53,10 +53,43 @@ def write_text(files: CheckpointFiles, name: str, text: str) -> Digest:
         return write(file, [memoryview(text.encode())])
 
 
-def write_manifest(checkpoint: CheckpointFiles, step: int, files: Mapping[str, Digest]) -> None:
+def write_manifest(checkpoint: CheckpointFiles, step: int, files: Mapping[str, Digest]) -> str:
+    """Write what a checkpoint has. Return the manifest's own SHA-256."""
     sizes = {name: [files[name].size, list(files[name].pieces)] for name in sorted(files)}
     found = {"version": VERSION, "step": step, "piece": PIECE, "files": sizes}
-    write_text(checkpoint, MANIFEST, json.dumps({**found, "sha256": _own(found)}, indent=1) + "\n")
+    digest = _own(found)
+    write_text(checkpoint, MANIFEST, json.dumps({**found, "sha256": digest}, indent=1) + "\n")
+    return digest
+
+
+def is_named(folder: CheckpointFolder, step: int, digest: str) -> bool:
+    """Return whether the checkpoint of ``step`` has a manifest of this SHA-256.
+
+    Raises:
+        OSError: if that cannot be read.
+    """
+    try:
+        with folder.at(name_of(step)).open() as files:
+            return bool(_document(files.file(MANIFEST))["sha256"] == digest)
+    except (Damaged, Vanished, TypeError, KeyError):
+        return False
+
+
+def of_this_run(folder: CheckpointFolder, entries: Sequence[Entry]) -> list[Entry]:
+    """Return those of named ``entries`` that the folder's run has not left.
+
+    A run that goes back publishes its checkpoint, and then sets later ones aside. Meanwhile, and if it is killed there,
+    a mark in the folder has the step and the manifest's SHA-256 of what was published: later steps do not count then.
+    Read after ``entries`` were listed: when the mark is gone, they are, too.
+    """
+    try:
+        mark = json.loads(folder.read_mark() or b"{}")
+        step, digest = int(mark["step"]), str(mark["sha256"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return list(entries)
+    if not is_named(folder, step, digest):  # it was not published
+        return list(entries)
+    return [entry for entry in entries if entry.step <= step]
 
 
 def whole(entry: Entry) -> bool | None:
@@ -97,13 +130,13 @@ def _check_shape(entry: Entry) -> None:
 
 
 def available(folder: CheckpointFolder) -> list[Entry]:
-    """List what may be loaded, the newest first: named checkpoints, damaged or not, and of steps that have none those
-    without a name that are whole, or cannot be read now.
+    """List what may be loaded, the newest first: named checkpoints of the folder's run, damaged or not, and of steps
+    that have none those without a name that are whole, or cannot be read now.
 
     Raises:
         OSError: if the folder cannot be read.
     """
-    there = folder.named()
+    there = of_this_run(folder, folder.named())
     steps = {entry.step for entry in there}
     more = [entry for entry in folder.leftovers() if entry.step not in steps and whole(entry) is not False]
     return sorted([*there, *more], key=lambda entry: -entry.step)

@@ -11,7 +11,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from ..core.errors import CheckpointError
+from ..weights.files import shown
 from ..weights.sources import runs_of
+from .tensor_file import TYPE_NAMES
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,18 @@ class SavedPart:
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(at, box.shape) for at, box in self.boxes.items() if box.numel()]
+
+    def require_storable(self, name: str) -> None:
+        """Raises: CheckpointError: QN603 for a kind of tensor that a checkpoint cannot hold."""
+        x = self.local
+        if x.layout is torch.strided and x.dtype in TYPE_NAMES:
+            return
+        kind = x.dtype if x.layout is torch.strided else x.layout
+        raise CheckpointError(
+            "QN603",
+            f"{shown(name)} is {kind}, which a checkpoint cannot hold",
+            fix="keep it as another dtype, such as torch.uint8, or in a buffer that is not persistent",
+        )
 
     def box(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None

@@ -8,8 +8,8 @@ import json
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from ..core.errors import CheckpointError
-from ..weights.files import DTYPES, shown
+from ..weights.files import shown
 from .commit import commit, place_to_write
-from .documents import INDEX, STATE, IndexEntry
+from .documents import INDEX, STATE, IndexEntry, read_index, read_state
 from .folder import CheckpointFiles, CheckpointFolder
 from .lock import FolderLocks
 from .manifest import WrittenFiles, write_text
@@ -38,9 +38,13 @@ from .parts import SavedPart
 from .pieces import Digest, write
 from .reading.block_reading import read_blocks
 from .reading.open_files import Damaged, Vanished
-from .tensor_file import RowBlock, blocks, buffers, read_header
+from .tensor_file import STORED_TYPES, TYPE_NAMES, RowBlock, blocks, buffers, read_header
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TensorKind = tuple[torch.dtype, tuple[int, ...]]  # of a whole tensor
+
+
+class UnloadableError(Exception):
+    """Why a checkpoint that was written could not be loaded."""
 
 
 class SavePlanning(DefaultSavePlanner):
@@ -86,18 +90,21 @@ class Writer(StorageWriter):
     """Writes checkpoint ``step`` into ``folder``; the first rank then makes it appear (see :mod:`.manifest`).
 
     ``locks``: of the writing process. ``note``: this rank's part of what is not a tensor; ``merge``: makes one of all
-    ranks'.
+    ranks'. ``kinds``: of all tensors of which this rank has a part. Documents are read back before a checkpoint is
+    published: one that lacks a part of a tensor could never be loaded.
     """
 
     folder: CheckpointFolder
     step: int
     keep: int | None
     note: Mapping[str, Any]
+    kinds: Mapping[str, TensorKind]
     merge: Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]
     rank: int
     locks: FolderLocks
     temporary: CheckpointFiles | None = None
     merged: Mapping[str, Any] | None = None
+    all_kinds: Mapping[str, TensorKind] = field(default_factory=dict)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -108,11 +115,12 @@ class Writer(StorageWriter):
             self.temporary = place_to_write(self.folder, self.step)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return replace(plan, storage_data=dict(self.note))
+        return replace(plan, storage_data=(dict(self.note), dict(self.kinds)))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         assert self.temporary is not None
-        self.merged = self.merge([plan.storage_data for plan in plans])
+        self.merged = self.merge([note for note, _ in (plan.storage_data for plan in plans)])
+        self.all_kinds = _agreed([kinds for _, kinds in (plan.storage_data for plan in plans)])
         return [replace(plan, storage_data=self.temporary.name) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -127,33 +135,65 @@ class Writer(StorageWriter):
             with self.folder.at(plan.storage_data).create(name) as file:
                 digest = write(file, buffers(tensors))
             for key, item in keys.items():
-                found.append(WriteResult(item.index, tensors[key].nbytes, storage_data=(name, key, digest)))
+                x = tensors[key]
+                stored = StoredTensor(name, key, digest, x.dtype, tuple(x.shape))
+                found.append(WriteResult(item.index, x.nbytes, storage_data=stored))
         done.set_result(found)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         assert self.temporary is not None and self.merged is not None
         files: dict[str, Digest] = {}
-        where: dict[str, list[list[Any]]] = defaultdict(list)
-        for result in (one for some in results for one in some):
-            name, key, digest = result.storage_data
-            files[name] = digest
-            where[result.index.fqn].append([list(result.index.offset or ()), name, key])
-        index = {}
-        for fqn, tensor in sorted(metadata.state_dict_metadata.items()):
-            assert isinstance(tensor, TensorStorageMetadata)
-            sizes = {chunk.offsets: chunk.sizes for chunk in tensor.chunks}
-            boxes = [[at, list(sizes[torch.Size(at)]), name, key] for at, name, key in sorted(where[fqn])]
-            dtype = _NAMES[tensor.properties.dtype]
-            index[fqn] = {"dtype": dtype, "shape": list(tensor.size), "boxes": boxes}
+        boxes: dict[str, list[list[Any]]] = defaultdict(list)
+        for result in (result for rank in results for result in rank):
+            stored: StoredTensor = result.storage_data
+            files[stored.file] = stored.digest
+            fqn = result.index.fqn
+            boxes[fqn].append([list(result.index.offset or ()), list(stored.shape), stored.file, stored.key])
+            if fqn not in self.all_kinds or stored.dtype != self.all_kinds[fqn][0]:
+                raise UnloadableError(f"{shown(fqn)} was written as {stored.dtype}, and is {self.all_kinds.get(fqn)}")
+        index = {  # one without elements has no boxes
+            fqn: {"dtype": TYPE_NAMES[dtype], "shape": list(shape), "boxes": sorted(boxes[fqn])}
+            for fqn, (dtype, shape) in sorted(self.all_kinds.items())
+        }
         for name, document in ((INDEX, index), (STATE, self.merged)):
             files[name] = write_text(self.temporary, name, json.dumps(document, indent=1) + "\n")
+        try:
+            with self.temporary.open() as opened:
+                written = WrittenFiles(opened, files)
+                read_state(written, self.step)
+                read_index(written)
+        except Damaged as error:
+            raise UnloadableError(str(error)) from None
         self.locks.take(self.folder)  # no other has taken it meanwhile
         commit(self.folder, self.temporary, self.step, files, self.keep)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A box as a rank wrote it, and what the whole file is then."""
+
+    file: str
+    key: str
+    digest: Digest
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _agreed(ranks: Sequence[Mapping[str, TensorKind]]) -> dict[str, TensorKind]:
+    """Return what all ranks have. Raises: UnloadableError for a tensor that two of them have as another."""
+    kinds: dict[str, TensorKind] = {}
+    for rank, mine in enumerate(ranks):
+        for name, kind in mine.items():
+            if kinds.setdefault(name, kind) != kind:
+                raise UnloadableError(
+                    f"{shown(name)} is {kind[0]} {kind[1]} on rank {rank}, and was {kinds[name]} before"
+                )
+    return kinds
 
 
 @dataclass
@@ -171,7 +211,7 @@ class Reader(StorageReader):
             for box in tensor.boxes:
                 chunks.append(ChunkStorageMetadata(torch.Size(box.at), torch.Size(box.sizes)))
                 self.places[fqn, torch.Size(box.at)] = box.file, box.key
-            properties = TensorProperties(dtype=DTYPES[tensor.dtype])
+            properties = TensorProperties(dtype=STORED_TYPES[tensor.dtype].dtype)
             found[fqn] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         self.metadata = Metadata(found)
 
@@ -202,7 +242,8 @@ class Reader(StorageReader):
             for key, item in items:
                 starts = zip(item.storage_offsets, item.lengths, strict=True)
                 box = tuple(slice(start, start + size) for start, size in starts)
-                row_blocks += blocks(tensors[key], box, planner.resolve_tensor(item).detach())
+                stored = tensors[key].carried(self.index[item.storage_index.fqn].dtype)
+                row_blocks += blocks(stored, box, planner.resolve_tensor(item).detach())
             read_blocks(self.checkpoint.pieces(name), row_blocks)
         self.checkpoint.files.require_unchanged()
         done: Future[None] = Future()

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from pydantic import NonNegativeInt, StrictStr, TypeAdapter, ValidationError
@@ -19,10 +20,31 @@ from torch import Tensor
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from ..weights.files import DTYPES, shown
-from ..weights.safetensors_writer import TensorEntry, header
+from ..weights.safetensors_writer import TensorEntry, bytes_of, header
 from .pieces import PIECE, FileSource
 
 LARGEST_HEADER = 100_000_000  # bytes; safetensors reads no larger ones
+
+
+@dataclass(frozen=True)
+class StoredType:
+    """How tensors of a dtype lie in a file. ``carrier``: the dtype there, by safetensors' name. ``parts``: the dims
+    after the tensor's own, if several numbers make an element."""
+
+    dtype: torch.dtype
+    carrier: str
+    parts: tuple[int, ...] = ()
+
+
+STORED_TYPES: Mapping[str, StoredType] = MappingProxyType(
+    {
+        **{name: StoredType(dtype, name) for name, dtype in DTYPES.items()},
+        "C128": StoredType(torch.complex128, "F64", (2,)),  # safetensors has none of these
+        "C32": StoredType(torch.complex32, "F16", (2,)),
+        "F4_X2": StoredType(torch.float4_e2m1fn_x2, "U8"),
+    }
+)
+TYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({kind.dtype: name for name, kind in STORED_TYPES.items()})
 
 
 class _Entry(TypedDict):
@@ -40,21 +62,33 @@ class BadHeader(Exception):
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file, whose bytes begin at ``start``. ``dtype``: safetensors' name."""
+    """A tensor in a file, whose bytes begin at ``start``. ``dtype``: a name in :data:`STORED_TYPES`."""
 
     dtype: str
     shape: tuple[int, ...]
     start: int
 
+    def carries(self, dtype: str, shape: tuple[int, ...]) -> bool:
+        """Return whether the file's tensor is one of this shape and dtype, or carries it."""
+        kind = STORED_TYPES[dtype]
+        return (self.dtype, self.shape) == (kind.carrier, (*shape, *kind.parts))
+
+    def carried(self, dtype: str) -> FileTensor:
+        """Return the tensor of ``dtype`` that lies in this one."""
+        return FileTensor(dtype, self.shape[: len(self.shape) - len(STORED_TYPES[dtype].parts)], self.start)
+
 
 def buffers(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     """The bytes of a file with ``tensors``, which are in host memory. Those that are not contiguous are copied, each
     when it is its turn."""
-    entries = [TensorEntry(key, key, tuple(x.shape), x.dtype) for key, x in tensors.items()]
+    entries = []
+    for key, x in tensors.items():
+        kind = STORED_TYPES[TYPE_NAMES[x.dtype]]
+        entries.append(TensorEntry(key, key, (*x.shape, *kind.parts), DTYPES[kind.carrier]))
     entries.sort(key=lambda entry: -entry.dtype.itemsize)  # all are aligned then
     yield memoryview(header(entries))
     for entry in entries:
-        yield bytes_of(tensors[entry.name].contiguous())
+        yield bytes_of(tensors[entry.name])
 
 
 def read_header(source: FileSource) -> dict[str, FileTensor]:
@@ -112,12 +146,12 @@ class RowBlock:
 
     @property
     def _bytes_of_row(self) -> int:
-        return math.prod(self.tensor.shape[1:]) * DTYPES[self.tensor.dtype].itemsize
+        return math.prod(self.tensor.shape[1:]) * STORED_TYPES[self.tensor.dtype].dtype.itemsize
 
     def room(self) -> Tensor:
         """Return memory for its bytes, to be given to :meth:`put`: where they go, if they can be read to there."""
-        dtype, row = DTYPES[self.tensor.dtype], self.tensor.shape[1:]
-        if self.into.device.type == "cpu" and self.into.dtype == dtype and not row and self.into.is_contiguous():
+        dtype, row = STORED_TYPES[self.tensor.dtype].dtype, self.tensor.shape[1:]
+        if self._in_place(dtype) and not row:
             return self.into
         return torch.empty((self.last - self.first, *row), dtype=dtype)
 
@@ -125,6 +159,11 @@ class RowBlock:
         """Bring what was read to where it goes."""
         if room is not self.into:
             self.into.copy_(room[:, *self.part])
+
+    def _in_place(self, dtype: torch.dtype) -> bool:
+        into = self.into
+        plain = into.device.type == "cpu" and into.dtype == dtype and into.is_contiguous()
+        return plain and not into.is_conj() and not into.is_neg()
 
 
 def blocks(tensor: FileTensor, box: tuple[slice, ...], into: Tensor) -> Iterator[RowBlock]:
@@ -144,7 +183,3 @@ def blocks(tensor: FileTensor, box: tuple[slice, ...], into: Tensor) -> Iterator
         last = min(first + max(1, (PIECE - offset % PIECE) // size), whole.stop)
         yield RowBlock(tensor, first, last, part, into[first - whole.start : last - whole.start])
         first = last
-
-
-def bytes_of(x: Tensor) -> memoryview:
-    return x.flatten().view(torch.uint8).numpy().data

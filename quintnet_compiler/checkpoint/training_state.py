@@ -18,6 +18,7 @@ from ..compat.distributed import save_state_dict
 from ..core.empty_storage import is_of_other_ranks
 from ..core.errors import CheckpointError
 from ..weights.files import refuse_all, shown
+from .commit import PublishedError
 from .folder import CheckpointFolder, name_of
 from .lock import FolderLocks
 from .optimizer_state import ParameterPlace, local_of, merged, plain, restored, stored
@@ -48,6 +49,11 @@ class Snapshot:
 
     parts: Mapping[str, SavedPart]
     note: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        """Raises: CheckpointError: QN603 for a tensor of a kind that a checkpoint cannot hold."""
+        for name, part in self.parts.items():
+            part.require_storable(name)
 
     def on_host(self, copies: Callable[[Sequence[Tensor]], Sequence[Tensor]] = on_host) -> Snapshot:
         """The same in host memory, by ``copies`` of all tensors."""
@@ -115,20 +121,37 @@ def write(
     """Write a snapshot; every rank takes part. With ``group``, that is how they talk. ``alone``: this rank has all.
 
     Raises:
-        CheckpointError: QN603 on every rank; the folder's other checkpoints are as they were.
+        CheckpointError: QN603 on every rank. The folder's other checkpoints are as they were, unless the error says
+            that this one is there.
     """
     folder, step = to.folder, to.step
     alone = alone or not dist.is_initialized() or dist.get_world_size() == 1
     rank = 0 if alone else dist.get_rank()
-    writer = Writer(folder, step, to.keep, found.note, lambda notes: _merged(step, notes), rank, to.locks)
+    kinds = {name: (part.local.dtype, tuple(part.shape)) for name, part in found.parts.items()}
+    writer = Writer(folder, step, to.keep, found.note, kinds, lambda notes: _merged(step, notes), rank, to.locks)
     try:
-        save_state_dict(dict(found.parts), writer, process_group=group, no_dist=alone, planner=SavePlanning())
+        with to.locks.turn(folder) if rank == 0 else contextlib.nullcontext():
+            save_state_dict(dict(found.parts), writer, process_group=group, no_dist=alone, planner=SavePlanning())
     except CheckpointException as error:
+        if (published := _published(error)) is not None:
+            text = f"the checkpoint of step {step} is whole and has its name in {shown(str(folder.path))}"
+            if not published.certain:
+                text = f"whether the checkpoint of step {step} has its name in {shown(str(folder.path))} is not known"
+            raise CheckpointError(
+                "QN603",
+                f"{text}; then failed:\n  {error_of_ranks('QN603', error, '').message}",
+                fix="go on from it if it is there; the next save finishes what failed",
+            ) from error
         if writer.temporary is not None:
             with contextlib.suppress(Exception):  # a later save removes it; why this one failed is what is told
                 folder.remove(writer.temporary)
         raise error_of_ranks("QN603", error, "see the reason; the checkpoints before are whole") from error
     return folder.at(name_of(step)).path
+
+
+def _published(error: CheckpointException) -> PublishedError | None:
+    causes = (cause for cause, _ in error.failures.values())
+    return next((cause for cause in causes if isinstance(cause, PublishedError)), None)
 
 
 def read(
@@ -201,8 +224,7 @@ class _Restoring:
         """
         parts, places = _parts(self.subject)
         targets = under_stored_names(parts, aliases, saved)
-        # before version 0.1 was out, tensors without elements were not saved
-        targets = {name: part for name, part in targets.items() if name in saved or part.shape.numel()}
+        targets = {n: part for n, part in targets.items() if n in saved or not _left_out(n, part, self.subject)}
         misfits = _misfits(targets, places, saved)
         refuse_all("QN602", self.chosen.path, misfits, fix="load into the model that was saved")
         return targets, places
@@ -270,7 +292,15 @@ def _parts(subject: WeightsSubject) -> tuple[dict[str, SavedPart], dict[str, Par
             if spec.kind == "parameter":
                 places[spec.name] = ParameterPlace(parameters[spec.name], shape, positions)
                 assert local_of(parameters[spec.name]).shape == tensor.shape
+    for name, buffer in subject.model.named_buffers(remove_duplicate=False):
+        if name in kept and _is_unread(name, subject) and not buffer.is_meta:
+            parts[f"{MODEL}{name}"] = SavedPart.whole(buffer.detach())
     return parts, places
+
+
+def _is_unread(name: str, subject: WeightsSubject) -> bool:
+    """Return whether no operator of the program reads a buffer, so that it is whole in the module of every rank."""
+    return name not in subject.program.state and name not in subject.aliases
 
 
 def _names_elsewhere(model: nn.Module) -> dict[int, str]:
@@ -287,6 +317,12 @@ def _merged(step: int, notes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 def _names(saved: Iterable[str]) -> Iterator[str]:
     return (name.removeprefix(MODEL) for name in saved if name.startswith(MODEL))
+
+
+def _left_out(name: str, part: SavedPart, subject: WeightsSubject) -> bool:
+    """Return whether earlier versions did not store it: a buffer without elements, or one that nothing reads."""
+    spec = subject.program.state.get(name.removeprefix(MODEL))
+    return spec is None or (spec.kind == "buffer" and not part.shape.numel())
 
 
 def _misfits(

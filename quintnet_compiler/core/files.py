@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,45 @@ def open_folder(path: Path, inside: int | None = None) -> Iterator[int]:
 
 def _no_folder(path: Path) -> CompileError:
     return CompileError("QN701", f"{ascii(str(path))[:300]} is not a folder", fix="remove it, or write elsewhere")
+
+
+def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Return a descriptor of a plain file, at once: no link is followed, and no pipe is waited for.
+
+    ``mode``: of a file that is made, from which the process's umask is taken.
+
+    Raises:
+        OSError: ELOOP for a link, EINVAL for what is no plain file.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise OSError(errno.ELOOP, "a link is not followed", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+    return descriptor
+
+
+def open_to_append(path: Path) -> int:
+    """Return a descriptor of a file that is written on, or made.
+
+    One with further names, as copies of a folder by hard links have it, is replaced by a copy of its own: the others
+    stay as they are.
+
+    Raises:
+        OSError: for a link, and for what is no plain file.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    descriptor = open_plain(path, flags)
+    if os.fstat(descriptor).st_nlink == 1:
+        return descriptor
+    os.close(descriptor)
+    with open_folder(path.parent) as folder, open(open_plain(path), encoding="utf-8", newline="") as file:
+        write_file(folder, path.name, file.read())
+    return open_plain(path, flags)
 
 
 def write_file(folder: int, name: str, text: str, *, mode: int = 0o666) -> None:

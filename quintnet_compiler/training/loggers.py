@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CompileError, LogWarning
+from ..core.files import open_folder, open_to_append, write_file
 from .callbacks import Callback
 
 if TYPE_CHECKING:
@@ -78,6 +79,15 @@ def warn_of_log(name: str, error: Exception) -> None:
     warnings.warn(LogWarning(text), stacklevel=4)
 
 
+def write_log_file(path: Path, text: str) -> None:
+    """Replace a file of a log; a link of that name, too, and not what it leads to. Warn if it cannot be written."""
+    try:
+        with open_folder(path.parent) as folder:
+            write_file(folder, path.name, text)
+    except (OSError, CompileError) as error:
+        warn_of_log(str(path), error)
+
+
 class ConsoleLogger(Logger):
     """One line for each step that is logged, and at the end where the time went."""
 
@@ -114,7 +124,7 @@ class JsonLogger(Logger):
 
     def open(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.file = (self.folder / "metrics.jsonl").open("ab", buffering=0)
+        self.file = FileIO(open_to_append(self.folder / "metrics.jsonl"), "ab")
         if self._cut():
             self.file.write(b"\n")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..core.errors import CompileError, LogWarning
+from ..core.files import open_folder, open_plain, write_file
 
 NAME = "time.json"
 SPENT = ("step", "data", "compile", "validation", "save", "restart", "other")
@@ -65,7 +66,8 @@ class RunTime(BaseModel):
         """
         path = Path(folder) / NAME
         try:
-            found = cls.model_validate_json(path.read_bytes())
+            with open(open_plain(path), "rb") as file:
+                found = cls.model_validate_json(file.read())
         except FileNotFoundError:
             return cls()
         except (OSError, ValidationError) as error:
@@ -79,9 +81,8 @@ class RunTime(BaseModel):
     def write(self, folder: Path) -> None:
         """Replace the file of a run."""
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f".{NAME}.part"
-        part.write_text(self.model_dump_json())
-        os.replace(part, folder / NAME)
+        with open_folder(folder) as descriptor:
+            write_file(descriptor, NAME, self.model_dump_json())
 
     @property
     def seconds(self) -> float:
@@ -192,10 +193,10 @@ class Stopwatch:
         if self.folder is not None:
             try:
                 self.run.write(self.folder)
-            except OSError as error:
+            except (OSError, CompileError) as error:
                 self._fail(error)
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: Exception) -> None:
         """Warn, the first time: training goes on."""
         assert self.folder is not None
         if not self.failed:

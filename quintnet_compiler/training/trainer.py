@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..api.compiled_program import CompiledProgram
-from ..checkpoint.manifest import available
 from ..checkpoint.optimizer_state import plain
 from ..checkpoint.reading.plain_values import require_alike
 from ..checkpoint.stores.places import folder_at
@@ -29,10 +28,12 @@ from ..runtime.launch.consistency import tell
 from ..runtime.launch.heartbeat import current
 from ..runtime.launch.preemption import SIGNALS, Preempted
 from ..runtime.launch.world import judges, many
+from ..weights.files import shown
 from .buckets import PaddedBatches
 from .callbacks import Callback
-from .loggers import ConsoleLogger, JsonLogger, Logger, TensorBoardLogger, warn_of_log
+from .loggers import ConsoleLogger, JsonLogger, Logger, TensorBoardLogger, write_log_file
 from .measures import Metric, device_flops, memory_gib
+from .resume.last_run import goes_on
 from .resume.resumable_loader import ResumableLoader
 from .resume.stored_checks import require_trainer_state
 from .save_interval import SaveInterval
@@ -160,7 +161,7 @@ class Trainer:
         self.saved = -1
 
     def fit(self) -> History:
-        """Train until the end, from the newest checkpoint if there is one; what was done.
+        """Train until the end, from the newest checkpoint if there is one, and return what was done.
 
         Raises:
             Preempted: if a scheduler asked for it; everything is saved.
@@ -268,11 +269,7 @@ class Trainer:
             return self.program.step(batch, batch_is_local=self.batch_is_local)
         loss, timeline = self.program.measure(batch, batch_is_local=self.batch_is_local)
         if self.program.first:
-            path = Path(self.log_folder or ".") / "timeline.json"
-            try:
-                timeline.save(path)
-            except OSError as error:
-                warn_of_log(str(path), error)
+            write_log_file(Path(self.log_folder or ".") / "timeline.json", f"{timeline.to_json()}\n")
         return loss
 
     def _speed(self, batch: Any, rows: int, device: torch.device, seconds: float) -> dict[str, float]:
@@ -397,9 +394,11 @@ class Trainer:
         return {"step": self.history.step, "optimizer": self.optimizer, "extra": {"trainer": at}, "keep": self.keep}
 
     def _resume(self) -> None:
-        if self.checkpoint_folder is None or self.history.step or not available(folder_at(self.checkpoint_folder)):
+        if self.checkpoint_folder is None or self.history.step:
             return
         self.program.reserve(self.checkpoint_folder)  # and not at the first save, after steps that would be lost
+        if not goes_on(self.checkpoint_folder):
+            return
         found = self.program.load(self.checkpoint_folder, optimizer=self.optimizer, accept=self._require_own)
         at = found.extra["trainer"]
         self.data.load_state_dict(at.get("data", at))  # an earlier version had no word for it
@@ -407,7 +406,7 @@ class Trainer:
         if self.scheduler is not None and "scheduler" in at:
             self.scheduler.load_state_dict(at["scheduler"])
         elif self.scheduler is not None:
-            message = f"{found.path} has no scheduler's state: this run's scheduler starts at its beginning"
+            message = f"{shown(str(found.path))} has no scheduler's state: this run's scheduler starts at its beginning"
             warnings.warn(CheckpointWarning(message), stacklevel=3)
         self.history.step = self.history.resumed_from = self.saved = found.step
 

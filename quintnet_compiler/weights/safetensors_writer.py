@@ -33,6 +33,11 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def bytes_of(x: Tensor) -> memoryview:
+    """Return the bytes of a tensor in host memory, row after row; they are a copy if they lie otherwise."""
+    return x.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().data
+
+
 def storable(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
@@ -57,9 +62,9 @@ def write_weights(folder: Path, files: dict[str, tuple[TensorEntry, ...]], tenso
         with _durable(folder / name) as file:
             file.write(header(entries))
             for entry in entries:
-                x = next(tensors).detach().cpu().contiguous()
+                x = next(tensors).detach().cpu()
                 assert tuple(x.shape) == entry.shape and x.dtype == entry.dtype, entry.name
-                file.write(x.reshape(-1).view(torch.uint8).numpy().data)
+                file.write(bytes_of(x))
     if len(files) > 1:
         places = {entry.name: name for name, entries in files.items() for entry in entries}
         size = sum(entry.bytes for entries in files.values() for entry in entries)

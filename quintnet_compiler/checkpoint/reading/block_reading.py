@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
+from ...weights.safetensors_writer import bytes_of
 from ..pieces import PIECE, FilePiece, is_as_written, not_as_written, read_in_windows, shared
-from ..tensor_file import RowBlock, bytes_of
+from ..tensor_file import RowBlock
 
 LEAST_WANTED = 4  # a piece is read whole if one in so many of its bytes is wanted
 LEAST_IN_PLACE = 2**16  # bytes that are worth a call of their own, which saves a copy

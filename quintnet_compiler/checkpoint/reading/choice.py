@@ -251,11 +251,16 @@ def _nothing(folder: CheckpointFolder, step: int | None) -> CheckpointError:
         steps = ", ".join(str(entry.step) for entry in others)
         fix = f"load one that is there: {steps}"
         return CheckpointError("QN601", f"{where} has no checkpoint of step {step}", fix=fix)
-    return CheckpointError("QN601", f"{where} has no whole checkpoint", fix=_instead(folder.path))
+    return CheckpointError("QN601", f"{where} has no whole checkpoint", fix=_instead(folder))
 
 
-def _instead(folder: Path | str) -> str:
+def _instead(checkpoints: CheckpointFolder) -> str:
     """Return how to load what is in a folder that has no checkpoint of this package."""
+    for aside in checkpoints.abandoned():
+        steps = ", ".join(str(entry.step) for entry in aside.named()[:10])
+        if steps:
+            return f"a run that went back set its later steps aside: load {shown(str(aside.path))}, which has {steps}"
+    folder = checkpoints.path
     if isinstance(folder, str):
         return "give the URL that was given to save"
     within = sorted(folder.iterdir()) if folder.is_dir() else []

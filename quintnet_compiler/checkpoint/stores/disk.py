@@ -31,7 +31,7 @@ def created(path: Path) -> Iterator[NewDiskFile]:
     """A new file, which is on the disk when this ends without an error.
 
     Raises:
-        FileExistsError: if there is one.
+        FileExistsError: if there is one, or a link, wherever it leads.
     """
     with open(path, "xb", buffering=2**20) as file:
         yield NewDiskFile(file)

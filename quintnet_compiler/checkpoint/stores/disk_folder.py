@@ -3,6 +3,9 @@
 ``step-00000042`` is a complete checkpoint. ``.step-00000042.<token>.tmp`` is one that is being written, or was when its
 writer died; ``.old`` is one that a writer moved away before it put another in its place, on a file system that cannot
 exchange two names. ``abandoned-01/`` has the checkpoints of a run that went on from an earlier step.
+
+A link ``step-00000042`` is read, as people make them to share a checkpoint; it is removed, and not what it leads to. No
+other link is followed, whatever its name.
 """
 
 from __future__ import annotations
@@ -19,15 +22,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..folder import CheckpointFiles, Entry, abandoned_name, name_of
-from ..lock import FolderLock
+from ...core.files import open_plain
+from ..folder import MARK, CheckpointFiles, Entry, abandoned_name, name_of
 from ..reading.open_files import OpenFiles
 from .disk import NewDiskFile, created, sync
+from .disk_lock import FolderLock
 from .disk_reading import named, open_folder_to_read, twice
 
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-(\d{8,})\.[0-9a-f]{8}\.(tmp|old)")
 _ABANDONED = re.compile(r"abandoned-(\d{2,})")
+_NEW_MARK = f"{MARK}.part"
+_LARGEST_MARK = 4096  # bytes
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h
 
 
@@ -51,14 +57,20 @@ class DiskFolder:
     path: Path
 
     def named(self) -> list[Entry]:
-        return self._matching(_NAME)
+        return self._matching(_NAME, linked=True)
 
     def leftovers(self) -> list[Entry]:
-        return sorted(self._matching(_LEFTOVER), key=lambda entry: (-entry.step, not entry.files.name.endswith(".tmp")))
+        entries = self._matching(_LEFTOVER, linked=False)
+        return sorted(entries, key=lambda entry: (-entry.step, not entry.files.name.endswith(".tmp")))
+
+    def unusable(self) -> list[str]:
+        return sorted(entry.name for entry, _ in self._listed(_NAME) if not _is_folder(entry, linked=True))
 
     def abandoned(self) -> Sequence[DiskFolder]:
-        found = [(int(match[1]), path) for path, match in self._folders(_ABANDONED)]
-        return [DiskFolder(path) for _, path in sorted(found, reverse=True)]
+        folders = [
+            (int(match[1]), entry) for entry, match in self._listed(_ABANDONED) if _is_folder(entry, linked=False)
+        ]
+        return [DiskFolder(self.path / entry.name) for _, entry in sorted(folders, key=lambda pair: -pair[0])]
 
     def at(self, name: str) -> DiskFiles:
         return DiskFiles(self.path / name)
@@ -68,6 +80,9 @@ class DiskFolder:
         return FolderLock(self.path.resolve())
 
     def new(self, step: int) -> DiskFiles:
+        final = self.path / name_of(step)
+        if os.path.lexists(final) and not (final.is_symlink() or final.is_dir()):
+            raise FileExistsError(f"{final} is no checkpoint, and would be replaced by one: move it away")
         made = self.path / f".{name_of(step)}.{secrets.token_hex(4)}.tmp"
         made.mkdir()
         return DiskFiles(made)
@@ -75,7 +90,7 @@ class DiskFolder:
     def publish(self, made: CheckpointFiles, step: int) -> DiskFiles:
         temporary, final = self.path / made.name, self.path / name_of(step)
         sync(temporary)
-        if final.exists():
+        if os.path.lexists(final):
             _exchange(temporary, final)
         else:
             os.rename(temporary, final)
@@ -83,9 +98,28 @@ class DiskFolder:
         _remove(temporary)  # what had the name before
         return DiskFiles(final)
 
+    def write_mark(self, text: str) -> None:
+        self.remove_mark()
+        with created(self.path / _NEW_MARK) as file:
+            file.write([memoryview(text.encode())])
+        os.rename(self.path / _NEW_MARK, self.path / MARK)
+        sync(self.path)
+
+    def read_mark(self) -> bytes:
+        try:
+            with open(open_plain(self.path / MARK), "rb") as file:
+                return file.read(_LARGEST_MARK)
+        except FileNotFoundError:
+            return b""
+
+    def remove_mark(self) -> None:
+        for name in (MARK, _NEW_MARK):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path / name)
+
     def set_aside(self, entries: Sequence[Entry]) -> None:
-        last = next(iter(self.abandoned()), None)
-        aside = self.path / abandoned_name(1 if last is None else int(last.path.name.rpartition("-")[2]) + 1)
+        numbers = [int(match[1]) for _, match in self._listed(_ABANDONED)]
+        aside = self.path / abandoned_name(max(numbers, default=0) + 1)
         aside.mkdir()
         for entry in entries:
             os.rename(self.path / entry.files.name, aside / entry.files.name)
@@ -98,23 +132,39 @@ class DiskFolder:
         with contextlib.suppress(OSError):
             self.path.rmdir()
 
-    def _matching(self, pattern: re.Pattern[str]) -> list[Entry]:
-        found = (Entry(int(match[1]), DiskFiles(path)) for path, match in self._folders(pattern))
-        return sorted(found, key=lambda entry: -entry.step)
+    def _matching(self, pattern: re.Pattern[str], *, linked: bool) -> list[Entry]:
+        entries = [
+            Entry(int(match[1]), DiskFiles(self.path / entry.name))
+            for entry, match in self._listed(pattern)
+            if _is_folder(entry, linked=linked)
+        ]
+        return sorted(entries, key=lambda entry: -entry.step)
 
-    def _folders(self, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
-        there = ((self.path / name, pattern.fullmatch(name)) for name in twice(self._folder_names))
-        return [(path, match) for path, match in there if match]
+    def _listed(self, pattern: re.Pattern[str]) -> list[tuple[os.DirEntry[str], re.Match[str]]]:
+        """Return what has a name of ``pattern``.
 
-    def _folder_names(self) -> list[str]:
-        """Return names of folders in this one, which may not be there. Raises: OSError if they cannot be read."""
+        Raises:
+            OSError: if the folder cannot be read. One that is not there is empty.
+        """
+        matches = ((entry, pattern.fullmatch(entry.name)) for entry in twice(self._entries))
+        return [(entry, match) for entry, match in matches if match]
+
+    def _entries(self) -> list[os.DirEntry[str]]:
         try:
             with os.scandir(self.path) as entries:
-                return [entry.name for entry in entries if entry.is_dir()]
+                return list(entries)
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise named(error, self.path) from error
+
+
+def _is_folder(entry: os.DirEntry[str], *, linked: bool) -> bool:
+    """Return whether it is a folder or, if ``linked``, a link to one."""
+    try:
+        return entry.is_dir(follow_symlinks=linked)
+    except OSError:  # a link to itself
+        return False
 
 
 def _exchange(one: Path, other: Path) -> None:
@@ -129,7 +179,11 @@ def _exchange(one: Path, other: Path) -> None:
             raise OSError(code, os.strerror(code), str(other))
     old = one.with_suffix(".old")
     os.rename(other, old)
-    os.rename(one, other)
+    try:
+        os.rename(one, other)
+    except OSError:
+        os.rename(old, other)
+        raise
     sync(other.parent)
     _remove(old)
 

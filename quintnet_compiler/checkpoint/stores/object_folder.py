@@ -19,7 +19,7 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from ..folder import CheckpointFiles, Entry, abandoned_name, name_of
+from ..folder import MARK, CheckpointFiles, Entry, abandoned_name, name_of
 from ..manifest import MANIFEST
 from ..pieces import PIECE
 from ..reading.open_files import FileStamp, OpenFiles, Vanished
@@ -130,6 +130,9 @@ class ObjectFolder:
         entries = [Entry(int(match[2]), self.at(name)) for match, name in found]
         return sorted(entries, key=lambda entry: -entry.step)
 
+    def unusable(self) -> list[str]:
+        return []
+
     def leftovers(self) -> list[Entry]:
         """None: what has no name may have been written or removed in part, and no name is ever missing for a while."""
         return []
@@ -162,6 +165,19 @@ class ObjectFolder:
         if before not in self._used():
             _remove(self.store, self._data(before))
         return self.at(name)
+
+    def write_mark(self, text: str) -> None:
+        self.store.pipe_file(f"{self.root}/{MARK}", text.encode())
+
+    def read_mark(self) -> bytes:
+        try:
+            return bytes(self.store.cat_file(f"{self.root}/{MARK}"))
+        except FileNotFoundError:
+            return b""
+
+    def remove_mark(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.store.rm_file(f"{self.root}/{MARK}")
 
     def set_aside(self, entries: Sequence[Entry]) -> None:
         last = next(iter(self.abandoned()), None)

@@ -11,19 +11,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import secrets
 import threading
 import time
 import warnings
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from fsspec import AbstractFileSystem
 
-from ...core.errors import CheckpointError, CheckpointWarning
+from ...core.errors import CheckpointWarning
 from ...weights.files import shown
-from ..lock import NAME, Holder
+from ..lock import NAME, Holder, refused
 
+_LARGEST = 4096  # bytes
 BEAT, PATIENCE, LOOK = 10.0, 35.0, 1.0  # seconds: between writes, until the writer is taken for dead, between looks
 
 
@@ -35,6 +37,7 @@ class WriterObject:
     key: str
     holder: Holder
     token: str
+    process: int = field(default_factory=os.getpid)
 
     def document(self, beat: int) -> bytes:
         return json.dumps({**asdict(self.holder), "token": self.token, "beat": beat}).encode()
@@ -57,14 +60,15 @@ class WriterObject:
     def there(self) -> tuple[str, Holder | None, int]:
         """Token, process and count of whose it is now."""
         try:
-            found = json.loads(self.store.cat_file(self.key))
-            holder = Holder(str(found["host"]), int(found["process"]), int(found["started"]))
-            return str(found["token"]), holder, int(found["beat"])
-        except (OSError, ValueError, TypeError, KeyError):
+            text = self.store.cat_file(self.key, end=_LARGEST)
+            document = json.loads(text)
+            return str(document["token"]), Holder.from_document(text), int(document["beat"])
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return "", None, 0
 
     def mine(self) -> bool:
-        return self.there()[0] == self.token
+        """Return whether it is this process's: a fork of it has the same token."""
+        return self.process == os.getpid() and self.there()[0] == self.token
 
 
 class ObjectLock:
@@ -76,7 +80,7 @@ class ObjectLock:
             CheckpointError: QN603 if another process writes there.
         """
         self._writer = WriterObject(store, f"{root}/{NAME}", Holder.here(), secrets.token_hex(8))
-        self._take(shown(str(store.unstrip_protocol(root))))
+        self._take(str(store.unstrip_protocol(root)))
         ended = threading.Event()
         self.release = weakref.finalize(self, _release, self._writer, ended)
         threading.Thread(target=_beat, args=(self._writer, ended), name="quintnet-lock", daemon=True).start()
@@ -90,16 +94,11 @@ class ObjectLock:
         while not self._writer.create():
             found = self._writer.there()
             holder = found[1]
-            if holder == self._writer.holder:  # of another program of this process
+            if holder == self._writer.holder:  # an earlier lock of this process, which could not be removed
                 self._writer.write(0)
                 return
             if seen is not None and found != seen:
-                who = f"process {holder.process} on {shown(holder.host)}" if holder else "another process"
-                raise CheckpointError(
-                    "QN603",
-                    f"{where}: {who} writes its checkpoints there, and holds {NAME}",
-                    fix="give each run a folder of its own, or end the other one",
-                )
+                raise refused(where, holder.named if holder else "another process")
             seen = found
             if time.monotonic() < until and (holder is None or not holder.ended()):
                 time.sleep(LOOK)

@@ -1,0 +1,181 @@
+"""Who may write into a folder of checkpoints: one process, whose programs take turns; a fork is another process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fsspec.implementations.memory import MemoryFileSystem
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import quintnet
+from quintnet_compiler.api.compiled_program import CompiledProgram
+from quintnet_compiler.checkpoint.lock import NAME
+
+BATCH = (torch.randn(8, 6), torch.randn(8, 3))
+
+
+def _program() -> CompiledProgram:
+    torch.manual_seed(0)
+    return quintnet.compile(nn.Linear(6, 3), quintnet.Mesh(dp=1), BATCH, loss_fn=F.mse_loss)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield str(tmp_path / "run") if request.param == "disk" else f"memory://{tmp_path.name}/run"
+    MemoryFileSystem.store.clear()
+
+
+def _there(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name != NAME)
+
+
+def test_programs_of_a_process_take_turns(place: str) -> None:
+    programs, failed = [_program(), _program()], []
+
+    def work(number: int) -> None:
+        for i in range(15):
+            try:
+                programs[number].save(place, step=i * 2 + number, extra={"by": number})
+            except BaseException as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    assert failed == []
+    newest = programs[0].load(place)
+    assert newest.step % 2 == newest.extra["by"]
+
+
+def test_one_program_may_close_while_another_holds_the_folder(place: str) -> None:
+    one, other = _program(), _program()
+    one.save(place, step=1)
+    other.save(place, step=2)
+    one.close()
+    hold = next(iter(other._locks.held.values()))
+    assert hold.lock is not None and hold.lock.in_place()
+    other.close()
+    assert hold.lock is None
+
+
+def _forked(work: Callable[[], object]) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except quintnet.CheckpointError as error:
+            os._exit(3 if f"process {os.getppid()} on" in str(error) else 1)
+        except BaseException:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_fork_does_not_hold_the_lock_of_its_parent(tmp_path: Path) -> None:
+    program = _program()
+    program.save(tmp_path, step=1)
+    assert _forked(lambda: program.save(tmp_path, step=2)) == 3
+    program.save(tmp_path, step=3)
+    assert _there(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_a_fork_does_not_keep_others_from_writing_when_its_parent_has_ended(tmp_path: Path) -> None:
+    program, (ready, say), (wait, leave) = _program(), os.pipe(), os.pipe()
+
+    def work() -> None:
+        program.save(tmp_path, step=1)
+        if os.fork() == 0:
+            os.close(leave)
+            os.write(say, b"x")
+            os.read(wait, 1)
+            os._exit(0)
+
+    assert _forked(work) == 0
+    os.read(ready, 1)
+    try:
+        program.save(tmp_path, step=2)
+        assert program.load(tmp_path).step == 2
+    finally:
+        os.close(leave)
+
+
+def test_a_holder_that_did_not_write_its_name_is_not_taken_for_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quintnet_compiler.checkpoint.stores.disk_lock._PATIENCE", 0.2)
+    program, (ready, say), (wait, leave) = _program(), os.pipe(), os.pipe()
+    assert _forked(lambda: program.save(tmp_path, step=1)) == 0
+    named = (tmp_path / NAME).read_text()
+    child = os.fork()
+    if child == 0:
+        os.close(leave)
+        fcntl.flock(os.open(tmp_path / NAME, os.O_RDONLY), fcntl.LOCK_EX)
+        os.write(say, b"x")
+        os.read(wait, 1)
+        os._exit(0)
+    os.read(ready, 1)
+    try:
+        with pytest.raises(quintnet.CheckpointError, match=f"has ended; process {child}, perhaps one that") as raised:
+            program.save(tmp_path, step=2)
+        assert raised.value.code == "QN603" and (tmp_path / NAME).read_text() == named
+    finally:
+        os.close(leave)
+        os.waitpid(child, 0)
+
+
+def test_a_run_is_told_before_its_first_step_that_another_writes(tmp_path: Path) -> None:
+    program, (ready, say), (wait, leave) = _program(), os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(leave)
+        program.reserve(tmp_path)
+        os.write(say, b"x")
+        os.read(wait, 1)
+        os._exit(0)
+    os.read(ready, 1)
+    try:
+        trainer = quintnet.Trainer(
+            program,
+            torch.optim.SGD(program.parameters(), lr=0.1),
+            DataLoader(TensorDataset(*BATCH), batch_size=8),
+            checkpoint_folder=tmp_path,
+            console=False,
+        )
+        with pytest.raises(quintnet.CheckpointError, match=f"process {child} on"):
+            trainer.fit()
+        assert trainer.history.step == 0
+    finally:
+        os.close(leave)
+        os.waitpid(child, 0)
+
+
+def test_names_from_a_lock_are_shown_and_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, (ready, say), (wait, leave) = _program(), os.pipe(), os.pipe()
+    (tmp_path / NAME).write_text('{"host": "\\u001b[31mevil\\nQN000", "process": 7, "started": 7}')
+    child = os.fork()
+    if child == 0:
+        os.close(leave)
+        fcntl.flock(os.open(tmp_path / NAME, os.O_RDONLY), fcntl.LOCK_EX)
+        os.write(say, b"x")
+        os.read(wait, 1)
+        os._exit(0)
+    os.read(ready, 1)
+    try:
+        with pytest.raises(quintnet.CheckpointError, match=r"process 7 on .*evil") as raised:
+            program.save(tmp_path, step=1)
+        assert "\x1b" not in str(raised.value) and "\nQN000" not in str(raised.value)
+    finally:
+        os.close(leave)
+        os.waitpid(child, 0)
