@@ -348,15 +348,11 @@ class ProgramState(abc.ABC):
 
         Parameters, the optimizer's state and options, and the state of random numbers are restored bit by bit. Every
         file is read and compared with its hashes first. A damaged checkpoint is reported by a
-        :class:`quintnet.CheckpointWarning`, and the one before it is tried. Others may write there meanwhile: what is
-        loaded is one checkpoint.
+        :class:`quintnet.CheckpointWarning`, and the one before it is tried. Others may write there meanwhile.
 
         Args:
-            folder: as for :meth:`save`.
-            step: which checkpoint; None: the newest.
-            optimizer: of this program's parameters, to be restored, too.
-            accept: called on every rank with what the checkpoint has beside tensors, before anything is changed. What
-                it raises refuses the checkpoint.
+            accept: called on every rank with what the checkpoint has beside tensors, before anything is changed; what
+                it raises refuses it.
 
         Returns:
             The step, and what was given to ``save`` as ``extra``.

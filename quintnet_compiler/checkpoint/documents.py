@@ -144,7 +144,7 @@ def check_tensors(checkpoint: WrittenFiles, index: Mapping[str, IndexEntry], fil
 
 def _read(checkpoint: WrittenFiles, name: str, kind: TypeAdapter[Any]) -> Any:
     try:
-        return kind.validate_python(json.loads(checkpoint.text(name)))
+        return kind.validate_python(json.loads(checkpoint.read_verified(name)))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))

@@ -27,7 +27,7 @@ class CheckpointFiles(Protocol):
         """Open it to read its files.
 
         Raises:
-            Vanished: if there is no such checkpoint.
+            VanishedError: if there is no such checkpoint.
             OSError: naming what cannot be read.
         """
 

@@ -12,7 +12,7 @@ from ..core.errors import CheckpointError
 from ..weights.files import shown
 from .folder import CheckpointFiles, CheckpointFolder, Entry, name_of
 from .pieces import PIECE, Digest, FilePiece, VerifiedSource, different, not_as_written, pieces_of, write
-from .reading.open_files import Damaged, OpenFile, OpenFiles, OtherFormat, Vanished
+from .reading.open_files import Damaged, OpenFile, OpenFiles, OtherFormatError, VanishedError
 
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 256 * 2**20  # bytes: of 15 TiB in pieces
@@ -26,7 +26,7 @@ class WrittenFiles:
     files: OpenFiles
     digests: Mapping[str, Digest]
 
-    def pieces(self, name: str) -> list[FilePiece]:
+    def pieces_of_file(self, name: str) -> list[FilePiece]:
         """Return the pieces of a file."""
         return pieces_of(name, self.files.file(name), self.digests[name])
 
@@ -34,9 +34,9 @@ class WrittenFiles:
         """Return a file that is compared with its hashes as it is read."""
         if name not in self.digests:
             raise Damaged(f"{shown(name)} is missing")
-        return VerifiedSource(self.files.file(name), self.pieces(name))
+        return VerifiedSource(self.files.file(name), self.pieces_of_file(name))
 
-    def text(self, name: str) -> bytes:
+    def read_verified(self, name: str) -> bytes:
         """Return a whole file.
 
         Raises:
@@ -71,7 +71,7 @@ def is_named(folder: CheckpointFolder, step: int, digest: str) -> bool:
     try:
         with folder.at(name_of(step)).open() as files:
             return bool(_document(files.file(MANIFEST))["sha256"] == digest)
-    except (Damaged, Vanished, TypeError, KeyError):
+    except (Damaged, VanishedError, TypeError, KeyError):
         return False
 
 
@@ -99,7 +99,7 @@ def whole(entry: Entry) -> bool | None:
     """
     try:
         _check_shape(entry)
-    except (Damaged, Vanished):
+    except (Damaged, VanishedError):
         return False
     except Exception:  # of the system, a store's library, or another format
         return None
@@ -114,7 +114,7 @@ def require_replaceable(entry: Entry) -> None:
     """
     try:
         _check_shape(entry)
-    except (Damaged, Vanished):
+    except (Damaged, VanishedError):
         return
     except Exception as error:
         raise CheckpointError(
@@ -130,8 +130,10 @@ def _check_shape(entry: Entry) -> None:
 
 
 def available(folder: CheckpointFolder) -> list[Entry]:
-    """List what may be loaded, the newest first: named checkpoints of the folder's run, damaged or not, and of steps
-    that have none those without a name that are whole, or cannot be read now.
+    """List what may be loaded, the newest first.
+
+    Named checkpoints of the folder's run, damaged or not, and of steps that have none those without a name that are
+    whole, or cannot be read now.
 
     Raises:
         OSError: if the folder cannot be read.
@@ -151,7 +153,7 @@ def read_manifest(files: OpenFiles, step: int) -> WrittenFiles:
 
     Raises:
         Damaged: naming the manifest, or the file that is missing or does not belong here.
-        OtherFormat: if another version wrote it.
+        OtherFormatError: if another version wrote it.
     """
     document = _document(files.file(MANIFEST))
     try:
@@ -160,11 +162,13 @@ def read_manifest(files: OpenFiles, step: int) -> WrittenFiles:
         if own != _own(document) and own == _own({**document, "version": VERSION}):
             raise ValueError("its version was changed")
         if type(version) is int and version != VERSION:
-            raise OtherFormat(f"{MANIFEST} has version {shown(str(version))}, and this program reads {VERSION}")
+            raise OtherFormatError(f"{MANIFEST} has version {shown(str(version))}, and this program reads {VERSION}")
         if own != _own(document) or its_step != step:
             raise Damaged(f"{MANIFEST} is damaged, or of another checkpoint: its own SHA-256 does not match")
         if piece != PIECE:
-            raise OtherFormat(f"{MANIFEST} has pieces of {shown(str(piece))} bytes, and this program reads {PIECE}")
+            raise OtherFormatError(
+                f"{MANIFEST} has pieces of {shown(str(piece))} bytes, and this program reads {PIECE}"
+            )
         sizes = document["files"].items()
         digests = {str(name): Digest(int(size), tuple(map(str, each))) for name, (size, each) in sizes}
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
@@ -217,7 +221,7 @@ def check_files(written: WrittenFiles, share: slice) -> None:
         Damaged: for one that is another.
     """
     check_sizes(written)
-    pieces = [piece for name in sorted(written.digests) for piece in written.pieces(name)]
+    pieces = [piece for name in sorted(written.digests) for piece in written.pieces_of_file(name)]
     other = different(pieces[share])
     if other is not None:
         raise not_as_written(other)

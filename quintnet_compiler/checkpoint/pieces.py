@@ -95,7 +95,7 @@ class WindowSink(Protocol):
     def room_at(self, offset: int, size: int, /) -> memoryview | None:
         """Return where to read what begins at ``offset`` to, at most ``size`` bytes; None: anywhere."""
 
-    def take(self, offset: int, window: memoryview, /) -> object:
+    def take_window(self, offset: int, window: memoryview, /) -> object:
         """Use what begins at ``offset``. If it was read elsewhere, the next window overwrites it."""
 
 
@@ -103,7 +103,7 @@ class _Nobody:
     def room_at(self, offset: int, size: int) -> None:
         """Have no place for it."""
 
-    def take(self, offset: int, window: memoryview) -> None:
+    def take_window(self, offset: int, window: memoryview) -> None:
         """Leave it."""
 
 
@@ -111,7 +111,7 @@ class _Nobody:
 class _Collector(_Nobody):
     data: bytearray
 
-    def take(self, offset: int, window: memoryview) -> None:
+    def take_window(self, offset: int, window: memoryview) -> None:
         self.data.extend(window)
 
 
@@ -122,7 +122,7 @@ def read_in_windows(file: FileSource, start: int, stop: int, sink: WindowSink) -
         size = min(len(room), stop - start)
         window = sink.room_at(start, size) or room[:size]
         file.read_into(start, window)
-        sink.take(start, window)
+        sink.take_window(start, window)
         start += len(window)
 
 
@@ -143,9 +143,9 @@ class _Hashing:
     def room_at(self, offset: int, size: int) -> memoryview | None:
         return self.sink.room_at(offset, size)
 
-    def take(self, offset: int, window: memoryview) -> None:
+    def take_window(self, offset: int, window: memoryview) -> None:
         self.digest.update(window)
-        self.sink.take(offset, window)
+        self.sink.take_window(offset, window)
 
 
 def not_as_written(name: str) -> Damaged:
@@ -154,8 +154,10 @@ def not_as_written(name: str) -> Damaged:
 
 
 class VerifiedSource:
-    """A file of which whole pieces are read and compared with their hashes, whatever part of them is wanted. The last
-    one is kept: this is for one thread, which reads on."""
+    """A file of which whole pieces are read and compared with their hashes, whatever part of them is wanted.
+
+    The last one is kept: this is for one thread, which reads on.
+    """
 
     def __init__(self, file: FileSource, pieces: Sequence[FilePiece]) -> None:
         self.size, self.bytes_at_once = file.size, file.bytes_at_once

@@ -37,7 +37,7 @@ from .manifest import WrittenFiles, write_text
 from .parts import SavedPart
 from .pieces import Digest, write
 from .reading.block_reading import read_blocks
-from .reading.open_files import Damaged, Vanished
+from .reading.open_files import Damaged, VanishedError
 from .tensor_file import STORED_TYPES, TYPE_NAMES, RowBlock, blocks, buffers, read_header
 
 TensorKind = tuple[torch.dtype, tuple[int, ...]]  # of a whole tensor
@@ -244,7 +244,7 @@ class Reader(StorageReader):
                 box = tuple(slice(start, start + size) for start, size in starts)
                 stored = tensors[key].carried(self.index[item.storage_index.fqn].dtype)
                 row_blocks += blocks(stored, box, planner.resolve_tensor(item).detach())
-            read_blocks(self.checkpoint.pieces(name), row_blocks)
+            read_blocks(self.checkpoint.pieces_of_file(name), row_blocks)
         self.checkpoint.files.require_unchanged()
         done: Future[None] = Future()
         done.set_result(None)
@@ -259,8 +259,8 @@ def load_parts(parts: Mapping[str, SavedPart], reader: Reader, *, alone: bool) -
     """Read parts of tensors. Every rank calls this; ``alone``: there are no others.
 
     Raises:
-        Vanished: on every rank, if files are no longer what they were when they were checked: another checkpoint is to
-            be looked for. Parts may have been filled.
+        VanishedError: on every rank, if files are no longer what they were when they were checked: another checkpoint
+            is to be looked for. Parts may have been filled.
         CheckpointError: QN601 on every rank, for anything else.
     """
     try:
@@ -268,8 +268,8 @@ def load_parts(parts: Mapping[str, SavedPart], reader: Reader, *, alone: bool) -
             dcp_load(dict(parts), storage_reader=reader, planner=LoadPlanning(), no_dist=alone)
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
-        if all(isinstance(cause, (Vanished, Damaged)) for cause in causes):
-            raise Vanished(str(causes[0])) from error
+        if all(isinstance(cause, (VanishedError, Damaged)) for cause in causes):
+            raise VanishedError(str(causes[0])) from error
         raise error_of_ranks("QN601", error, "see the reason, and load again") from error
 
 

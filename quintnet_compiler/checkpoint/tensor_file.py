@@ -135,12 +135,12 @@ class RowBlock:
     into: Tensor
 
     @cached_property
-    def start(self) -> int:
+    def begins_at(self) -> int:
         """Return where its bytes begin in the file."""
         return self.tensor.start + self.first * self._bytes_of_row
 
     @cached_property
-    def stop(self) -> int:
+    def ends_at(self) -> int:
         """Return where they end."""
         return self.tensor.start + self.last * self._bytes_of_row
 
@@ -149,13 +149,13 @@ class RowBlock:
         return math.prod(self.tensor.shape[1:]) * STORED_TYPES[self.tensor.dtype].dtype.itemsize
 
     def room(self) -> Tensor:
-        """Return memory for its bytes, to be given to :meth:`put`: where they go, if they can be read to there."""
+        """Return memory for its bytes, to be given to :meth:`deliver`: where they go, if they can be read to there."""
         dtype, row = STORED_TYPES[self.tensor.dtype].dtype, self.tensor.shape[1:]
         if self._in_place(dtype) and not row:
             return self.into
         return torch.empty((self.last - self.first, *row), dtype=dtype)
 
-    def put(self, room: Tensor) -> None:
+    def deliver(self, room: Tensor) -> None:
         """Bring what was read to where it goes."""
         if room is not self.into:
             self.into.copy_(room[:, *self.part])
@@ -167,8 +167,10 @@ class RowBlock:
 
 
 def blocks(tensor: FileTensor, box: tuple[slice, ...], into: Tensor) -> Iterator[RowBlock]:
-    """What to read for a ``box`` of a tensor: blocks of about :data:`.pieces.PIECE` bytes, or one row. They end where
-    pieces of the file do, if that is between two rows."""
+    """Return what to read for a ``box`` of a tensor: blocks of about :data:`.pieces.PIECE` bytes, or one row.
+
+    They end where pieces of the file do, if that is between two rows.
+    """
     if all(one == slice(0, n) for one, n in zip(box[1:], tensor.shape[1:], strict=True)) and into.is_contiguous():
         # one run of bytes, cut anywhere
         row = math.prod(tensor.shape[1:])

@@ -25,7 +25,7 @@ from .optimizer_state import ParameterPlace, local_of, merged, plain, restored, 
 from .parts import SavedPart
 from .pretrained import WeightsSubject, everywhere
 from .reading.choice import Chosen, with_newest
-from .reading.open_files import Vanished
+from .reading.open_files import VanishedError
 from .staging import on_host
 from .storage import Reader, SavePlanning, Writer, error_of_ranks, load_parts
 from .tied import torn_ties, under_stored_names
@@ -161,18 +161,19 @@ def read(
     optimizer: torch.optim.Optimizer | None,
     accept: Callable[[Restored], object] | None = None,
 ) -> Restored:
-    """Load the newest whole checkpoint of a folder, or that of ``step``. ``accept`` gets what it has beside tensors
-    before anything is changed, and raises if that will not do.
+    """Load the newest whole checkpoint of a folder, or that of ``step``.
+
+    ``accept`` gets what it has beside tensors before anything is changed, and raises if that will not do.
 
     Raises:
         CheckpointError: QN601 or QN602 on every rank; nothing was changed, unless files could no longer be read when
             they had been checked: parameters have no values then.
     """
 
-    def restore(chosen: Chosen) -> Restored:
-        return _Restoring(subject, chosen).restore(optimizer, accept)
+    def use(chosen: Chosen) -> Restored:
+        return _Restoring(subject, chosen).load_all(optimizer, accept)
 
-    return with_newest(subject.backend.told, folder, step, restore)
+    return with_newest(subject.backend.told, folder, step, use)
 
 
 @dataclass(frozen=True)
@@ -182,17 +183,19 @@ class _Restoring:
     subject: WeightsSubject
     chosen: Chosen
 
-    def restore(self, optimizer: torch.optim.Optimizer | None, accept: Callable[[Restored], object] | None) -> Restored:
+    def load_all(
+        self, optimizer: torch.optim.Optimizer | None, accept: Callable[[Restored], object] | None
+    ) -> Restored:
         """Check everything, then read tensors to where they go.
 
         Raises:
             CheckpointError: on every rank.
-            Vanished: on every rank. If parameters were changed, they have no values now.
+            VanishedError: on every rank. If parameters were changed, they have no values now.
         """
         subject, note, backend = self.subject, self.chosen.state, self.subject.backend
         saved = self._saved()
         aliases = {f"{MODEL}{alias}": f"{MODEL}{kept}" for alias, kept in subject.aliases.items()}
-        restored_note = Restored(note["step"], self.chosen.path, note["extra"], note["run"])
+        restored_note = Restored(note["step"], self.chosen.folder_or_url, note["extra"], note["run"])
         with everywhere(backend, "QN601"):
             targets, places = self._targets(aliases, saved)
             finish = None
@@ -226,7 +229,7 @@ class _Restoring:
         targets = under_stored_names(parts, aliases, saved)
         targets = {n: part for n, part in targets.items() if n in saved or not _left_out(n, part, self.subject)}
         misfits = _misfits(targets, places, saved)
-        refuse_all("QN602", self.chosen.path, misfits, fix="load into the model that was saved")
+        refuse_all("QN602", self.chosen.folder_or_url, misfits, fix="load into the model that was saved")
         return targets, places
 
     def _optimizer_room(
@@ -237,7 +240,7 @@ class _Restoring:
     ) -> tuple[dict[str, SavedPart], Callable[[], None]]:
         note = self.chosen.state
         if "optimizer" not in note:
-            where = shown(str(self.chosen.path))
+            where = shown(str(self.chosen.folder_or_url))
             raise CheckpointError("QN602", f"{where} has no optimizer", fix="leave optimizer= out")
         mine = {n.removeprefix(OPTIMIZER): x for n, x in saved.items() if n.startswith(OPTIMIZER)}
         elsewhere = _names_elsewhere(self.subject.model)
@@ -255,17 +258,17 @@ class _Restoring:
         Raises:
             CheckpointError: QN602 if they differ.
         """
-        vanished: Vanished | None = None  # of all ranks, as reading is
+        vanished: VanishedError | None = None  # of all ranks, as reading is
         with everywhere(self.subject.backend, "QN601"):
             try:
                 pairs = torn_ties(targets, aliases, saved, self._fill)
-            except Vanished as error:
+            except VanishedError as error:
                 pairs, vanished = [], error
             torn = [
                 f"{alias.removeprefix(MODEL)} and {kept.removeprefix(MODEL)} are tied in the model, and differ here"
                 for alias, kept in pairs
             ]
-            refuse_all("QN602", self.chosen.path, torn, fix="load a checkpoint of a model that ties them")
+            refuse_all("QN602", self.chosen.folder_or_url, torn, fix="load a checkpoint of a model that ties them")
         if vanished is not None:
             raise vanished
 
@@ -274,7 +277,7 @@ class _Restoring:
 
         Raises:
             CheckpointError: QN601 on every rank.
-            Vanished: on every rank, if another checkpoint is to be looked for.
+            VanishedError: on every rank, if another checkpoint is to be looked for.
         """
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         load_parts(parts, Reader(self.chosen.files, self.chosen.index), alone=alone)

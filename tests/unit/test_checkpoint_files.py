@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quintnet_compiler.checkpoint import pieces
 from quintnet_compiler.checkpoint.reading.block_reading import read_blocks
-from quintnet_compiler.checkpoint.reading.open_files import Damaged, Vanished
+from quintnet_compiler.checkpoint.reading.open_files import Damaged, VanishedError
 from quintnet_compiler.checkpoint.stores import disk_reading
 from quintnet_compiler.checkpoint.stores.disk import created
 from quintnet_compiler.checkpoint.stores.disk_reading import open_folder_to_read
@@ -158,7 +158,7 @@ def test_files_on_a_disk(tmp_path: Path) -> None:
         file = files.file("file")
         file.read_into(1, memoryview(room))
         assert (file.size, bytes(room)) == (4, b"bcd")
-        with pytest.raises(Vanished, match="file ends at byte 4"):
+        with pytest.raises(VanishedError, match="file ends at byte 4"):
             file.read_into(2, memoryview(room))
 
 
@@ -194,11 +194,11 @@ def test_an_open_folder_is_read_whatever_happens_to_its_name(
             files.file("b").read_into(0, memoryview(room))
             assert room == b"2"
         else:
-            with pytest.raises(Vanished, match="b was removed"):
+            with pytest.raises(VanishedError, match="b was removed"):
                 files.file("b").read_into(0, memoryview(room))
         files.require_unchanged()
         os.utime(tmp_path / "there" / "a", ns=(1, 1))  # as if somebody had written it
-        with pytest.raises(Vanished, match="a was written again"):
+        with pytest.raises(VanishedError, match="a was written again"):
             files.require_unchanged()
-    with pytest.raises(Vanished, match="nowhere is not there any more"), open_folder_to_read(tmp_path / "nowhere"):
+    with pytest.raises(VanishedError, match="nowhere is not there any more"), open_folder_to_read(tmp_path / "nowhere"):
         pass

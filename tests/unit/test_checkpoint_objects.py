@@ -20,7 +20,7 @@ import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
 from quintnet_compiler.checkpoint.folder import CheckpointFolder, abandoned_name, name_of
 from quintnet_compiler.checkpoint.lock import FolderLocks, Holder
-from quintnet_compiler.checkpoint.reading.open_files import Vanished
+from quintnet_compiler.checkpoint.reading.open_files import VanishedError
 from quintnet_compiler.checkpoint.stores import object_lock
 from quintnet_compiler.checkpoint.stores.object_folder import ObjectFolder
 from quintnet_compiler.checkpoint.stores.places import folder_at
@@ -199,7 +199,7 @@ def test_the_same_on_another_store(tmp_path: Path, made: Made) -> None:
         file.write([memoryview(b"text")])
     with folder.publish(first, 1).open() as files:
         assert files.file("b").size == 4
-        with pytest.raises(Vanished, match="ends at byte 4"):
+        with pytest.raises(VanishedError, match="ends at byte 4"):
             files.file("b").read_into(2, memoryview(bytearray(3)))
 
 

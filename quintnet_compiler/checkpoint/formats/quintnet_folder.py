@@ -32,7 +32,7 @@ def _contents(chosen: Chosen) -> Contents:
     """Return all that a checkpoint has.
 
     Raises:
-        Vanished: if its files were removed or changed while they were read.
+        VanishedError: if its files were removed or changed while they were read.
     """
     reader = Reader(chosen.files, chosen.index)
     metadata: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]

@@ -28,9 +28,9 @@ def read_blocks(pieces: Sequence[FilePiece], blocks: Iterable[RowBlock]) -> None
         Damaged: if a piece is not what was written. Blocks may have been filled with it.
     """
     by_piece: dict[int, list[RowBlock]] = defaultdict(list)
-    for block in sorted(blocks, key=lambda block: block.start):
-        if block.start < block.stop:
-            by_piece[block.start // PIECE].append(block)
+    for block in sorted(blocks, key=lambda block: block.begins_at):
+        if block.begins_at < block.ends_at:
+            by_piece[block.begins_at // PIECE].append(block)
     numbers = sorted(by_piece)
     size = -(-len(numbers) // MOST_REGIONS)
     regions = [numbers[first : first + size] for first in range(0, len(numbers), max(1, size))]
@@ -60,12 +60,12 @@ def _wanted(blocks: Sequence[RowBlock]) -> Iterable[tuple[int, list[tuple[int, i
     ranges: dict[int, list[tuple[int, int]]] = {}
     end = 0
     for block in blocks:
-        start = max(block.start, end)  # what another block wants, too, is read once
-        while start < block.stop:
-            stop = min(block.stop, (start // PIECE + 1) * PIECE)
+        start = max(block.begins_at, end)  # what another block wants, too, is read once
+        while start < block.ends_at:
+            stop = min(block.ends_at, (start // PIECE + 1) * PIECE)
             ranges.setdefault(start // PIECE, []).append((start, stop))
             start = stop
-        end = max(end, block.stop)
+        end = max(end, block.ends_at)
     return ranges.items()
 
 
@@ -81,21 +81,21 @@ class _Sweep:
         self._begin(offset + 1)
         if len(self._filling) != 1:
             return None
-        stop = offset + size if not self._waiting else min(offset + size, self._waiting[0].start)
+        stop = offset + size if not self._waiting else min(offset + size, self._waiting[0].begins_at)
         room = self._filling[0].room_at(offset, stop)
         return room if len(room) == size or len(room) >= LEAST_IN_PLACE else None
 
-    def take(self, offset: int, window: memoryview) -> None:
+    def take_window(self, offset: int, window: memoryview) -> None:
         """Put a window's bytes into the blocks that want some of them."""
         stop, data = offset + len(window), np.frombuffer(window, np.uint8)
         self._begin(stop)
         for filling in self._filling:
-            filling.take(offset, data)
+            filling.copy_from(offset, data)
         self._filling = [filling for filling in self._filling if filling.stop > stop]
 
     def _begin(self, stop: int) -> None:
         """Fill those blocks, too, that begin before ``stop``."""
-        while self._waiting and self._waiting[0].start < stop:
+        while self._waiting and self._waiting[0].begins_at < stop:
             self._filling.append(_Filling(self._waiting.popleft()))
 
 
@@ -104,21 +104,21 @@ class _Filling:
 
     def __init__(self, block: RowBlock) -> None:
         self.block, self._room = block, block.room()
-        self.start, self.stop = block.start, block.stop
+        self.start, self.stop = block.begins_at, block.ends_at
         self._bytes = _array(self._room)
 
     def room_at(self, offset: int, stop: int) -> memoryview:
         """Return the memory for bytes of the file."""
         return self._bytes[offset - self.start : stop - self.start].data
 
-    def take(self, offset: int, data: np.ndarray) -> None:
+    def copy_from(self, offset: int, data: np.ndarray) -> None:
         """Copy what is wanted of ``data``, unless it was read to here; bring all to its place after the last of it."""
         start, stop = max(offset, self.start), min(offset + len(data), self.stop)
         wanted, room = data[start - offset : stop - offset], self.room_at(start, stop)
         if not np.may_share_memory(wanted, room):
             np.copyto(np.frombuffer(room, np.uint8), wanted)  # other threads run meanwhile
         if stop == self.stop:
-            self.block.put(self._room)
+            self.block.deliver(self._room)
 
 
 def _array(x: Tensor) -> np.ndarray:

@@ -24,7 +24,7 @@ from ...weights.files import INDEX, METADATA, SINGLE, conversion, shown
 from ..documents import IndexEntry, StateNote, check_tensors, read_index, read_state
 from ..folder import CheckpointFolder
 from ..manifest import WrittenFiles, available, check_files, read_manifest
-from .open_files import Damaged, OpenFiles, OtherFormat, Vanished
+from .open_files import Damaged, OpenFiles, OtherFormatError, VanishedError
 
 LOOKS = 60  # at a folder whose checkpoints vanish while they are read
 LONGEST_WAIT = 1.0  # seconds, before another look
@@ -42,7 +42,7 @@ class Chosen:
     index: Mapping[str, IndexEntry]
 
     @property
-    def path(self) -> Path | str:
+    def folder_or_url(self) -> Path | str:
         """Return the folder's path, or its URL."""
         return self.files.files.path
 
@@ -50,8 +50,8 @@ class Chosen:
 def with_newest(tell_all: TellAll, folder: CheckpointFolder, step: int | None, use: Callable[[Chosen], T]) -> T:
     """Return what ``use`` returns for the newest whole checkpoint, or for that of ``step``.
 
-    Every rank calls this. The checkpoint stays open until ``use`` returns. If that raises Vanished, on all ranks, it is
-    called again with the checkpoint that is there then.
+    Every rank calls this. The checkpoint stays open until ``use`` returns. If that raises VanishedError, on all
+    ranks, it is called again with the checkpoint that is there then.
 
     Args:
         tell_all: gives every rank's text to every rank.
@@ -67,8 +67,8 @@ def with_newest(tell_all: TellAll, folder: CheckpointFolder, step: int | None, u
         time.sleep(min(LONGEST_WAIT, 1.3**look / 1000) if look else 0)
         with contextlib.ExitStack() as stack:
             try:
-                return use(_Look.begin(tell_all, folder, step).chosen(stack))
-            except Vanished as vanished:
+                return use(_Look.listed_by_first(tell_all, folder, step).open_newest(stack))
+            except VanishedError as vanished:
                 reason = str(vanished)
     raise CheckpointError(
         "QN601",
@@ -98,7 +98,7 @@ class _Report:
         return f"{self.outcome}\n{self.text}"
 
     @classmethod
-    def parse(cls, message: str) -> _Report:
+    def _parse(cls, message: str) -> _Report:
         outcome, _, text = message.partition("\n")
         return cls(_Outcome(outcome), text)
 
@@ -114,7 +114,7 @@ class _Look:
     ranks: int
 
     @classmethod
-    def begin(cls, tell_all: TellAll, folder: CheckpointFolder, step: int | None) -> _Look:
+    def listed_by_first(cls, tell_all: TellAll, folder: CheckpointFolder, step: int | None) -> _Look:
         """List what there is, as the first rank sees it.
 
         Raises:
@@ -126,17 +126,17 @@ class _Look:
         except Exception as error:
             report = _Report(_Outcome.UNREADABLE, _words(error))
         messages = tell_all(report.message())
-        first = _Report.parse(messages[0])
+        first = _Report._parse(messages[0])
         if first.outcome is _Outcome.UNREADABLE:
             raise _unusable(first, shown(str(folder.path)))
         return cls(tell_all, folder, step, first.text.split(), len(messages))
 
-    def chosen(self, stack: contextlib.ExitStack) -> Chosen:
+    def open_newest(self, stack: contextlib.ExitStack) -> Chosen:
         """Return the checkpoint to load, which ``stack`` keeps open.
 
         Raises:
             CheckpointError: QN601 on every rank.
-            Vanished: on every rank, if another look may find one.
+            VanishedError: on every rank, if another look may find one.
         """
         for name in self.names:
             with contextlib.ExitStack() as own:
@@ -153,7 +153,7 @@ class _Look:
         """Return what counts of all ranks' reports, and the checkpoint if this rank has read it."""
         rank = dist.get_rank() if self.ranks > 1 else 0
         mine, chosen = _read_share(self.folder, name, slice(rank, None, self.ranks), stack)
-        reports = [_Report.parse(message) for message in self.tell_all(mine.message())]
+        reports = [_Report._parse(message) for message in self.tell_all(mine.message())]
         order = list(_Outcome)
         worst = min(reports, key=lambda report: order.index(report.outcome))
         return (mine if worst.outcome is _Outcome.WHOLE else worst), chosen
@@ -163,14 +163,14 @@ class _Look:
 
         Raises:
             CheckpointError: QN601 on every rank.
-            Vanished: on every rank, if one of them was replaced while ranks opened it.
+            VanishedError: on every rank, if one of them was replaced while ranks opened it.
         """
-        messages = self.tell_all(f"{report.text} {chosen.path}")
+        messages = self.tell_all(f"{report.text} {chosen.folder_or_url}")
         different = dict.fromkeys(text.partition(" ")[0] for text in messages)
         if len(different) == 1:
             return
         if any(self.tell_all("replaced" if _is_replaced(chosen.files.files) else "")):
-            raise Vanished(f"{name} was replaced")
+            raise VanishedError(f"{name} was replaced")
         first = [next(i for i, text in enumerate(messages) if text.startswith(digest)) for digest in different]
         lines = [f"rank {rank}: {shown(messages[rank].partition(' ')[2])}" for rank in first[:20]]
         step = name.partition("/")[0]
@@ -182,9 +182,9 @@ class _Look:
 
     def _refuse(self, report: _Report, name: str) -> None:
         """Raise what a checkpoint that is not whole leads to; warn if the one before it is to be tried."""
-        again = _Look.begin(self.tell_all, self.folder, self.step)
+        again = _Look.listed_by_first(self.tell_all, self.folder, self.step)
         if report.outcome is _Outcome.VANISHED or again.names != self.names:
-            raise Vanished(report.text)
+            raise VanishedError(report.text)
         where = f"{shown(str(self.folder.path))}/{name.partition('/')[2]}"
         if report.outcome is not _Outcome.DAMAGED:
             raise _unusable(report, where)
@@ -209,11 +209,11 @@ def _read_share(
         chosen = Chosen(written, read_state(written, int(number)), index)
         contents = hashlib.sha256(repr(sorted(written.digests.items())).encode()).hexdigest()
         return _Report(_Outcome.WHOLE, contents), chosen
-    except Vanished as error:
+    except VanishedError as error:
         report = _Report(_Outcome.VANISHED, str(error))
     except Damaged as error:
         report = _Report(_Outcome.DAMAGED, str(error))
-    except OtherFormat as error:
+    except OtherFormatError as error:
         report = _Report(_Outcome.OTHER_FORMAT, str(error))
     except Exception as error:  # of the system, or of a store's library
         report = _Report(_Outcome.UNREADABLE, _words(error))

@@ -1,5 +1,8 @@
-"""A checkpoint that is open: its files are those that were there when it was opened, whoever moves, replaces or removes
-it meanwhile. What is no longer to be had is said, and never mixed with what took its place."""
+"""A checkpoint that is open: its files stay those that it had when it was opened.
+
+Others may move, replace or remove it meanwhile. What is no longer to be had is said, and never mixed with what took its
+place.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ class Damaged(Exception):
     """Say why a checkpoint cannot be used: files are missing, or have other bytes than were written."""
 
 
-class OtherFormat(Exception):
+class OtherFormatError(Exception):
     """Say which format a checkpoint has, if it is not one that this program reads. It may be whole."""
 
 
-class Vanished(Exception):
+class VanishedError(Exception):
     """Say what of an open checkpoint was removed or changed since it was opened."""
 
 
@@ -42,7 +45,7 @@ class OpenFiles:
     Attributes:
         path: the folder's path, or its URL.
         stamps: its files.
-        read: fills memory with what begins at an offset of a file. Raises: Vanished, or OSError naming the file.
+        read: fills memory with what begins at an offset of a file. Raises: VanishedError, or OSError naming the file.
         replaced: returns whether the checkpoint's name stands for other files now, or for none.
         changed: returns those of some files that others have written since.
         bytes_at_once: how many are best read by one call.
@@ -69,9 +72,9 @@ class OpenFiles:
         return OpenFile(self, name, size)
 
     def require_unchanged(self) -> None:
-        """Raise Vanished if others have written a file since the checkpoint was opened."""
+        """Raise VanishedError if others have written a file since the checkpoint was opened."""
         for name in sorted(self.changed(self.stamps.keys())):
-            raise Vanished(f"{shown(name)} was written again while it was read")
+            raise VanishedError(f"{shown(name)} was written again while it was read")
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class OpenFile:
         """Fill ``into`` with what begins at ``offset``.
 
         Raises:
-            Vanished: if the file is no longer what it was.
+            VanishedError: if the file is no longer what it was.
             OSError: naming the file.
         """
         self.files.read(self.name, offset, into)

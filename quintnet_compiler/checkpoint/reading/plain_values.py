@@ -17,13 +17,15 @@ _TORCH_OPTIMIZERS = "torch.optim."
 _DEEPEST = 20  # containers in one another
 
 
-class _Misfit(Exception):
+class _MisfitError(Exception):
     """Say which field has which wrong value."""
 
 
 def require_alike(values: Mapping[str, Any], own: Mapping[str, Any], where: str, *, only_own: bool = False) -> None:
-    """Compare plain values with those that they are to replace: a number takes the place of a number, a list that of
-    one of the same length. Names that ``own`` does not have may have any number, text, or list of them.
+    """Compare plain values with those that they are to replace.
+
+    A number takes the place of a number, a list that of one of the same length. Names that ``own`` does not have may
+    have any number, text, or list of them.
 
     Args:
         values: of a file.
@@ -37,9 +39,9 @@ def require_alike(values: Mapping[str, Any], own: Mapping[str, Any], where: str,
     try:
         for name, value in values.items():
             if only_own and name not in own:
-                raise _Misfit(f"{where}.{shown(name)} is nothing that there is here")
+                raise _MisfitError(f"{where}.{shown(name)} is nothing that there is here")
             _require_value(value, own.get(name), f"{where}.{name}", 0)
-    except _Misfit as misfit:
+    except _MisfitError as misfit:
         raise CheckpointError("QN602", str(misfit), fix="load a checkpoint that has not been changed") from None
 
 
@@ -69,21 +71,25 @@ def require_options(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
 
 def _require_value(value: Any, own: Any, where: str, depth: int) -> None:
     if depth > _DEEPEST:
-        raise _Misfit(f"{where} has lists in lists, {depth} deep")
-    if isinstance(value, list | tuple):
-        if own is not None and (not isinstance(own, list | tuple) or len(value) != len(own)):
-            raise _misfit(value, own, where)
-        for i, part in enumerate(value):
-            _require_value(part, None if own is None else own[i], f"{where}.{i}", depth + 1)
-    elif isinstance(value, Mapping):
-        if own is not None and not isinstance(own, Mapping):
-            raise _misfit(value, own, where)
-        for name, part in value.items():
-            _require_value(part, None if own is None else own.get(name), f"{where}.{shown(str(name))}", depth + 1)
+        raise _MisfitError(f"{where} has lists in lists, {depth} deep")
+    if isinstance(value, list | tuple | Mapping):
+        for name, part, its_own in _parts(value, own, where):
+            _require_value(part, its_own, f"{where}.{shown(name)}", depth + 1)
     elif isinstance(value, float | int) and not isinstance(value, bool):
         _require_number(value, own, where)
     elif value is not None and own is not None and type(value) is not type(own):
         raise _misfit(value, own, where)
+
+
+def _parts(value: Any, own: Any, where: str) -> list[tuple[str, Any, Any]]:
+    """Return the names and the parts of a list or dict, each with the one that it is to replace, or None."""
+    if isinstance(value, Mapping):
+        if own is not None and not isinstance(own, Mapping):
+            raise _misfit(value, own, where)
+        return [(str(name), part, (own or {}).get(name)) for name, part in value.items()]
+    if own is not None and (not isinstance(own, list | tuple) or len(value) != len(own)):
+        raise _misfit(value, own, where)
+    return [(str(i), part, None if own is None else own[i]) for i, part in enumerate(value)]
 
 
 def _require_number(value: float, own: Any, where: str) -> None:
@@ -92,15 +98,15 @@ def _require_number(value: float, own: Any, where: str) -> None:
     try:
         number = float(value)
     except OverflowError:
-        raise _Misfit(f"{where} is a number of {len(str(abs(value)))} digits") from None
+        raise _MisfitError(f"{where} is a number of {len(str(abs(value)))} digits") from None
     if math.isnan(number) and not _is_nan(own):
-        raise _Misfit(f"{where} is not a number")
+        raise _MisfitError(f"{where} is not a number")
 
 
 def _is_nan(own: Any) -> bool:
     return isinstance(own, float) and math.isnan(own)
 
 
-def _misfit(value: Any, own: Any, where: str) -> _Misfit:
+def _misfit(value: Any, own: Any, where: str) -> _MisfitError:
     size = f" of {len(own)}" if isinstance(own, list | tuple) else ""
-    return _Misfit(f"{where} is {shown(repr(value))}, and a {type(own).__name__}{size} here")
+    return _MisfitError(f"{where} is {shown(repr(value))}, and a {type(own).__name__}{size} here")

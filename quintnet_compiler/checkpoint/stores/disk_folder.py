@@ -27,7 +27,7 @@ from ..folder import MARK, CheckpointFiles, Entry, abandoned_name, name_of
 from ..reading.open_files import OpenFiles
 from .disk import NewDiskFile, created, sync
 from .disk_lock import FolderLock
-from .disk_reading import named, open_folder_to_read, twice
+from .disk_reading import open_folder_to_read, twice, with_path
 
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-(\d{8,})\.[0-9a-f]{8}\.(tmp|old)")
@@ -156,7 +156,7 @@ class DiskFolder:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise named(error, self.path) from error
+            raise with_path(error, self.path) from error
 
 
 def _is_folder(entry: os.DirEntry[str], *, linked: bool) -> bool:

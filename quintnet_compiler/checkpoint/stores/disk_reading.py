@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from ..reading.open_files import FileStamp, OpenFiles, Vanished
+from ..reading.open_files import FileStamp, OpenFiles, VanishedError
 
 BYTES_AT_ONCE = 256 * 2**10  # what is hashed and copied next is still in the cache of a core
 SHARE_OF_DESCRIPTORS = 4  # one in so many of those that are free is used: others need some, too
@@ -31,7 +31,7 @@ def open_folder_to_read(path: Path) -> Iterator[OpenFiles]:
     """Open a folder of files.
 
     Raises:
-        Vanished: if there is none.
+        VanishedError: if there is none.
         OSError: naming it.
     """
     with contextlib.ExitStack() as stack:
@@ -40,14 +40,14 @@ def open_folder_to_read(path: Path) -> Iterator[OpenFiles]:
             stack.callback(os.close, descriptor)
             stamps = twice(lambda: _stamps(descriptor))
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise Vanished(f"{path.name} is not there any more") from error
+            raise VanishedError(f"{path.name} is not there any more") from error
         except OSError as error:
-            raise named(error, path) from error
+            raise with_path(error, path) from error
         folder = _OpenFolder(path, descriptor, stamps, {})
         for name in sorted(name for name, stamp in stamps.items() if stamp.size is not None)[: _room()]:
-            if not folder.keep(name, stack):
+            if not folder.keep_open(name, stack):
                 break
-        yield OpenFiles(path, stamps, folder.fill, folder.replaced, folder.changed, BYTES_AT_ONCE)
+        yield OpenFiles(path, stamps, folder.fill, folder.replaced, folder.written_again, BYTES_AT_ONCE)
 
 
 class _OpenFolder:
@@ -56,13 +56,13 @@ class _OpenFolder:
     def __init__(self, path: Path, descriptor: int, stamps: Mapping[str, FileStamp], kept: dict[str, int]) -> None:
         self.path, self.descriptor, self.stamps, self.kept = path, descriptor, stamps, kept
 
-    def keep(self, name: str, stack: contextlib.ExitStack) -> bool:
+    def keep_open(self, name: str, stack: contextlib.ExitStack) -> bool:
         """Keep a file open, if that is possible; return whether there is room for more."""
         try:
             self.kept[name] = self._open(name)
         except OSError as error:
             return error.errno not in _EXHAUSTED  # why it cannot be opened is said when it is read
-        except Vanished:
+        except VanishedError:
             return True
         stack.callback(os.close, self.kept[name])
         return True
@@ -83,7 +83,7 @@ class _OpenFolder:
         except (FileNotFoundError, NotADirectoryError):
             return True
 
-    def changed(self, names: Collection[str]) -> list[str]:
+    def written_again(self, names: Collection[str]) -> list[str]:
         """Return those of ``names`` that have other bytes or a later time. What was removed has not changed."""
         return [name for name in names if (now := self._now(name)) is not None and now != self.stamps[name]]
 
@@ -99,10 +99,10 @@ class _OpenFolder:
         try:
             descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self.descriptor)
         except FileNotFoundError as error:
-            raise Vanished(f"{name} was removed") from error
+            raise VanishedError(f"{name} was removed") from error
         if _stamp(os.fstat(descriptor)) != self.stamps[name]:
             os.close(descriptor)
-            raise Vanished(f"{name} was written again")
+            raise VanishedError(f"{name} was written again")
         return descriptor
 
     def _fill(self, name: str, kept: int | None, offset: int, into: memoryview) -> None:
@@ -113,10 +113,10 @@ class _OpenFolder:
             while len(into):
                 count = os.preadv(descriptor, [into], offset)
                 if not count:
-                    raise Vanished(f"{name} ends at byte {offset}")
+                    raise VanishedError(f"{name} ends at byte {offset}")
                 offset, into = offset + count, into[count:]
         except OSError as error:
-            raise named(error, self.path / name) from error
+            raise with_path(error, self.path / name) from error
         finally:
             if descriptor is not None and descriptor != kept:
                 os.close(descriptor)
@@ -132,7 +132,7 @@ def twice(call: Callable[[], T]) -> T:
         return call()
 
 
-def named(error: OSError, path: Path) -> OSError:
+def with_path(error: OSError, path: Path) -> OSError:
     """Return an error of the system with the path of its file."""
     if error.errno is None:
         return error

@@ -22,7 +22,7 @@ from fsspec import AbstractFileSystem
 from ..folder import MARK, CheckpointFiles, Entry, abandoned_name, name_of
 from ..manifest import MANIFEST
 from ..pieces import PIECE
-from ..reading.open_files import FileStamp, OpenFiles, Vanished
+from ..reading.open_files import FileStamp, OpenFiles, VanishedError
 from .object_lock import ObjectLock
 
 _NAME = re.compile(r"(step-(\d{8,}))\.json")
@@ -50,8 +50,11 @@ class ObjectSink:
 
 @dataclass(frozen=True)
 class ObjectFiles:
-    """``prefix``: of the files. ``name``: what ranks tell each other. ``pointer``: the object that names the prefix, if
-    there is one."""
+    """A checkpoint's files.
+
+    ``prefix``: of the files. ``name``: what ranks tell each other. ``pointer``: the object that names the prefix, if
+    there is one.
+    """
 
     store: AbstractFileSystem
     prefix: str
@@ -66,14 +69,14 @@ class ObjectFiles:
     def open(self) -> Iterator[OpenFiles]:
         stamps = self._stamps()
         if not stamps and self.replaced():
-            raise Vanished(f"{self.name} is not there any more")
+            raise VanishedError(f"{self.name} is not there any more")
         yield OpenFiles(self.path, stamps, self.fill, self.replaced, partial(self._changed, stamps), PIECE)
 
     def fill(self, name: str, offset: int, into: memoryview) -> None:
         """Fill ``into`` with bytes of an object.
 
         Raises:
-            Vanished: if it is not there any more, or shorter.
+            VanishedError: if it is not there any more, or shorter.
         """
         if not len(into):
             return
@@ -81,9 +84,9 @@ class ObjectFiles:
         try:
             data = self.store.cat_file(key, start=offset, end=offset + len(into))
         except FileNotFoundError as error:
-            raise Vanished(f"{key} was removed") from error
+            raise VanishedError(f"{key} was removed") from error
         if len(data) != len(into):
-            raise Vanished(f"{key} ends at byte {offset + len(data)}")
+            raise VanishedError(f"{key} ends at byte {offset + len(data)}")
         into[:] = data
 
     def replaced(self) -> bool:
@@ -216,8 +219,10 @@ class ObjectFolder:
 
 
 def _prefix_named_by(store: AbstractFileSystem, pointer: str) -> str:
-    """Return the last part of the prefix that an object names; if there is none, or it may lead elsewhere, one that
-    nothing has."""
+    """Return the last part of the prefix that an object names.
+
+    If there is none, or it may lead elsewhere, return one that nothing has.
+    """
     try:
         prefix = str(json.loads(store.cat_file(pointer, end=_LARGEST_NAME))["files"])
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):

@@ -55,7 +55,7 @@ class SchedulerNote(TypedDict):
 
 
 class TrainerNote(TypedDict):
-    """What a Trainer keeps, beside the position in the data."""
+    """Hold what a Trainer keeps beside the position in the data."""
 
     best: Annotated[StrictInt | StrictFloat, Field(allow_inf_nan=False)] | None
     bad: Count
