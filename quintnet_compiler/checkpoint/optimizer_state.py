@@ -151,7 +151,9 @@ def restored(
     """
     kind = _kind(optimizer)
     if note["class"] not in ("", kind):  # empty: converted from a format that does not say it
-        raise CheckpointError("QN602", f"the optimizer is a {kind}, and the checkpoint has that of a {note['class']}")
+        raise CheckpointError(
+            "QN602", f"the optimizer is a {kind}, and the checkpoint has that of a {shown(note['class'])}"
+        )
     targets: dict[str, SavedPart] = {}
     states: dict[str, dict[str, Any]] = {}
     changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -167,7 +169,7 @@ def restored(
         options = note["options"][note["of"][name]]
         if not note["class"] and options.keys() != group.keys() - {"params"}:
             other = ", ".join(sorted(options.keys() ^ (group.keys() - {"params"})))
-            raise CheckpointError("QN602", f"the options of a {kind} are others than the checkpoint's: {other}")
+            raise CheckpointError("QN602", f"the options of a {kind} are others than the checkpoint's: {shown(other)}")
         require_options(_inner(optimizer), options, group)
         other, before = seen.setdefault(id(group), (name, options))
         if before != options:

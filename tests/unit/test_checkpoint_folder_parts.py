@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,11 @@ from torch import Tensor
 
 from quintnet_compiler.checkpoint import commit, documents, lock, manifest, pieces, values
 from quintnet_compiler.checkpoint.reading.open_files import Damaged
+from quintnet_compiler.checkpoint.stores import disk_lock
 from quintnet_compiler.checkpoint.stores.disk_folder import DiskFiles, DiskFolder
 from quintnet_compiler.core.errors import CheckpointError
+from quintnet_compiler.core.files import open_plain
+from quintnet_compiler.training.resume.last_run import goes_on
 
 
 def _written(path: Path, step: int, *, keep: int | None = None) -> Path:
@@ -94,6 +99,59 @@ def test_a_lock_is_told_from_that_of_an_ended_process(tmp_path: Path) -> None:
     assert (tmp_path / lock.NAME).exists()
     (tmp_path / lock.NAME).write_text("[")
     assert lock.Holder.read(tmp_path / lock.NAME) is None
+
+
+@pytest.mark.parametrize("text", [b"[", b"[" * 4000, b"{}", b'{"host": 1, "process": Infinity, "started": 1}', b"\xff"])
+def test_a_lock_that_says_nothing_names_nobody(text: bytes) -> None:
+    assert lock.Holder.from_document(text) is None
+
+
+def test_a_lock_is_found_where_it_was_put(tmp_path: Path) -> None:
+    first = disk_lock.FolderLock(tmp_path)
+    (tmp_path / lock.NAME).rename(tmp_path / "moved")
+    assert not first.in_place()
+    second = disk_lock.FolderLock(tmp_path)
+    assert second.in_place()
+    second.release()
+    assert not second.in_place()
+    first.release()
+
+
+def test_only_plain_files_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    os.mkfifo(tmp_path / "pipe")
+    os.close(open_plain(tmp_path / "file"))
+    for name, code in {"link": errno.ELOOP, "pipe": errno.EINVAL, "": errno.EINVAL, "none": errno.ENOENT}.items():
+        with pytest.raises(OSError) as raised:
+            open_plain(tmp_path / name)
+        assert raised.value.errno == code
+
+
+def test_a_run_goes_on_from_a_trainers_checkpoint(tmp_path: Path) -> None:
+    assert not goes_on(tmp_path) and not goes_on(tmp_path / "none")
+    first = _written(tmp_path, 1)
+    assert goes_on(tmp_path)  # without documents: loading says what is wrong
+    (first / documents.STATE).write_text('{"step": 1, "extra": {}, "run": {}}')
+    with pytest.raises(CheckpointError, match="not written by a Trainer"):
+        goes_on(tmp_path)
+    DiskFolder(tmp_path).set_aside(DiskFolder(tmp_path).named())
+    with pytest.raises(CheckpointError, match="abandoned-01 with step 1"):
+        goes_on(tmp_path)
+
+
+def test_a_mark_counts_when_its_checkpoint_is_there(tmp_path: Path) -> None:
+    folder = DiskFolder(tmp_path)
+    for step in (1, 3):
+        _written(tmp_path, step)
+    made = folder.new(2)
+    digest = manifest.write_manifest(made, 2, {"data": manifest.write_text(made, "data", "2")})
+    folder.write_mark(json.dumps({"step": 2, "sha256": digest}))
+    assert [entry.step for entry in manifest.of_this_run(folder, folder.named())] == [3, 1]
+    folder.publish(made, 2)
+    assert [entry.step for entry in manifest.available(folder)] == [2, 1]
+    commit.place_to_write(folder, 4)
+    assert not folder.read_mark() and [entry.step for entry in DiskFolder(tmp_path / "abandoned-01").named()] == [3]
 
 
 def test_boxes_cover_a_tensor_exactly(tmp_path: Path) -> None:
