@@ -349,18 +349,15 @@ class ProgramState(abc.ABC):
         Parameters, the optimizer's state and options, and the state of random numbers are restored bit by bit. Every
         file is read and compared with its hashes first. A damaged checkpoint is reported by a
         :class:`quintnet.CheckpointWarning`, and the one before it is tried. Others may write there meanwhile.
-
-        Args:
-            accept: called on every rank with what the checkpoint has beside tensors, before anything is changed; what
-                it raises refuses it.
+        ``accept`` is called with what the checkpoint has beside tensors, before anything is changed, and may raise.
 
         Returns:
             The step, and what was given to ``save`` as ``extra``.
 
         Raises:
-            CheckpointError: QN601 if no checkpoint is intact (or that of ``step`` is not), or one cannot be read or has
-                another format, QN602 with every name, shape and dtype that is not this program's. Nothing was changed,
-                on any rank, unless a disk failed after all was compared: then the program refuses to run (QN604).
+            CheckpointError: QN601 if no checkpoint is intact (or that of ``step`` is not), or one cannot be read, QN602
+                with every name, shape and dtype that is not this program's. Nothing was changed, on any rank, unless a
+                disk failed after all was compared: then the program refuses to run (QN604).
         """
         self._agree("load", optimizer, None, step=step)
         found = read(self._pretrained(), folder_at(folder), step, optimizer, accept)

@@ -43,6 +43,9 @@ class Restored:
     run: Mapping[str, Any] = field(repr=False)
 
 
+Accept = Callable[[Restored], object]
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What is saved of one rank: tensors, and the rest as JSON."""
@@ -159,7 +162,7 @@ def read(
     folder: CheckpointFolder,
     step: int | None,
     optimizer: torch.optim.Optimizer | None,
-    accept: Callable[[Restored], object] | None = None,
+    accept: Accept | None = None,
 ) -> Restored:
     """Load the newest whole checkpoint of a folder, or that of ``step``.
 

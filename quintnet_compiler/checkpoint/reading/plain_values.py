@@ -57,7 +57,7 @@ def require_options(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
         text = f"{where}.params is no option" if "params" in options else f"{where}.lr is missing"
         raise CheckpointError("QN602", text, fix="load a checkpoint that has not been changed")
     require_alike(options, own, where)
-    if not kind.__module__.startswith(_TORCH_OPTIMIZERS):
+    if not f"{kind.__module__}.".startswith(_TORCH_OPTIMIZERS):
         return
     make: Callable[..., object] = kind
     names = inspect.signature(kind).parameters.keys() & options.keys()
