@@ -128,13 +128,10 @@ def test_only_plain_files_are_opened(tmp_path: Path) -> None:
         assert raised.value.errno == code
 
 
-def test_a_run_goes_on_from_a_trainers_checkpoint(tmp_path: Path) -> None:
+def test_a_run_begins_anew_only_where_none_was(tmp_path: Path) -> None:
     assert not goes_on(tmp_path) and not goes_on(tmp_path / "none")
-    first = _written(tmp_path, 1)
-    assert goes_on(tmp_path)  # without documents: loading says what is wrong
-    (first / documents.STATE).write_text('{"step": 1, "extra": {}, "run": {}}')
-    with pytest.raises(CheckpointError, match="not written by a Trainer"):
-        goes_on(tmp_path)
+    _written(tmp_path, 1)
+    assert goes_on(tmp_path)
     DiskFolder(tmp_path).set_aside(DiskFolder(tmp_path).named())
     with pytest.raises(CheckpointError, match="abandoned-01 with step 1"):
         goes_on(tmp_path)

@@ -197,6 +197,9 @@ def test_a_folder_that_never_stands_still_is_told() -> None:
         def leftovers(self) -> list[Any]:
             return []
 
+        def read_mark(self) -> bytes:
+            return b""
+
         def at(self, name: str) -> Files:
             return Files()
 
