@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize, prune
 
 import quintnet
 
@@ -44,15 +43,6 @@ scripted = torch.jit.script(_doubled)
 class Plain(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 4), nn.ReLU())
-
-
-class Masked(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight * (torch.arange(4) > 0)
-
-
-def _pruned() -> nn.Module:
-    return prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)
 
 
 def _part(net: Any, h: Tensor) -> Tensor:
@@ -97,7 +87,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "QN105",
         "the function 'activation' was made by",
     ),
-    "a pruned weight": (lambda: Net(_part, part=_pruned), "QN110", "torch.nn.utils.prune makes 'weight'"),
     "an operator that changes its arguments": (
         lambda: Net(_changed),
         "QN105",
@@ -123,21 +112,9 @@ def test_what_no_trace_follows_is_refused_by_name(name: str) -> None:
     refused(build, (X,), code, cause=f"(?s){cause}", meshes=ONE, check="off")
 
 
-def _removed() -> nn.Module:
-    part = _pruned()
-    prune.remove(part, "weight")
-    return part
-
-
-def _parametrized() -> nn.Module:
-    return parametrize.register_parametrization(nn.Linear(4, 4), "weight", Masked())
-
-
 WAYS_OUT: dict[str, Callable[[], nn.Module]] = {
     "the module itself": lambda: Net(_part, part=Plain),
     "the function itself": lambda: Net(lambda _, h: _doubled(h)),
-    "a removed mask": lambda: Net(_part, part=_removed),
-    "a mask as a parametrization": lambda: Net(_part, part=_parametrized),
     "a dense product": lambda: Net(lambda _, h: ADJACENT @ h.T),
 }
 

@@ -25,6 +25,7 @@ from ..driver.whole_loss.total import PartTotals
 from ..equivalence.module_copy import module_copy
 from ..equivalence.module_training import model_inputs
 from ..equivalence.verify import VerifyReport, VerifySubject, verify_program
+from ..guards.call_attributes import without_values
 from ..ir.batch_form import plain_batch
 from ..ir.distributed_program import DistributedProgram
 from ..ir.loss_parts import LossParts
@@ -39,6 +40,7 @@ from ..runtime.execute.executor import Run
 from ..runtime.execute.record import Recorder
 from ..runtime.launch.calls import announced, collective, running
 from ..runtime.launch.world import has_process, own_rank
+from ..runtime.state.changed_state import remake
 from ..runtime.state.computed_loss import SettledLoss
 from ..runtime.state.module_parameters import check_fits
 from ..runtime.threads.turns import Turn, in_turn, turn_of, turn_of_world
@@ -252,10 +254,10 @@ class CompiledProgram(ProgramGeneration):
         refuse_unset(backend.unset, program)
         found = backend.everywhere(program, [s.name for s in program.state.values() if s.kind == "parameter"])
         own = {name: p for name, p in model.named_parameters() if name in found}
-        memo = {id(p): nn.Parameter(found[name], requires_grad=p.requires_grad) for name, p in own.items()}
-        copied = copy.deepcopy(model, memo)
+        twins = {id(p): nn.Parameter(found[name], requires_grad=p.requires_grad) for name, p in own.items()}
+        copied = copy.deepcopy(model, without_values({"": model}) | twins)
         for p in own.values():
-            share_backward_hooks(p, memo[id(p)])
+            share_backward_hooks(p, twins[id(p)])
         return copied
 
     def _refuse_meta(self) -> None:
@@ -482,8 +484,10 @@ class CompiledProgram(ProgramGeneration):
         for old in self._programs.forgotten():
             backend.forget(old)
         results = backend.run(program, given.tensors, self._how(kind, local), recorder=recorder)
-        dtypes = self._programs.captured[kind].result_dtypes
-        return [x.to(dtype) for x, dtype in zip(results, dtypes, strict=True)]
+        captured = self._programs.captured[kind]
+        if captured.guards is not None:
+            remake(captured.guards.source.of_calls)
+        return [x.to(dtype) for x, dtype in zip(results, captured.result_dtypes, strict=True)]
 
     def _how(self, kind: str, local: bool) -> Run:
         task = self._task

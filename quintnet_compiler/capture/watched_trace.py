@@ -20,6 +20,7 @@ from ..compat.torch_func import is_transformed
 from ..core.errors import CompileError, Where
 from ..guards.attribute_reads import Read, Reads
 from ..guards.by_name import class_namespaces, constructors, spaces_by_name
+from ..guards.call_attributes import CallAttribute, call_attributes, made_in_calls
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
 from ..guards.guards import Roots, TraceReads
 from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
@@ -60,6 +61,7 @@ class WatchedTrace:
     constants: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     foreign: dict[int, tuple[Tensor, Where]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
+    of_calls: Sequence[CallAttribute] = ()
     assigned: frozenset[str] = frozenset()
     used_unseen: bool = False
     _extent: tuple[int, ...] = ()
@@ -94,6 +96,7 @@ class WatchedTrace:
                 _Tensors(self, stands_for),
                 checks_pass(_is_real, self.own),
                 uncompiled(self.own),
+                made_in_calls(self.of_calls, lambda: self.reads.missing),
             ):
                 return forward()
 
@@ -105,6 +108,7 @@ class WatchedTrace:
             with self.reads.recording():
                 with self.reads.unrecorded():
                     self._meet()
+                    self.of_calls = call_attributes(dict([*self.reads.modules, *self.roots.items()]))
                 result = watched()
             self.assigned = frozenset(self.state.write_buffers()) if buffers else frozenset()
             changes = [*self.state.changes(), *generators.changes()]
@@ -218,9 +222,10 @@ class WatchedTrace:
     ) -> TraceReads:
         """Return all that the trace took from Python. ``reads``: the attributes that it read, ``missing``: those that
         were not there."""
+        made = {attribute.key for attribute in self.of_calls}
         return TraceReads(
             roots,
-            reads,
+            [read for read in reads if (id(read.owner), read.name) not in made],
             missing,
             list(self.reads.whole.values()),
             self.reads.modules,
@@ -234,6 +239,7 @@ class WatchedTrace:
             self.walk.computes_names,
             modes,
             flags,
+            self.of_calls,
         )
 
 

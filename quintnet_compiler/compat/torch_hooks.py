@@ -15,13 +15,16 @@ from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction as FunctionBase
 from torch.nn.modules import module as nn_module
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
 __all__ = [
     "FunctionBase",  # the class whose defaults tell which methods a Function has; instead: torch.autograd.Function's
     "CALL_HOOKS", "MODULE_HOOKS", "GLOBAL_HOOKS", "GLOBAL_BACKWARD_HOOKS", "accumulation_hooks", "author_of",
     "backward_hooks",
-    "functions_applied_by", "initialise_lazy", "initialised_by", "is_lazy_module", "module_backward_hooks_by",
-    "node_class", "old_backward_hooks", "pruned_by", "share_backward_hooks", "share_hooks", "takes_gradients_as_list",
+    "functions_applied_by", "initialise_lazy", "initialised_by", "is_lazy_module", "made_before_calls",
+    "module_backward_hooks_by",
+    "node_class", "old_backward_hooks", "share_backward_hooks", "share_hooks", "takes_gradients_as_list",
     "without_hooks_of_export",
 ]  # fmt: skip
 
@@ -76,10 +79,12 @@ def initialise_lazy(module: nn.Module, args: Any, kwargs: Any) -> None:
     module._infer_parameters(module, args, kwargs)  # type: ignore[operator]
 
 
-def pruned_by(method: Any) -> str:
-    """The name of the parameter that a method of torch.nn.utils.prune masks; instead: the prefix of "_orig"."""
-    name: str = method._tensor_name
-    return name
+def made_before_calls(hook: Any) -> str:
+    """The name of the attribute that a hook of torch makes of a module's parameters before each call, "" if it is no
+    such hook; instead: the prefix of "_orig" and "_mask", or of "_g" and "_v"."""
+    if isinstance(hook, BasePruningMethod):
+        return str(hook._tensor_name)
+    return str(hook.name) if isinstance(hook, WeightNorm) else ""
 
 
 def old_backward_hooks(module: nn.Module) -> dict[int, Any]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..compat.torch_hooks import backward_hooks
 from ..core.errors import CompileError
+from ..guards.call_attributes import without_values
 
 
 def module_copy(*modules: Any) -> list[Any]:
@@ -17,7 +18,7 @@ def module_copy(*modules: Any) -> list[Any]:
     Raises:
         CompileError: QN111 if a module cannot be copied.
     """
-    memo: dict[int, Any] = {}
+    memo = without_values({str(i): one for i, one in enumerate(modules) if isinstance(one, nn.Module)})
     try:
         found = [copy.deepcopy(one, memo) if isinstance(one, nn.Module) else one for one in modules]
     except Exception as error:

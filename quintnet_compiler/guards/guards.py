@@ -14,6 +14,7 @@ from ..compat.torch import version, without_torch_function
 from ..compat.torch_hooks import GLOBAL_HOOKS
 from .attribute_reads import Read
 from .by_name import NamedSpace, class_namespaces, is_constant, spaces_by_name
+from .call_attributes import CallAttribute
 from .columns import Absent, Constants, Flags, Modes, Parts, PlainValues, Row, SameObjects, TraceGuard
 from .containers import ContainerGuards, fields_of, names_of
 from .function_reads import Unset, Variable
@@ -34,7 +35,7 @@ class TraceReads:
     ``names``: what they look up. ``constants``: tensors with their versions; ``foreign``: those whose values a program
     reads anew in each step. ``spaces``: the classes and Python modules that were met, and the classes of all objects.
     ``whole_classes``: whether all that these classes hold may have been read. ``modes``: see :func:`global_modes`.
-    ``flags``: whether it matters which parameters require gradients.
+    ``flags``: whether it matters which parameters require gradients. ``of_calls``: attributes that a call makes anew.
     """
 
     roots: Roots
@@ -52,6 +53,7 @@ class TraceReads:
     whole_classes: bool = False
     modes: tuple[Any, ...] = ()
     flags: bool = True
+    of_calls: Sequence[CallAttribute] = ()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.capture.changes import loss_lines
@@ -30,14 +29,6 @@ def test_parts_by_torch_jit() -> None:
         unfollowed_parts.check_parts(nn.Sequential(nn.Linear(2, 2), script))
     with pytest.raises(CompileError, match=r"the function 'twice' was made by torch.jit"):
         unfollowed_parts.check_variables([("twice", torch.jit.script(_twice))])
-
-
-def test_masks_of_prune() -> None:
-    part = prune.l1_unstructured(nn.Linear(2, 2), "weight", 1)
-    with pytest.raises(CompileError, match="prune makes 'weight'"):
-        unfollowed_parts.check_parts(nn.Sequential(part))
-    prune.remove(part, "weight")
-    unfollowed_parts.check_parts(nn.Sequential(part))
 
 
 def test_operators_of_a_loss_have_its_line() -> None:

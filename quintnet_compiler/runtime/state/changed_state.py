@@ -1,12 +1,15 @@
-"""Buffers and parameters that forward changes: what a step made of them becomes the module's."""
+"""What forward changes: buffers, parameters and attributes of a module are what a step made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from ...compat.torch import storage_key
+from ...guards.call_attributes import CallAttribute
 from ...ir.distributed_program import DistributedProgram
 
 
@@ -34,3 +37,13 @@ def written(program: DistributedProgram, new: Mapping[str, Tensor], there: Mappi
         for name, x in new.items()
     }
     return {name: x if name in assigned else there[name].copy_(x) for name, x in new.items()}
+
+
+def remake(attributes: Sequence[CallAttribute]) -> None:
+    """Make attributes as the module's forward does, of the parameters that it has now; without gradients. Where ranks
+    have parts of a parameter, they have the same parts of what is made of it."""
+    if attributes:
+        with torch.no_grad(), implicit_replication():  # a mask is whole on each rank
+            for attribute in attributes:
+                if not any(x.is_meta for x in attribute.module.parameters(recurse=False)):  # no rank of its stage
+                    attribute.hook(attribute.module, ())
