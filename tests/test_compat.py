@@ -91,7 +91,8 @@ BY_OTHER_TESTS: Mapping[str, str] = MappingProxyType(
     {
         "_apply_gate": "test_experts.py",
         "_foreach_": "unit/test_torch_foreach.py",
-        "_tensor_name": "unit/test_unfollowed_parts.py",
+        "_tensor_name": "unit/test_call_attributes.py",
+        "_torchdynamo_inline": "unit/test_unfollowed_parts.py",
         "_raw_saved": "unit/test_second_runs.py",
         "_sequence_nr": "unit/test_second_runs.py",
         "_opoverload": "test_rules_of_users.py",

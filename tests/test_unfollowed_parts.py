@@ -38,6 +38,16 @@ def _doubled(x: Tensor) -> Tensor:
 
 
 scripted = torch.jit.script(_doubled)
+traced = torch.jit.trace(_doubled, torch.zeros(2))
+
+
+@torch.jit.script
+def gated(x: Tensor, factor: float = 2.0) -> Tensor:
+    """As models of speech have them: shapes, a branch, and another such function."""
+    rows, half = x.size(0), x.shape[1] // 2
+    if factor > 1.0:
+        x = scripted(x) * factor
+    return (x[:, :half].tanh() * x[:, half:].sigmoid()).reshape(rows, half).repeat(1, 2)
 
 
 class Plain(nn.Sequential):
@@ -81,11 +91,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "QN105",
         "the part 'part' was made by torch.jit",
     ),
-    "a scripted function": (lambda: Net(lambda _, h: scripted(h)), "QN105", "the function 'scripted' was made by"),
-    "a scripted function as an attribute": (
-        lambda: Net(lambda net, h: net.activation(h), activation=lambda: scripted),
+    "a traced function": (lambda: Net(lambda _, h: traced(h)), "QN105", "'_doubled' was made by torch.jit.trace.*at: "),
+    "a scripted part that is hidden": (
+        lambda: Net(lambda net, h: net.hidden[0](h), hidden=lambda: [torch.jit.script(nn.ReLU())]),
         "QN105",
-        "the function 'activation' was made by",
+        "'forward' was made .* of a module by torch.jit.script.*at: ",
     ),
     "an operator that changes its arguments": (
         lambda: Net(_changed),
@@ -129,11 +139,26 @@ def test_an_operator_that_returns_a_new_tensor_works() -> None:
     trains_equally(lambda: Net(lambda _, h: h * add_one(h.detach())), (X,), meshes={"tp2": {"tp": 2}}, plan=plan)
 
 
+def test_what_a_scripted_function_is_given_may_change() -> None:
+    def change(net: Any, step: int) -> None:
+        net.factor = step * 0.7
+
+    def build() -> nn.Module:
+        return Net(lambda net, h: gated(gated(h, net.factor)), factor=lambda: 1.5)
+
+    for _ in range(3):
+        build()(X.float())  # PyTorch compiles what is called often, with gradients of its own
+    trains_equally(build, (X,), meshes=MESHES, before=change)
+
+
 def _of_row(x: Tensor) -> Tensor:
     return x.detach().sum().long() % 4
 
 
 FOLLOWED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a scripted function": lambda _, h: scripted(h),
+    "a scripted function as an attribute": lambda net, h: net.activation(h, net.factor),
+    "one that is scripted in forward": lambda _, h: torch.jit.script(_doubled)(h),
     "fill_diagonal_": lambda _, h: (h.T @ h).fill_diagonal_(0),
     "fill_diagonal_ of a copy": lambda _, h: (h.T @ h).clone().fill_diagonal_(2.0) * 2,
     "an index without dims": lambda net, h: h * net.linear.weight[_of_row(h)],
@@ -148,7 +173,8 @@ FOLLOWED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_what_is_followed_in_another_way(name: str) -> None:
-    trains_equally(lambda: Net(FOLLOWED[name]), (X,), meshes=MESHES)
+    parts = {"activation": lambda: gated, "factor": lambda: 1.5}
+    trains_equally(lambda: Net(FOLLOWED[name], **parts), (X,), meshes=MESHES)
 
 
 class Logits(nn.Module):

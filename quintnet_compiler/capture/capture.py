@@ -48,6 +48,7 @@ from .changes.no_grad import without_switches
 from .changes.second_runs import run_again
 from .control_flow import control_flow_followed
 from .derivatives.inner_gradients import InnerGradients, place_starts
+from .derivatives.script_functions import script_functions_followed
 from .derivatives.transforms import transforms_followed
 from .derivatives.unfollowed_parts import check_parts
 from .derivatives.user_derivatives import DerivativeFinder, user_derivatives
@@ -265,7 +266,8 @@ def _export(
     inner.begin()
     exported: torch.export.ExportedProgram
     following, kept = switches_by(without_switches, for_this_thread), objects_kept(step.brought_by_user())
-    with kept, without_hooks_of_export(), constants_have_values(), following:  # export leaves copies of containers
+    scripts = script_functions_followed()
+    with kept, without_hooks_of_export(), constants_have_values(), scripts, following:  # export copies containers
         exported = torch.export.export(step, (sample,), dynamic_shapes=shapes, strict=False)
     inline_where_off(exported.graph_module)
     for node in reversed(exported.graph.nodes):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from .by_name import constructors, is_users, special_methods
@@ -126,7 +127,7 @@ class Reads:
             self._watch(_RecordedModule)
 
     def _meet_module(self, label: str, module: nn.Module) -> None:
-        if id(module) in self._labels:
+        if id(module) in self._labels or isinstance(module, torch.jit.ScriptModule):  # a call of that is refused
             return
         self.modules.append((label, module))
         for name, part in module.named_modules():

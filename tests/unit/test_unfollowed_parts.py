@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.capture.changes import loss_lines
-from quintnet_compiler.capture.derivatives import unfollowed_parts
+from quintnet_compiler.capture.derivatives import script_functions, unfollowed_parts
 from quintnet_compiler.capture.places import WHERE
+from quintnet_compiler.compat.torch_script import source_of
 from quintnet_compiler.core.errors import CompileError
 
 
@@ -18,17 +22,37 @@ def _twice(x: Tensor) -> Tensor:
     return x * 2
 
 
+class _Functions(TorchFunctionMode):
+    def __enter__(self) -> _Functions:
+        self.names: list[str] = []
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names += [func.__name__] if func.__name__ == "mul" else []
+        return func(*args, **(kwargs or {}))
+
+
 def test_parts_that_are_followed() -> None:
     unfollowed_parts.check_parts(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    unfollowed_parts.check_variables([("x", 1), ("twice", _twice)])
 
 
 def test_parts_by_torch_jit() -> None:
     script = torch.jit.script(nn.ReLU())
     with pytest.raises(CompileError, match=r"the part '1' was made by torch.jit"):
         unfollowed_parts.check_parts(nn.Sequential(nn.Linear(2, 2), script))
-    with pytest.raises(CompileError, match=r"the function 'twice' was made by torch.jit"):
-        unfollowed_parts.check_variables([("twice", torch.jit.script(_twice))])
+
+
+def test_calls_of_functions_by_torch_jit() -> None:
+    function, x = torch.jit.script(_twice), torch.ones(2)
+    traced = torch.jit.trace(lambda x: x * 2, x)
+    with script_functions.script_functions_followed(), _Functions() as seen:
+        assert torch.equal(function(x), x + x)
+        with pytest.raises(CompileError, match=r"was made by torch.jit.trace"):
+            traced(x)
+    assert seen.names == ["mul"]
+    assert source_of(function) is _twice
+    assert source_of(traced) is None
+    assert torch.equal(traced(x), function(x))
 
 
 def test_operators_of_a_loss_have_its_line() -> None:

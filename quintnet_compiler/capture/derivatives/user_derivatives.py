@@ -46,7 +46,6 @@ from .checkpoints import Checkpoints, line_of_checkpoint
 from .inner_gradients import InnerGradients, Linked
 from .module_hooks import ModuleHooks
 from .tensor_hooks import place_hooks
-from .unfollowed_parts import check_variables
 
 # Functions with which PyTorch itself implements operators and checkpoints: tracing sees what they stand for.
 _TRACES = 4  # a backward that is given None may give None to others
@@ -132,8 +131,6 @@ class DerivativeFinder:
         """Follow the hooks that parameters have."""
         self._restart()
         _check_hooks(self.step)
-        if self.step.seen.trace is not None:
-            check_variables((variable.label, variable.value) for variable in self.step.seen.trace.variables)
         names = {id(p): name for name, p in self.step.named_parameters()}
         for real, found in hooks:
             if id(real) not in self.step.stands_for:

@@ -1,0 +1,38 @@
+"""Functions that torch.jit.script made, in a traced forward: what they were made of runs in their place."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from ...compat.torch_script import script_calls_by, source_of
+from ...core.errors import CompileError, Where
+from ...core.replaced import for_this_thread
+from ..places import OWN
+from ..watched_trace import user_line
+
+
+@contextlib.contextmanager
+def script_functions_followed() -> Iterator[None]:
+    """While inside, a call of such a function runs the function in Python that it was made of.
+
+    Raises:
+        CompileError: QN105 for a call of what torch.jit.trace made, or of a method of a scripted module.
+    """
+    with script_calls_by(_called, for_this_thread):
+        yield
+
+
+def _called(function: Any, *args: Any, **kwargs: Any) -> Any:
+    source = source_of(function)
+    if source is not None:
+        return source(*args, **kwargs)
+    raise CompileError(
+        "QN105",
+        f"{function.name!r} was made by torch.jit.trace, or of a module by torch.jit.script, which a trace does not "
+        "see inside",
+        where=Where("", user_line(sys._getframe(1), OWN)),
+        fix="use what it was made of: the module or function in Python",
+    )
