@@ -78,7 +78,7 @@ class Normalize:
                 "QN106",
                 f"a batch of {self.batch_size} rows, and the model's code fixes the batch size that it was traced "
                 f"with: {captured.only_rows}",
-                fix="use x.shape[0] (or -1) where a literal batch size is used, or batches of that size",
+                fix="use x.shape[0] (or -1) where len(x) or a literal batch size is used, or batches of that size",
             )
         kept = {
             leaf.name for node in captured.graph.nodes if (leaf := node.meta.get(LEAF)) and leaf.kind == "parameter"

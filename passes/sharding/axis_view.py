@@ -183,9 +183,10 @@ def _coupled(view: AxisView, edge: OperandEdge) -> CompileError:
     else:
         place, cause = coupled
         reason = f"{cause}, and each of {microbatches} microbatches has rows of its own"
-    return CompileError(
-        "QN104", reason, where=facts(place).where, fix='use microbatches=1, or batch_statistics="microbatch"'
-    )
+    fix = 'use microbatches=1, or batch_statistics="microbatch"'
+    if view.program.captured.only_rows is not None:  # microbatches have fewer
+        fix += ", and x.shape[0] in place of len(x) or of a number of rows"
+    return CompileError("QN104", reason, where=facts(place).where, fix=fix)
 
 
 def _indivisible_batch(view: AxisView, node: fx.Node) -> CompileError:

@@ -481,7 +481,7 @@ def _untraceable(error: Exception) -> CompileError:
         fix = "run the layer on the padded batch, and read (or keep for the loss) what is inside of each row's length"
     elif _fixes_the_batch(error):
         reason = "the batch size is fixed by the model's code, so it cannot run on another number of rows"
-        fix = "use x.shape[0] (or -1) where a literal batch size is used"
+        fix = "use x.shape[0] (or -1) where len(x) or a literal batch size is used"
     else:
         reason, fix = f"{kind}: {reason[:300]}", ""
     return CompileError("QN101", reason, where=where, fix=fix)

@@ -18,8 +18,8 @@ from ..guards.guards import Guards, global_modes, guards_of
 from ..ir.containers import rebuilt
 from ..ir.result_form import ResultForm
 from .block_reuse import Unseen
-from .changes.loss_lines import LossLines
 from .changes.saved_tensors import unchanged_since_saved
+from .changes.user_lines import UserLines
 from .places import OWN
 from .watched_trace import WatchedTrace
 
@@ -111,7 +111,8 @@ class StepModule(nn.Module):
         if self.seen.begin is not None:
             self.seen.begin()
         check = unchanged_since_saved((name.removeprefix("model"), module) for name, module in self.named_children())
-        made = self.made(batch)
+        with UserLines():
+            made = self.made(batch)
         if self.seen.done is not None:
             self.seen.done()
         self.seen.result, tensors = ResultForm.of(made)
@@ -142,8 +143,7 @@ class StepModule(nn.Module):
             out = self.model(**batch)
         elif self.want == "loss" and loss is not None:
             out = self.model(*batch[:-1])
-            with LossLines():
-                out = loss(out, batch[-1])
+            out = loss(out, batch[-1])
         else:
             out = self.model(*batch)
         return loss_of(out) if self.want == "loss" else out

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from quintnet_compiler.capture.capture import capture
-from quintnet_compiler.capture.changes import loss_lines
+from quintnet_compiler.capture.changes import user_lines
 from quintnet_compiler.capture.derivatives import script_functions, unfollowed_parts
 from quintnet_compiler.capture.places import WHERE
 from quintnet_compiler.compat.torch_script import source_of
@@ -68,5 +68,5 @@ def test_operators_of_a_loss_have_its_line() -> None:
 
 
 def test_outside_of_a_trace_nothing_is_noted() -> None:
-    with loss_lines.LossLines():
+    with user_lines.UserLines():
         assert torch.equal(torch.ones(2) * 3, torch.full((2,), 3.0))

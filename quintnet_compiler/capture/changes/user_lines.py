@@ -1,4 +1,4 @@
-"""Lines of a loss function for the operators that it makes: torch notes those of modules alone."""
+"""Lines of the user's functions for the operators that they make: torch notes those of methods ``forward`` alone."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from ...compat.torch_func import nodes_of_trace
 from ..places import OWN, where_of
 from ..watched_trace import user_frame
 
-_CALLER = str(Path(__file__).parents[1] / "step_module.py")  # calls the loss function
+_CALLER = str(Path(__file__).parents[1] / "step_module.py")  # calls the model and the loss function
+_NOTED = "forward"  # the name of the functions whose lines torch notes
 
 
-def _frame_of_loss(frame: types.FrameType | None) -> types.FrameType | None:
-    """Return the innermost frame that is the user's and lies in the loss function; None in one of torch's own."""
+def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """Return the innermost frame that is the user's and lies in the model or the loss; None in one of torch's own."""
     inner = user_frame(frame, OWN)
     while frame is not None and frame is not inner and frame.f_code.co_filename != _CALLER:
         frame = frame.f_back
     return inner if frame is inner else None
 
 
-class LossLines(TorchFunctionMode):
-    """While inside, operators of a trace have the innermost line that is the user's, if they have none."""
+class UserLines(TorchFunctionMode):
+    """While inside, operators of a trace have the innermost line that is the user's."""
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = len(nodes_of_trace()) if recording() else 0
         made = func(*args, **(kwargs or {}))
-        frame = _frame_of_loss(sys._getframe(1)) if recording() else None
+        frame = _user_frame(sys._getframe(1)) if recording() else None
         if frame is not None:
             for node in nodes_of_trace()[before:]:
-                if not where_of(node).source:
+                if frame.f_code.co_name != _NOTED or not where_of(node).source:
                     node.meta["stack_trace"] = "".join(traceback.format_stack(frame, limit=1))
         return made
