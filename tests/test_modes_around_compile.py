@@ -12,11 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 import quintnet
 from quintnet import Mesh
 from quintnet_compiler.capture.modes import modes_left
+from quintnet_compiler.driver import variants
 
 
 class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -46,6 +51,9 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "anomalies": torch.autograd.detect_anomaly,
     "saved tensors": torch.autograd.graph.save_on_cpu,
     "device": lambda: torch.device("meta"),
+    "counted operations": lambda: FlopCounterMode(display=False),
+    "counted collectives": CommDebugMode,
+    "a tracker of modules": ModuleTracker,
 }
 BATCH = (torch.randn(8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64), torch.arange(8) % 4)
 
@@ -94,3 +102,37 @@ def test_modes_are_on_again_afterwards() -> None:
         assert not torch.is_grad_enabled()
     with modes_left():
         assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}])
+def test_operations_of_a_step_are_counted(mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def linear() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+
+    model, count = linear(), FlopCounterMode(display=False)
+    with count:
+        F.cross_entropy(linear()(BATCH[0]), BATCH[1]).backward()  # type: ignore[no-untyped-call]
+    wanted = count.get_total_flops()
+    program = quintnet.compile(model, Mesh(**mesh), BATCH, loss_fn=F.cross_entropy)
+    monkeypatch.setattr(variants, "capture", None)  # nothing is traced again
+    for tool in (FlopCounterMode(display=False), CommDebugMode(), ModuleTracker()):
+        with tool:
+            loss = program.step(BATCH)
+        assert torch.allclose(loss, F.cross_entropy(linear()(BATCH[0]), BATCH[1]), rtol=1e-9)
+        if isinstance(tool, FlopCounterMode):
+            assert tool.get_total_flops() == wanted
+
+
+def test_hooks_of_all_modules_that_are_the_users_are_followed() -> None:
+    model = build()
+    program = quintnet.compile(model, Mesh(dp=2), BATCH, loss_fn=F.cross_entropy)
+
+    def doubled(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return outputs * 2 if isinstance(module, nn.Linear) else None
+
+    with register_module_forward_hook(doubled):
+        with FlopCounterMode(display=False):
+            loss = program.step(BATCH)
+        expected, _ = plain()
+    assert torch.allclose(loss, expected, rtol=1e-9)

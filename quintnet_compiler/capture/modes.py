@@ -17,6 +17,7 @@ from ..compat.torch_compiler import QUESTIONS, questions_answered
 from ..compat.torch_func import dispatch_modes_off, saved_tensors_hooked, set_grad
 from ..core.errors import CompileError
 from ..core.replaced import for_this_thread, one_thread
+from ..guards.hooks import unwatched
 
 
 @contextlib.contextmanager
@@ -46,11 +47,12 @@ def modes_of_a_trace() -> Iterator[None]:
 @contextlib.contextmanager
 def modes_left() -> Iterator[None]:
     """While inside, modes that are on around ``quintnet.compile`` are off, as if it had been called outside of them:
-    inference mode (gradients stay off), autocast, fake tensors and other modes that see operators, hooks of what
-    autograd saves, and autograd's search for anomalies. Whether gradients are on is left to :func:`capture`."""
+    inference mode (gradients stay off), autocast, fake tensors and other modes that see operators or modules, hooks of
+    what autograd saves, and autograd's search for anomalies. Whether gradients are on is left to :func:`capture`."""
     gradients = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(dispatch_modes_off())
+        stack.enter_context(unwatched())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(gradients))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from operator import attrgetter
 from typing import Any
 from unittest import mock
@@ -38,7 +38,7 @@ GLOBAL_BACKWARD_HOOKS: tuple[Mapping[int, Any], ...] = (
     nn_module._global_backward_hooks,
     nn_module._global_backward_pre_hooks,
 )
-GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
+GLOBAL_HOOKS: tuple[MutableMapping[int, Any], ...] = (
     nn_module._global_forward_pre_hooks,
     nn_module._global_forward_hooks,
     nn_module._global_backward_pre_hooks,

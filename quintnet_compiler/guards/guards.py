@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.torch import version, without_torch_function
-from ..compat.torch_hooks import GLOBAL_HOOKS
 from .attribute_reads import Read
 from .by_name import NamedSpace, class_namespaces, is_constant, spaces_by_name
 from .call_attributes import CallAttribute
 from .columns import Absent, Constants, Flags, Modes, Parts, PlainValues, Row, SameObjects, TraceGuard
 from .containers import ContainerGuards, fields_of, names_of
 from .function_reads import Unset, Variable
-from .hooks import HookGuards, hook_guards
+from .hooks import HookGuards, global_hooks, hook_guards
 from .python_state import Cell, SlotFields, is_simple
 from .reach import Unread, container_guards
 
@@ -131,7 +130,7 @@ def global_modes() -> tuple[Any, ...]:
     """Return what torch itself is set to that decides which operators a trace has."""
     return (
         torch.get_default_dtype(),
-        *map(tuple, GLOBAL_HOOKS),  # by the numbers of their handles
+        *global_hooks(),
     )
 
 

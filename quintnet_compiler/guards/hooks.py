@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat.torch_hooks import CALL_HOOKS, MODULE_HOOKS, backward_hooks
+from ..compat.torch_hooks import CALL_HOOKS, GLOBAL_HOOKS, MODULE_HOOKS, backward_hooks
+from ..core.code_origin import TORCH
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -85,3 +87,32 @@ def _of_user(hooks: Hooks | None) -> list[Any]:
 
 def _same(now: list[Any], then: list[Any]) -> bool:
     return len(now) == len(then) and all(map(is_, now, then))
+
+
+def global_hooks() -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of the handles of hooks of all modules. Those that belong to torch are left out: they only
+    watch, for tools such as ``FlopCounterMode`` and ``CommDebugMode``."""
+    return tuple(tuple(key for key, hook in hooks.items() if not _is_of_torch(hook)) for hooks in GLOBAL_HOOKS)
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """While inside, modules have no hooks that belong to torch's own tools."""
+    before = [(hooks, dict(hooks)) for hooks in GLOBAL_HOOKS if any(map(_is_of_torch, hooks.values()))]
+    for hooks, content in before:
+        _refill(hooks, {key: hook for key, hook in content.items() if not _is_of_torch(hook)})
+    try:
+        yield
+    finally:
+        for hooks, content in before:
+            _refill(hooks, content)
+
+
+def _refill(hooks: MutableMapping[int, Any], content: Mapping[int, Any]) -> None:
+    hooks.clear()
+    hooks.update(content)
+
+
+def _is_of_torch(hook: Any) -> bool:
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    return code is not None and code.co_filename.startswith(TORCH)
