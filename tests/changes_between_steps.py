@@ -6,18 +6,22 @@ import argparse
 import collections
 import contextlib
 import contextvars
+import copy
 import dataclasses
 import functools
+import inspect
 import operator
 import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import getmembers as members
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+lookup = getattr
 config = types.ModuleType("config")  # as a module of the user's own
 config.__file__ = __file__
 
@@ -436,6 +440,38 @@ HOLDERS = {
     ),
     "computed name in a class": Holder(
         lambda k: _class_value(OfClass, k), lambda h: getattr(type(h), chr(107)), lambda h, v: setattr(OfClass, "k", v)
+    ),
+    "members of a class": Holder(
+        lambda k: _class_value(OfClass, k),
+        lambda h: dict(members(OfClass))["k"],
+        lambda h, v: setattr(OfClass, "k", v),
+    ),
+    "members of a derived class": Holder(
+        _derived, lambda h: dict(members(Derived))["k"], lambda h, v: setattr(Base, "k", v)
+    ),
+    "members of an object": Holder(Box, lambda h: dict(members(h))["k"], _put_attribute),
+    "fields of a dataclass": Holder(
+        Fields, lambda h: [getattr(h, f.name) for f in dataclasses.fields(h)][0], _put_attribute
+    ),
+    "a changed dataclass": Holder(Fields, lambda h: dataclasses.replace(h).k, _put_attribute),
+    "a copy": Holder(Box, lambda h: copy.copy(h).k, _put_attribute),
+    "static lookup": Holder(
+        lambda k: _class_value(OfClass, k),
+        lambda h: inspect.getattr_static(OfClass, chr(107)),
+        lambda h, v: setattr(OfClass, "k", v),
+    ),
+    "attrgetter made in forward": Holder(
+        lambda k: _class_value(OfClass, k),
+        lambda h: operator.attrgetter(chr(107))(OfClass),
+        lambda h, v: setattr(OfClass, "k", v),
+    ),
+    "getattr by another name": Holder(
+        lambda k: _class_value(OfClass, k), lambda h: lookup(OfClass, chr(107)), lambda h, v: setattr(OfClass, "k", v)
+    ),
+    "dir": Holder(
+        lambda k: _class_value(OfClass, k),
+        lambda h: next(getattr(OfClass, name) for name in dir(OfClass) if name[0] != "_"),
+        lambda h, v: setattr(OfClass, "k", v),
     ),
     "attrgetter": Holder(lambda k: _class_value(OfClass, k) and OfClass, K_OF, lambda h, v: setattr(OfClass, "k", v)),
     "globals": Holder(_by_global, lambda h: globals()["VARI" + "ABLE"], _set_global),

@@ -169,3 +169,18 @@ def test_a_change_between_steps(drawn: tuple[str, str, str, str]) -> None:
 @pytest.mark.parametrize("drawn", _drawn(540)[40:], ids=", ".join)
 def test_many_changes_between_steps(drawn: tuple[str, str, str, str]) -> None:
     _is_followed(*drawn)
+
+
+BY_LIBRARIES = (
+    *("members of a class", "members of a derived class", "members of an object", "fields of a dataclass"),
+    *("a changed dataclass", "a copy", "static lookup", "attrgetter made in forward", "getattr by another name", "dir"),
+)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_functions_of_python_look_up(place: str, layout: str) -> None:
+    for holder in BY_LIBRARIES:
+        plain = _run(holder, "number", place, None)
+        assert _run(holder, "number", place, quintnet.Mesh(**LAYOUTS[layout])) == pytest.approx(plain, abs=1e-5), holder

@@ -14,9 +14,11 @@ from torch import nn
 
 from .by_name import constructors, is_users, special_methods
 from .containers import fields_of, names_of
-from .function_reads import CALLED, functions_of, is_library, is_library_module
+from .function_reads import CALLED, functions_of, is_library_module, reads_for_user
 from .python_state import CODE, OWN, AttributeSnapshot
 from .reach import RECORDS, is_observable, reachable
+
+_OF_ALL = ("__dict__", "__reduce_ex__", "__reduce__", "__getstate__")  # all attributes, as for copy.copy
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class Reads:
             key = (id(this), name)
             if key in seen or name in OWN or id(this) not in labels or not self._records:
                 return method(this, name)
-            if name != "__dict__":  # this package reads it too
+            if name not in _OF_ALL:  # this package reads them too
                 seen.add(key)
             try:
                 value = method(this, name)
@@ -205,8 +207,8 @@ class Reads:
         self.missing.append(Read(self._label(owner, name), owner, name))
 
     def _note(self, owner: Any, name: str, value: Any) -> None:
-        if name == "__dict__":
-            if id(owner) not in self.whole and not is_library(sys._getframe(2).f_code):
+        if name in _OF_ALL:
+            if id(owner) not in self.whole and reads_for_user(sys._getframe(2)):
                 self._take_whole(self._labels[id(owner)][0], owner)
                 self.on_read()
             return

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import operator
 import os
 import site
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +24,19 @@ from ..core import code_origin
 STDLIB = code_origin.STDLIB, str(Path(dis.__file__).parent)
 _GETTERS = (operator.attrgetter, operator.methodcaller)
 CALLED = (types.FunctionType, types.MethodType, functools.partial, *_GETTERS)
-_ALL_NAMES = ("vars", "dir", "attrgetter", "inspect")  # look up all names, or those that they are given elsewhere
+# What looks up all names, or those that it is given elsewhere; by any name in a variable, and by these as an attribute.
+_LOOKUPS = {
+    "getmembers": inspect.getmembers,
+    "getmembers_static": inspect.getmembers_static,
+    "getattr_static": inspect.getattr_static,
+    "get_annotations": inspect.get_annotations,
+    "get_type_hints": typing.get_type_hints,
+    "attrgetter": operator.attrgetter,
+    "__getattribute__": object.__getattribute__,
+}
+_ALL_NAMES = ("vars", "dir", "inspect", *_LOOKUPS)
+_LOOK_UP = (vars, dir, getattr, hasattr, inspect, type.__getattribute__, *_LOOKUPS.values())
+_KINDS = (types.BuiltinFunctionType, types.WrapperDescriptorType, types.ModuleType, type)
 _READ_ALL = ("globals", "eval", "exec")  # may read any variable of the function's module
 _PACKAGES = tuple({*site.getsitepackages(), site.getusersitepackages(), *STDLIB})
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # also those of another environment that is on the path
@@ -71,6 +85,7 @@ class Walk:
 
     def follow(self, value: Any, owner: type | None = None) -> None:
         """Follow a function, a bound method, a partial, or a module's ``forward``."""
+        self.computes_names |= any(value is lookup for lookup in _LOOK_UP)
         if isinstance(value, functools.partial):
             for argument in (value.func, *value.args, *value.keywords.values()):
                 self.follow(argument)
@@ -127,17 +142,20 @@ class Walk:
         except (KeyError, ValueError):  # not set yet
             return
         self.variables.append(variable)
-        if isinstance(value, CALLED):
+        if isinstance(value, (*CALLED, *_KINDS)):
             self.follow(value)
 
 
 def computes_names(code: types.CodeType) -> bool:
     """Return whether code, or a function inside it, looks up an attribute by a name that is not text in it, as far as
-    it can be told from the code: with ``getattr``, ``hasattr``, ``vars``, ``dir`` or ``__dict__``."""
+    it can be told from the code: with ``getattr``, ``hasattr``, ``vars``, ``dir``, ``__dict__``, or functions of
+    ``inspect`` and the like."""
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG", "RESUME")]
     for index, step in enumerate(steps):
         name = step.argval
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and name in ("__dict__", "__getattribute__"):
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and (name == "__dict__" or name in _LOOKUPS):
+            return True
+        if step.opname in ("IMPORT_NAME", "IMPORT_FROM") and name in _ALL_NAMES:
             return True
         if step.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
             continue
@@ -177,6 +195,20 @@ def functions_of(member: property | staticmethod[..., Any] | classmethod[Any, ..
 def is_library(code: types.CodeType) -> bool:
     """Return whether code belongs to an installed package, to torch, to this package or to Python itself."""
     return _is_library_file(code.co_filename)
+
+
+def reads_for_user(frame: types.FrameType | None) -> bool:
+    """Return whether code of the user's runs in ``frame``, or called what runs there and belongs to Python itself, as
+    ``copy.copy``."""
+    while frame is not None and _is_of_python(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and not is_library(frame.f_code)
+
+
+def _is_of_python(file: str) -> bool:
+    return file.startswith((*STDLIB, "<frozen")) and not any(
+        f"{os.sep}{folder}{os.sep}" in file for folder in _PACKAGE_FOLDERS
+    )
 
 
 def is_library_module(module: types.ModuleType) -> bool:
