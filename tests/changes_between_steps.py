@@ -451,7 +451,7 @@ HOLDERS = {
     ),
     "members of an object": Holder(Box, lambda h: dict(members(h))["k"], _put_attribute),
     "fields of a dataclass": Holder(
-        Fields, lambda h: [getattr(h, f.name) for f in dataclasses.fields(h)][0], _put_attribute
+        Fields, lambda h: next(getattr(h, f.name) for f in dataclasses.fields(h)), _put_attribute
     ),
     "a changed dataclass": Holder(Fields, lambda h: dataclasses.replace(h).k, _put_attribute),
     "a copy": Holder(Box, lambda h: copy.copy(h).k, _put_attribute),
