@@ -22,8 +22,16 @@ transformers = pytest.importorskip("transformers")
 
 from quintnet_compiler.loops.transformers_trainer import TrainerMixin  # noqa: E402
 
-WORDS, ROWS = 24, 4
-LAYOUTS: list[dict[str, Any]] = [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "tp": 2}]
+from .short_texts import WORDS, Texts, language_model  # noqa: E402
+
+ROWS = 4
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "dp2": ({"dp": 2}, {}),
+    "tp2": ({"tp": 2}, {}),
+    "pp2": ({"pp": 2}, {"microbatches": 2}),
+    "dp2 tp2 zero3": ({"dp": 2, "tp": 2}, {"zero": 3}),
+}
+RESUMED = [("dp2", "tp2"), ("tp2", "pp2"), ("pp2", "dp2 tp2 zero3"), ("dp2 tp2 zero3", "dp2")]
 LOOP: Mapping[str, Any] = {
     "num_train_epochs": 6,
     "learning_rate": 2e-2,
@@ -69,30 +77,6 @@ class Average(transformers.TrainerCallback):  # type: ignore[misc]
         self.model.update_parameters(model)
 
 
-class Texts(torch.utils.data.Dataset[Any]):
-    """Rows of a pattern with noise, of which some labels do not count."""
-
-    def __init__(self, rows: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        pattern = (torch.arange(10) + torch.arange(rows)[:, None]) % WORDS
-        noise = torch.randint(WORDS, pattern.shape, generator=generator)
-        self.ids = torch.where(torch.rand(pattern.shape, generator=generator) < 0.3, noise, pattern)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, row: int) -> dict[str, Tensor]:
-        labels = self.ids[row].clone()
-        labels[: row % 5] = -100
-        return {"input_ids": self.ids[row], "labels": labels}
-
-
-def _language_model() -> Any:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
-
-
 def _metrics(predicted: Any) -> dict[str, float]:
     logits, labels = torch.tensor(predicted.predictions)[:, :-1], torch.tensor(predicted.label_ids)[:, 1:]
     counted = labels != -100
@@ -123,10 +107,12 @@ def _sentences(rows: int, seed: int) -> Any:
     return datasets.Dataset.from_list([{"text": " ".join(f"w{word}" for word in row)} for row in mixed])
 
 
-def _trainer(kind: str, folder: str, mesh: quintnet.Mesh | None, changes: Mapping[str, Any]) -> Any:
+def _trainer(kind: str, folder: str, layout: str | None, changes: Mapping[str, Any]) -> Any:
+    axes, planned = ({}, {}) if layout is None else LAYOUTS[layout]
+    mesh = None if layout is None else quintnet.Mesh(**axes)
     rows = ROWS if mesh is None else ROWS // mesh.data_ways
     options = {**LOOP, "per_device_train_batch_size": rows, "per_device_eval_batch_size": rows, **changes}
-    more: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
+    more: dict[str, Any] = {} if mesh is None else {"mesh": mesh, "options": planned}
     if kind == "transformers":
         base: Any = transformers.Trainer
         arguments = transformers.TrainingArguments(folder, **options)
@@ -145,7 +131,7 @@ def _trainer(kind: str, folder: str, mesh: quintnet.Mesh | None, changes: Mappin
     average = Average()
     patience = [transformers.EarlyStoppingCallback(2)] if options["load_best_model_at_end"] else []
     trainer = trainer_class(
-        _language_model(), arguments, compute_metrics=_metrics, callbacks=[average, *patience], **more
+        language_model(), arguments, compute_metrics=_metrics, callbacks=[average, *patience], **more
     )
     return trainer, average
 
@@ -154,8 +140,8 @@ def _whole(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: getattr(x, "full_tensor", lambda x=x: x)().detach().clone() for name, x in tensors.items()}
 
 
-def _run(kind: str, folder: str, mesh: quintnet.Mesh | None = None, resume: str | None = None, **changes: Any) -> Shown:
-    trainer, average = _trainer(kind, folder, mesh, changes)
+def _run(kind: str, folder: str, layout: str | None = None, resume: str | None = None, **changes: Any) -> Shown:
+    trainer, average = _trainer(kind, folder, layout, changes)
     trainer.train(resume_from_checkpoint=resume)
     logs = {
         (line["step"], name): x
@@ -187,21 +173,21 @@ KINDS = [
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_everything_around_a_step(kind: str, layout: dict[str, Any], accumulate: int, tmp_path: Path) -> None:
+def test_everything_around_a_step(kind: str, layout: str, accumulate: int, tmp_path: Path) -> None:
     changes = {"gradient_accumulation_steps": accumulate}
     known = _run(kind, str(tmp_path / "plain"), **changes)
-    shown = _run(kind, str(tmp_path / "ours"), quintnet.Mesh(**layout), **changes)
+    shown = _run(kind, str(tmp_path / "ours"), layout, **changes)
     _same(shown, known)
     evaluations = [step for step, name in known.logs if name == "eval_third"]
     assert evaluations == [step for step, name in known.logs if name == "eval_accuracy"] and len(evaluations) > 1
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("before", "after"), [({"dp": 2}, {"tp": 2}), ({"tp": 2}, {"pp": 2}), ({"pp": 2}, {"dp": 2})])
+@pytest.mark.parametrize(("before", "after"), RESUMED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_in_an_epoch(kind: str, before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_goes_on_in_an_epoch(kind: str, before: str, after: str, tmp_path: Path) -> None:
     changes = {
         "num_train_epochs": 2,
         "save_strategy": "steps",
@@ -210,8 +196,15 @@ def test_a_run_goes_on_in_an_epoch(kind: str, before: dict[str, Any], after: dic
         "load_best_model_at_end": False,
     }
     known = _run(kind, str(tmp_path / "plain"), **changes)
-    _run(kind, str(tmp_path / "ours"), quintnet.Mesh(**before), **changes)
-    resumed = _run(
-        kind, str(tmp_path / "ours"), quintnet.Mesh(**after), str(tmp_path / "ours" / "checkpoint-4"), **changes
-    )
+    _run(kind, str(tmp_path / "ours"), before, **changes)
+    resumed = _run(kind, str(tmp_path / "ours"), after, str(tmp_path / "ours" / "checkpoint-4"), **changes)
     _same(resumed, known, first=5)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_smoothed_labels(kind: str, layout: str, tmp_path: Path) -> None:
+    changes = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "num_train_epochs": 2}
+    known = _run(kind, str(tmp_path / "plain"), **changes)
+    _same(_run(kind, str(tmp_path / "ours"), layout, **changes), known)

@@ -19,6 +19,8 @@ transformers = pytest.importorskip("transformers")
 
 from quintnet_compiler.loops.transformers_trainer import TrainerMixin  # noqa: E402
 
+from .short_texts import LENGTH, Texts, gpt2, language_model  # noqa: E402
+
 SAME = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy")
 LOOP: Mapping[str, Any] = {
     "num_train_epochs": 2,
@@ -36,29 +38,8 @@ LOOP: Mapping[str, Any] = {
 }
 
 
-class Texts(torch.utils.data.Dataset[Any]):
-    """Rows with different numbers of labels, the last batch of which is short."""
-
-    def __init__(self, rows: int) -> None:
-        self.ids = torch.randint(32, (rows, 12), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, row: int) -> dict[str, Tensor]:
-        labels = self.ids[row].clone()
-        labels[: row % 5] = -100
-        return {"input_ids": self.ids[row], "labels": labels}
-
-
 class MeshTrainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
     pass
-
-
-def language_model() -> Any:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
 
 
 def accuracy(found: Any) -> dict[str, float]:
@@ -128,7 +109,7 @@ def test_a_loss_that_is_not_counted_by_tokens_is_averaged_over_batches(tmp_path:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.layer = torch.nn.Linear(12, 1)
+            self.layer = torch.nn.Linear(LENGTH, 1)
 
         def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
             out = self.layer(input_ids / 32)
@@ -149,7 +130,7 @@ def test_a_loss_that_is_not_counted_by_tokens_is_averaged_over_batches(tmp_path:
     ("changes", "given", "named"),
     [
         ({"fsdp": "full_shard"}, {}, "fsdp"),
-        ({"torch_compile": True, "label_smoothing_factor": 0.1}, {}, "torch_compile.*\n.*label_smoothing_factor"),
+        ({"torch_compile": True, "predict_with_generate": True}, {}, "torch_compile.*\n.*predict_with_generate"),
         ({}, {"compute_loss_func": lambda *_: None}, "compute_loss_func"),
         ({"optim": "galore_adamw_layerwise"}, {}, "layerwise"),
         ({}, {"options": {"offload": ("optimizer",)}}, "makes its own optimizer"),
@@ -220,7 +201,7 @@ class Learnable(Texts):
     """Each evaluation is better than the one before."""
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
-        ids = (torch.arange(12) + row) % 29
+        ids = (torch.arange(LENGTH) + row) % 29
         return {"input_ids": ids, "labels": ids}
 
 
@@ -262,25 +243,88 @@ def test_all_ranks_load_the_best_model(tmp_path: Path) -> None:
         assert rank[1] == pytest.approx(losses, rel=2e-5) and rank[2] == pytest.approx(weight, rel=1e-4)
 
 
-def test_smoothed_labels_are_the_models_loss(tmp_path: Path) -> None:
-    """What the refusal of label_smoothing_factor says."""
+def _numbers(predicted: Any) -> dict[str, float]:
+    return {"mean": float(predicted.predictions.mean()), "accuracy": accuracy(predicted)["accuracy"]}
+
+
+def _logs_and_evaluation(folder: str, model: Any, mesh: quintnet.Mesh | None, **changes: Any) -> Logs:
+    """Those of a run, and of an evaluation that computes no metrics."""
+    rows = 4 if mesh is None else 4 // mesh.data_ways
+    options = {**LOOP, "save_strategy": "no", "max_steps": 4, "per_device_train_batch_size": rows, **changes}
+    arguments = transformers.TrainingArguments(folder, **options, per_device_eval_batch_size=rows)
+    kind: Any = transformers.Trainer if mesh is None else MeshTrainer
+    given = {"train_dataset": Texts(22), "eval_dataset": Texts(10, 1), "compute_metrics": _numbers}
+    trainer = kind(model, arguments, **given, **({} if mesh is None else {"mesh": mesh}))
+    trainer.train()
+    trainer.compute_metrics = None
+    alone = {(-1, "eval_loss"): trainer.evaluate()["eval_loss"]}
+    means = {
+        (line["step"], "eval_mean"): line["eval_mean"] for line in trainer.state.log_history if "eval_mean" in line
+    }
+    return {**logs_of(trainer), **means, **alone}
+
+
+class Tagger(torch.nn.Module):
+    """A model that shifts no labels, and takes no count of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = transformers.PretrainedConfig()
+        self.embed, self.head = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.embed(input_ids)))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+MODELS = {"llama": language_model, "gpt2": gpt2, "tagger": Tagger}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_of_labels(
+    model: str, layout: dict[str, int], accumulate: int, smoothing: float, tmp_path: Path
+) -> None:
+    """With smoothed labels, and without; also of a model whose labels a Trainer counts in another way than its loss."""
+    changes = {"gradient_accumulation_steps": accumulate, "label_smoothing_factor": smoothing}
+    make = MODELS[model]
+    known = _logs_and_evaluation(str(tmp_path), make().double(), None, **changes)
+    assert len({step for step, name in known if name == "loss"}) == 4 and (-1, "eval_loss") in known
+    ours = _logs_and_evaluation(str(tmp_path), make().double(), quintnet.Mesh(**layout), **changes)
+    assert ours.keys() == known.keys()
+    for key, value in known.items():  # the Trainer's sums are in float32
+        assert ours[key] == pytest.approx(value, rel=1e-6, abs=1e-7), key
+
+
+def test_smoothed_labels_in_processes(tmp_path: Path) -> None:
+    changes = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.2}
+    known = _logs_and_evaluation(str(tmp_path), language_model(), None, **changes)
+    for ours in quintnet.launch(_smoothed, 2, args=(str(tmp_path), changes), timeout=300):
+        assert_same(as_logs(ours), known, first=-1)
+
+
+def _smoothed(folder: str, changes: dict[str, Any]) -> list[tuple[int, str, float]]:
+    logs = _logs_and_evaluation(folder, language_model(), quintnet.Mesh(pp=2), **changes)
+    return [(*key, x) for key, x in logs.items()]
+
+
+def test_a_model_may_smooth_its_own_loss(tmp_path: Path) -> None:
+    """``loss_function`` of the model, instead of the Trainer's argument."""
 
     def smoothed(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
         pairs = logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1)
         return torch.nn.functional.cross_entropy(*pairs, label_smoothing=0.1)
 
-    changes = {"gradient_accumulation_steps": 1, "save_strategy": "no", "max_steps": 4, "eval_steps": 2}
-    options = {**LOOP, **changes, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
-    found = []
-    for mesh in (None, quintnet.Mesh(tp=2)):
-        more: dict[str, Any] = {"label_smoothing_factor": 0.1} if mesh is None else {}
-        arguments = transformers.TrainingArguments(output_dir=str(tmp_path), **options, **more)
-        model, given = language_model(), {"train_dataset": Texts(22), "eval_dataset": Texts(10)}
-        if mesh is None:
-            trainer = transformers.Trainer(model, arguments, **given)
-        else:
-            model.loss_function = smoothed
-            trainer = MeshTrainer(model, arguments, **given, mesh=mesh)
-        trainer.train()
-        found.append(logs_of(trainer))
-    assert_same(found[1], found[0])
+    model = language_model()
+    model.loss_function = smoothed
+    changes: dict[str, Any] = {"gradient_accumulation_steps": 1}
+    ours = _logs_and_evaluation(str(tmp_path), model, quintnet.Mesh(tp=2), **changes)
+    assert_same(
+        ours, _logs_and_evaluation(str(tmp_path), language_model(), None, **changes, label_smoothing_factor=0.1)
+    )

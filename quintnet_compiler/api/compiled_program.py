@@ -23,10 +23,10 @@ from ..driver.task import Task, modules_of
 from ..driver.variants import Programs
 from ..driver.whole_loss.total import PartTotals
 from ..equivalence.module_copy import module_copy
-from ..equivalence.module_training import model_inputs
 from ..equivalence.verify import VerifyReport, VerifySubject, verify_program
 from ..guards.call_attributes import without_values
 from ..ir.batch_form import plain_batch
+from ..ir.containers import model_inputs
 from ..ir.distributed_program import DistributedProgram
 from ..ir.loss_parts import LossParts
 from ..ir.plan import Plan, precision_of

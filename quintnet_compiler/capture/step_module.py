@@ -15,7 +15,7 @@ from ..core.errors import CompileError
 from ..guards.attribute_reads import Read
 from ..guards.function_reads import trainable
 from ..guards.guards import Guards, global_modes, guards_of
-from ..ir.containers import rebuilt
+from ..ir.containers import LossOfNames, loss_inputs, model_inputs, rebuilt, takes_labels_of
 from ..ir.result_form import ResultForm
 from .block_reuse import Unseen
 from .changes.saved_tensors import unchanged_since_saved
@@ -131,22 +131,20 @@ class StepModule(nn.Module):
             return self.call(self.model, rebuilt(batch))
         loss = self.compute if self.compute is not None else getattr(self, "loss_fn", None)
         batch = rebuilt(batch)
-        if isinstance(batch, dict):
-            if self.want == "loss" and loss is not None:
-                raise CompileError(
-                    "QN103",
-                    "loss_fn takes what the model returns and the last value of a tuple; this batch is a dict "
-                    f"({', '.join(map(str, batch))}), all of which the model takes",
-                    fix="make the batch a tuple, (*inputs, labels), or compute the loss in the model's forward and "
-                    "leave out loss_fn",
-                )
-            out = self.model(**batch)
-        elif self.want == "loss" and loss is not None:
-            out = self.model(*batch[:-1])
-            out = loss(out, batch[-1])
-        else:
-            out = self.model(*batch)
-        return loss_of(out) if self.want == "loss" else out
+        if self.want != "loss":
+            return called(self.model, batch)
+        if isinstance(batch, dict) and loss is not None and not isinstance(loss, LossOfNames):
+            raise CompileError(
+                "QN103",
+                "loss_fn takes what the model returns and the last value of a tuple; this batch is a dict "
+                f"({', '.join(map(str, batch))}), all of which the model takes",
+                fix="make the batch a tuple, (*inputs, labels), or compute the loss in the model's forward and "
+                "leave out loss_fn",
+            )
+        out = called(self.model, model_inputs(batch, loss))
+        if loss is not None and takes_labels_of(batch, loss):
+            out = loss(out, loss_inputs(batch, loss))
+        return loss_of(out)
 
     def traced(self, export: Callable[[], ExportedProgram]) -> ExportedProgram:
         """What ``export`` makes of this module. An attribute that the first call of forward sets to plain data, and
@@ -265,6 +263,11 @@ class StepModule(nn.Module):
 def _at(parameters: Mapping[str, Any], name: str) -> Tensor:
     found: Tensor = parameters[name]
     return found
+
+
+def called(model: nn.Module, inputs: Any) -> Any:
+    """Return what the model makes of its arguments: a tuple, or a dict by name."""
+    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 
 def loss_of(out: Any) -> Any:

@@ -20,9 +20,9 @@ from ..core.errors import CompileError, CompileWarning, InputError
 from ..core.mesh import Mesh
 from ..equivalence.module_check import ModuleCheck
 from ..equivalence.module_step import Owner
-from ..equivalence.module_training import model_inputs
 from ..equivalence.verdict import Verdict
 from ..ir.batch_form import ROWS, BatchForm, FlatBatch, RowsElsewhere, plain_batch
+from ..ir.containers import model_inputs
 from ..ir.distributed_program import DistributedProgram
 from ..ir.program import Captured
 from ..runtime.backends.split_parameters import home_of

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ..capture.batch_norms import one_process
 from ..capture.modes import evaluating
-from ..capture.step_module import LossFn, loss_of
+from ..capture.step_module import LossFn, called, loss_of
 from ..compat.torch import pytree
 from ..compat.torch_hooks import accumulation_hooks, node_class
-from ..ir.containers import rebuilt
+from ..ir.containers import loss_inputs, model_inputs, rebuilt, takes_labels_of
 from .made_leaves import MadeLeaves
 from .plain_control_flow import in_python
 from .reference import same_numbers
@@ -47,13 +47,12 @@ class Owner:
 
     def _called(self, batch: Any) -> Any:
         batch = rebuilt(batch)
-        if isinstance(batch, dict):
-            out = self.model(**batch)
-        elif self.want == "loss" and self.loss_fn is not None:
-            out = self.loss_fn(self.model(*batch[:-1]), batch[-1])
-        else:
-            out = self.model(*batch)
-        return loss_of(out) if self.want == "loss" else out
+        if self.want != "loss":
+            return called(self.model, batch)
+        out = called(self.model, model_inputs(batch, self.loss_fn))
+        if self.loss_fn is not None and takes_labels_of(batch, self.loss_fn):
+            out = self.loss_fn(out, loss_inputs(batch, self.loss_fn))
+        return loss_of(out)
 
 
 @dataclass(frozen=True)

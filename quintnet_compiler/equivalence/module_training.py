@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.batch_norms import one_process
-from ..capture.step_module import LossFn, loss_of
+from ..capture.step_module import LossFn, called, loss_of
 from ..compat.torch import pytree
 from ..core.errors import CompileError, QuintNetError
-from ..ir.containers import rebuilt
+from ..ir.containers import loss_inputs, model_inputs, rebuilt, takes_labels_of
 from ..ir.distributed_program import DistributedProgram
 from .module_copy import module_copy
 from .plain_control_flow import in_python
@@ -91,10 +91,11 @@ class ModuleTraining:
 
     def _loss(self, batch: Any) -> Tensor:
         batch = rebuilt(batch)
-        inputs = model_inputs(batch, self.loss_fn)
         with in_python():
-            out = self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
-            loss: Tensor = loss_of(out if inputs is batch or self.loss_fn is None else self.loss_fn(out, batch[-1]))
+            out = called(self.model, model_inputs(batch, self.loss_fn))
+            if self.loss_fn is not None and takes_labels_of(batch, self.loss_fn):
+                out = self.loss_fn(out, loss_inputs(batch, self.loss_fn))
+            loss: Tensor = loss_of(out)
         return loss
 
 
@@ -141,11 +142,6 @@ def in_float64(batch: Any) -> Any:
 def or_zeros(x: Tensor | None, like: Tensor) -> Tensor:
     """A gradient; zeros where there is none."""
     return torch.zeros_like(like) if x is None else x.detach()
-
-
-def model_inputs(batch: Any, loss_fn: LossFn | None) -> Any:
-    """What of a batch the model itself takes: with a loss function, the last tensor is for that."""
-    return batch[:-1] if loss_fn is not None and not isinstance(batch, dict) else batch
 
 
 @contextlib.contextmanager

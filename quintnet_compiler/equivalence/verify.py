@@ -19,7 +19,7 @@ from ..compat.torch import pytree
 from ..core.annotations import needs_grad, values
 from ..core.errors import CompileError
 from ..guards.python_objects import objects_kept
-from ..ir.containers import rebuilt
+from ..ir.containers import model_inputs, rebuilt
 from ..ir.distributed_program import DistributedProgram
 from ..ops.rank_local import DRAWS
 from ..runtime.backends.local import LocalBackend
@@ -32,7 +32,6 @@ from .module_training import (
     as_float64,
     batches_of,
     failing,
-    model_inputs,
     or_zeros,
     own_errors,
     sgd,

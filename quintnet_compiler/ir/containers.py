@@ -95,6 +95,40 @@ def as_lists(batch: Any) -> Any:
     return batch
 
 
+class LossOfNames:
+    """A loss function of batches that are dicts: ``loss(outputs, values)``, where ``values`` are those of ``names``
+    that a batch has, and the model takes all others. A batch without the first name has the model's own loss."""
+
+    names: tuple[str, ...] = ("labels",)
+
+    def __call__(self, outputs: Any, values: Mapping[str, Any]) -> Tensor:
+        """Return the loss, a scalar."""
+        raise NotImplementedError
+
+
+def takes_labels_of(batch: Any, loss_fn: Any) -> bool:
+    """Return whether there is a loss function, and this batch has something for it."""
+    if isinstance(batch, dict):
+        return isinstance(loss_fn, LossOfNames) and loss_fn.names[0] in batch
+    return loss_fn is not None
+
+
+def model_inputs(batch: Any, loss_fn: Any) -> Any:
+    """Return what of a batch the model itself takes."""
+    if not takes_labels_of(batch, loss_fn):
+        return batch
+    if isinstance(batch, dict):
+        return {name: value for name, value in batch.items() if name not in loss_fn.names}
+    return batch[:-1]
+
+
+def loss_inputs(batch: Any, loss_fn: Any) -> Any:
+    """Return what of a batch its loss function takes, beside the model's outputs."""
+    if isinstance(batch, dict):
+        return {name: batch[name] for name in loss_fn.names if name in batch}
+    return batch[-1]
+
+
 def _same_or_new(old: Any, new: Any) -> Any:
     return old if all(a is b for a, b in zip(old, new, strict=True)) else new
 

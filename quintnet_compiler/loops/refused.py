@@ -7,6 +7,7 @@ from typing import Any
 
 from ..core.errors import CompileError
 from ..ir.plan import Plan
+from .trainer_loss import loss_owner
 
 _TRACED = ("transformers.", "trl.trainer.sft_trainer")  # whose compute_loss is the model's own loss
 _FLAGS = {
@@ -18,7 +19,6 @@ _FLAGS = {
     "bf16_full_eval": "evaluate in the precision of training",
     "torch_compile": "options={'backend': 'inductor'}",
     "auto_find_batch_size": "quintnet.plan(model, cluster, batch) says what fits",
-    "label_smoothing_factor": "model.loss_function = a function that gives label_smoothing to cross_entropy",
     "predict_with_generate": "program.generate after training",
     "activation_offloading": "options={'recompute': 'full'}",
     "eval_use_gather_object": "return tensors",
@@ -62,7 +62,7 @@ def _problems(trainer: Any, args: Any, given: dict[str, Any]) -> Iterator[tuple[
     for name in ("compute_loss_func", "model_init"):
         if given.get(name) is not None:
             yield name, "compute the loss in the model's forward" if name == "compute_loss_func" else "pass the model"
-    owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    owner = loss_owner(trainer)
     if not f"{owner.__module__}.".startswith(_TRACED):
         yield f"{owner.__name__}.compute_loss", "compute the loss in the model's forward"
     if getattr(args, "loss_type", "nll") != "nll":

@@ -16,11 +16,13 @@ from ..api.compile import compile as compile_program
 from ..compat.transformers_trainer import save_random_states
 from ..core.errors import CheckpointError
 from ..core.mesh import Mesh
+from ..ir.containers import model_inputs
 from ..ir.plan import Plan
 from ..runtime.launch.world import judges, world_size
 from .one_process import arguments_of_one_process, as_one_process, first_of
 from .refused import refuse_arguments, refuse_plan
 from .together import wait_for_all
+from .trainer_loss import COUNT, evaluation_count, smoothed_loss, training_count
 
 FOLDER = "quintnet"  # in checkpoint-N: parameters and optimizer state, in parts
 SCHEDULER = "scheduler.pt"
@@ -66,7 +68,8 @@ class TrainerMixin:
         self._mesh, self._plan, self._options, self._prepared = mesh, plan, dict(options or {}), False
         trained = arguments_of_one_process(self._given, mesh.data_ways)
         super().__init__(model, trained, *rest, **kwargs)  # type: ignore[call-arg]
-        self.program = compile_program(self._me.model, mesh, plan=plan, **self._chosen())
+        self._loss = smoothed_loss(self._me)
+        self.program = compile_program(self._me.model, mesh, loss_fn=self._loss, plan=plan, **self._chosen())
         refuse_plan(self.program._task.plan)
 
     @property
@@ -110,7 +113,7 @@ class TrainerMixin:
         me = self._me
         batch = dict(first_of(me.get_train_dataloader()))
         if me.model_accepts_loss_kwargs and "labels" in batch:
-            batch["num_items_in_batch"] = torch.ones((), device=batch["labels"].device)
+            batch[COUNT] = torch.ones((), device=batch["labels"].device)
         me.model.train()
         self._prepare(batch)
         return super().train(*args, **kwargs)  # type: ignore[misc]
@@ -134,7 +137,7 @@ class TrainerMixin:
             train()
         batch, counted = dict(inputs), me.model_accepts_loss_kwargs and num_items_in_batch is not None
         if counted:
-            batch["num_items_in_batch"] = torch.as_tensor(num_items_in_batch, dtype=torch.float32)
+            batch[COUNT] = training_count(me, num_items_in_batch)
         loss = self.program.step(batch).detach().as_subclass(Tensor).to(me.args.device)  # where the Trainer sums it
         told: bool | None = getattr(me, "loss_is_scaled_for_ga", None)  # transformers 5.17 has no such attribute
         scaled = counted if told is None else told
@@ -163,18 +166,25 @@ class TrainerMixin:
         names = me.label_names
         labelled = bool(names) and all(batch.get(name) is not None for name in names)
         alone = not names and (batch.get("return_loss") or me.can_return_loss)
+        loss: Any = None
         if labelled or alone:
+            count = evaluation_count(me, batch)
+            if count is not None:
+                batch[COUNT] = count
             self._prepare(batch)
+            if prediction_loss_only or self._loss is not None:
+                loss = self.program.evaluate(batch).detach().to(me.args.device)
             if prediction_loss_only:
-                return self.program.evaluate(batch).detach().to(me.args.device), None, None
+                return loss, None, None
         ignored = ignore_keys
         if ignored is None:
             ignored = getattr(getattr(me.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
-        outputs = self.program(**batch)
+        outputs = self.program(**model_inputs(batch, self._loss))
         if not isinstance(outputs, dict):
             outputs = dict(enumerate(outputs)) if labelled or alone else {1: outputs}
             outputs = {"loss" if key == 0 else str(key): x for key, x in outputs.items()}
-        loss = outputs.get("loss") if labelled or alone else None
+        if loss is None and (labelled or alone):
+            loss = outputs.get("loss")
         if prediction_loss_only:
             return loss, None, None
         dropped = {*ignored, "loss"} if labelled or alone else {*ignored}
