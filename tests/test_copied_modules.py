@@ -121,7 +121,28 @@ def _copied_and_pickled(program: Any, model: nn.Module) -> Losses:
     return [*losses, float(program.evaluate(_batch()))]
 
 
-LOOPS: list[Callable[[Any, nn.Module], Losses]] = [_swapped_by_data, _averaged_model, _copied_and_pickled]
+def _moved_where_it_is(program: Any, model: nn.Module) -> Losses:
+    """The module is moved to the device that it is on, and gets the dtype that it has, as other libraries do."""
+    optimizer = torch.optim.SGD(_mine(model), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        losses.append(float(program.step(_batch(step))))
+        model.double()  # while there are gradients
+        if not any(p.is_meta for p in model.parameters()):
+            model.to("cpu").cpu()
+        optimizer.step()
+        optimizer.zero_grad()
+    for p in _mine(model):
+        p.data = torch.ones_like(p.detach())
+    return [*losses, float(program.evaluate(_batch()))]
+
+
+LOOPS: list[Callable[[Any, nn.Module], Losses]] = [
+    _swapped_by_data,
+    _averaged_model,
+    _copied_and_pickled,
+    _moved_where_it_is,
+]
 
 
 def _losses(layout: dict[str, Any]) -> list[Losses]:
@@ -195,14 +216,18 @@ def _refused() -> list[str]:
         with pytest.raises(quintnet.RunError) as error:
             weight.data = x
         texts.append(str(error.value))
+    with pytest.raises(quintnet.RunError) as error:
+        model.double()
+    assert weight.dtype == torch.float32
+    texts.append(str(error.value))
     model.load_state_dict({"weight": torch.ones(2, 4), "bias": torch.zeros(2)})  # the fix of the first
     assert bool((weight.full_tensor() == 1).all())
     return texts
 
 
 def test_what_cannot_be_assigned_is_refused() -> None:
-    plain, double, _ = quintnet.launch(_refused, 2, timeout=120)[0]
+    plain, double, _, converted = quintnet.launch(_refused, 2, timeout=120)[0]
     assert "QN112" in plain
     assert "was set to a tensor [2, 4] that is no DTensor" in plain
     assert "load_state_dict(state)" in plain
-    assert "torch.float64" in double
+    assert "torch.float64" in double and "torch.float64" in converted

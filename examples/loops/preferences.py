@@ -94,7 +94,8 @@ def advantages(rewards: Tensor) -> Tensor:
 def difference(program: quintnet.CompiledProgram, loss: Tensor, plain: nn.Module, expected: Tensor) -> float:
     """The largest of loss and gradients, relative."""
     expected.backward()
-    worst = abs(float(loss) - float(expected)) / max(abs(float(expected)), 1.0)  # that of GRPO is near 0
+    known_loss = float(expected.detach())
+    worst = abs(float(loss) - known_loss) / max(abs(known_loss), 1.0)  # that of GRPO is near 0
     known = dict(plain.named_parameters())
     for name, p in program.named_parameters():
         if p.grad is not None:

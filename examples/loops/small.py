@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -55,4 +56,5 @@ def main(description: str | None, run: Callable[..., Any], **flags: Any) -> None
     given = vars(options.parse_args())
     mesh = mesh_of(given.pop("mesh"))
     results = quintnet.launch(run, mesh.size, args=(mesh, *given.values()), timeout=600)
-    print(next(x for x in results if x is not None))
+    if os.environ.get("RANK", "0") == "0":  # torchrun runs this on each rank
+        print(next(x for x in results if x is not None))

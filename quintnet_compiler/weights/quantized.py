@@ -147,7 +147,8 @@ def check_quantized(model: nn.Module) -> None:
 
 def _is_packed(x: Any) -> bool:
     flattens = next((kind for kind in type(x).__mro__ if "__tensor_flatten__" in vars(kind)), None)
-    packed = flattens is not None and flattens.__module__.partition(".")[0] != "torch"
+    own = flattens is not None and flattens.__module__.partition(".")[0] != "torch"
+    packed = own and hasattr(x, "__tensor_flatten__")  # parameters of a program have none
     return packed or type(x).__module__.startswith("bitsandbytes.")
 
 

@@ -32,6 +32,15 @@ class SplitParameter(DTensor):
         """
         replace_local_tensor(self, _part_for(self, x))
 
+    @property
+    def __tensor_flatten__(self) -> Any:
+        """Absent, so that ``module.to(device)`` assigns ``data`` instead of an object of another class.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError("__tensor_flatten__")
+
     def detach(self) -> Tensor:
         """Return the values, without autograd, in the memory of this parameter."""
         return without_offset(super().detach())
