@@ -216,18 +216,14 @@ def _refused() -> list[str]:
         with pytest.raises(quintnet.RunError) as error:
             weight.data = x
         texts.append(str(error.value))
-    with pytest.raises(quintnet.RunError) as error:
-        model.double()
-    assert weight.dtype == torch.float32
-    texts.append(str(error.value))
     model.load_state_dict({"weight": torch.ones(2, 4), "bias": torch.zeros(2)})  # the fix of the first
     assert bool((weight.full_tensor() == 1).all())
     return texts
 
 
 def test_what_cannot_be_assigned_is_refused() -> None:
-    plain, double, _, converted = quintnet.launch(_refused, 2, timeout=120)[0]
+    plain, double, _ = quintnet.launch(_refused, 2, timeout=120)[0]
     assert "QN112" in plain
     assert "was set to a tensor [2, 4] that is no DTensor" in plain
     assert "load_state_dict(state)" in plain
-    assert "torch.float64" in double and "torch.float64" in converted
+    assert "torch.float64" in double

@@ -1,13 +1,15 @@
-"""loops.handed_gradients, loops.joined_optimizers, loops.together, training.schedulers, training.validation,
-training.buckets: what other libraries' loops are given."""
+"""loops.handed_gradients, loops.joined_optimizers, loops.together, loops.trainer_loss, training.schedulers,
+training.validation, training.buckets: what other libraries' loops are given."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from quintnet_compiler.core.errors import CheckpointError, CompileError
+from quintnet_compiler.ir.containers import LossOfNames, loss_inputs, model_inputs, takes_labels_of
 from quintnet_compiler.loops.handed_gradients import differentiable
 from quintnet_compiler.loops.joined_optimizers import joined
 from quintnet_compiler.loops.together import wait_for_all
@@ -43,6 +45,37 @@ def test_several_optimizers_as_one() -> None:
     assert q not in second.state
     with pytest.raises(CheckpointError, match="two optimizers have the same parameter"):
         joined([first, torch.optim.SGD([p])])
+
+
+def test_what_of_a_dict_is_for_the_loss() -> None:
+    loss, batch = LossOfNames(), {"x": 1, "labels": 2}
+    assert takes_labels_of(batch, loss) and model_inputs(batch, loss) == {"x": 1}
+    assert loss_inputs(batch, loss) == {"labels": 2}
+    assert not takes_labels_of({"x": 1}, loss) and model_inputs({"x": 1}, loss) == {"x": 1}
+    assert not takes_labels_of(batch, F.mse_loss) and model_inputs(batch, F.mse_loss) == batch
+    assert takes_labels_of((1, 2), F.mse_loss) and not takes_labels_of((1, 2), None)
+    assert model_inputs((1, 2), F.mse_loss) == (1,) and model_inputs((1, 2), None) == (1, 2)
+    assert loss_inputs((1, 2), F.mse_loss) == 2
+
+
+def test_the_loss_of_smoothed_labels() -> None:
+    pytest.importorskip("accelerate")
+    from transformers import Trainer
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    from quintnet_compiler.loops.trainer_loss import COUNT, SmoothedLoss, loss_owner, smoothed_loss, training_count
+
+    smoother, logits, labels = LabelSmoother(0.1), torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    labels[0, :3] = -100
+    wanted = smoother({"logits": logits.clone()}, labels, shift_labels=True)
+    torch.testing.assert_close(SmoothedLoss(smoother, True)({"logits": logits.clone()}, {"labels": labels}), wanted)
+    trainer = Trainer.__new__(Trainer)
+    trainer.label_smoother, trainer.model = None, nn.Linear(1, 1)
+    assert smoothed_loss(trainer) is None and loss_owner(trainer) is Trainer
+    assert training_count(trainer, 3).tolist() == 3.0 and SmoothedLoss.names == ("labels", COUNT)
+    trainer.label_smoother = smoother
+    loss = smoothed_loss(trainer)
+    assert loss is not None and not loss.shifted
 
 
 def test_one_process_waits_for_nobody() -> None:
