@@ -25,7 +25,7 @@ from quintnet_compiler.api import compiled_program as compiled
 from quintnet_compiler.runtime.execute import cudagraphs as graphs
 from quintnet_compiler.runtime.execute import engines
 from quintnet_compiler.runtime.execute.cudagraph_segment import Buffers, CudaGraphSegment, Work
-from quintnet_compiler.runtime.execute.cudagraphs import Graphs, SegmentPlace
+from quintnet_compiler.runtime.execute.cudagraphs import Graphs, GraphedSegment
 from quintnet_compiler.runtime.execute.engines import Inductor
 from quintnet_compiler.runtime.execute.replay_safety import Observed
 
@@ -66,7 +66,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> Again:
     """What programs of ``backend="cudagraphs"`` are captured by: all segments of them. Nothing is compiled, which would
     take long."""
     found = Again()
-    monkeypatch.setattr(graphs, "FEWEST_OPERATORS", 0)
+    monkeypatch.setattr(graphs, "MIN_OPERATORS", 0)
     monkeypatch.setattr(compiled, "ENGINES", {"cudagraphs": lambda: Inductor(Graphs(found))})
     monkeypatch.setattr(engines, "compiled", lambda module, args: None)
     return found
@@ -195,7 +195,7 @@ def test_results_that_are_overwritten_in_use_are_seen(
 def test_more_in_use_than_may_be_captured_runs_as_it_is(
     name: str, options: dict[str, Any], again: Again, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "MOST_CAPTURES", 1)
+    monkeypatch.setattr(graphs, "MAX_CAPTURES", 1)
     program = _program(name, {"pp": 2}, **options)
     with pytest.warns(quintnet.BackendWarning, match="more than 1 results of it are in use") as seen:
         assert _worst(name, program) < LIMIT
@@ -265,8 +265,8 @@ def test_outputs_stay_as_they_are(again: Again) -> None:
     [
         (lambda x: torch.rand_like(x).exp() + x, "draws random numbers"),
         (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5).exp() + x, "draws random numbers"),
-        (lambda x: x[x > 0].exp() + 1, "for the host to know"),
-        (lambda x: x * float(x.sum()) + 1, "for the host to know"),
+        (lambda x: x[x > 0].exp() + 1, "the host must know"),
+        (lambda x: x * float(x.sum()) + 1, "the host must know"),
         (lambda x: x[0].add_(1).exp() * 2 + x, "writes into an input"),
         (lambda x: F.scaled_dot_product_attention(x, x, x).exp().add_(x), None),
         (lambda x: x.view(-1).exp(), None),
@@ -283,7 +283,7 @@ def test_what_cannot_be_replayed_is_never_captured(again: Again) -> None:
     def noisy(args: list[Tensor]) -> list[Tensor]:
         return [torch.rand_like(args.pop()).exp() + 1]
 
-    place = SegmentPlace(noisy, noisy, "forward of stage 0", Graphs(again))  # type: ignore[arg-type]
+    place = GraphedSegment(noisy, noisy, "forward of stage 0", Graphs(again))  # type: ignore[arg-type]
     with pytest.warns(quintnet.BackendWarning, match=r"rand_like.* draws random numbers") as seen:
         found = [place([torch.ones(3)])[0] for _ in range(4)]
     assert len(seen) == 1 and not again.captured
@@ -308,7 +308,7 @@ CALLS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from(KINDS), st.integer
 def test_what_somebody_has_stays_as_it_is(calls: list[tuple[int, str, int]]) -> None:
     """Calls with one of two weights and an input, of several ``KINDS``; some results are kept for a number of calls, as
     they are or in views."""
-    place = SegmentPlace(_results, _results, "forward of stage 0", Graphs(Again()))  # type: ignore[arg-type]
+    place = GraphedSegment(_results, _results, "forward of stage 0", Graphs(Again()))  # type: ignore[arg-type]
     weights = [torch.randn(4, 4), torch.randn(4, 4)]
     kept: list[tuple[int, Tensor, Tensor]] = []
     for number, (which, kind, last) in enumerate(calls):

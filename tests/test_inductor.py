@@ -17,7 +17,7 @@ from quintnet_compiler.ir.distributed_program import StageProgram
 from quintnet_compiler.ops.scaled_products import CONSISTS_OF, block_max, block_scale, scaled_cast, scaled_matmul
 from quintnet_compiler.runtime.execute import engines
 from quintnet_compiler.runtime.execute.engines import CompiledSegment, Inductor
-from quintnet_compiler.runtime.execute.segments import MOST_VARIANTS, Segment, Stepper, split
+from quintnet_compiler.runtime.execute.segments import MAX_VARIANTS, Segment, Stepper, split
 
 from .models import CASES, build, reference, worst_error
 
@@ -186,7 +186,7 @@ def test_sizes_that_never_stay_the_same_are_not_compiled_for_ever(monkeypatch: p
     kernel = CompiledSegment(module, "forward of stage 0", set())
     monkeypatch.setattr(CompiledSegment, "_compiled", lambda self, args: lambda given: (given.pop().exp(),))
     monkeypatch.setattr(engines, "eager", lambda module, name: lambda given: (given.pop().exp() + 1,))
-    for rows in range(MOST_VARIANTS):
+    for rows in range(MAX_VARIANTS):
         assert torch.equal(kernel([torch.zeros(rows)])[0], torch.ones(rows))
     with pytest.warns(quintnet.BackendWarning, match="more than 8 sizes"):
         assert torch.equal(kernel([torch.zeros(20)])[0], 2 * torch.ones(20))

@@ -140,9 +140,9 @@ class CompiledProgram(ProgramGeneration):
         self._require_training("measure")
         recorder = Recorder()
         loss = self._run("train", batch, batch_is_local, recorder, name="measure")[0]
-        assert recorder.found is not None
-        shown = recorder.found.rank in shown_ranks(self.mesh)
-        told = self._state().told(recorder.found.to_json() if shown else "")
+        assert recorder.recorded is not None
+        shown = recorder.recorded.rank in shown_ranks(self.mesh)
+        told = self._state().told(recorder.recorded.to_json() if shown else "")
         program = self._primary().program
         return loss, measured_timeline(program, [text for text in told if text], self._task.device)
 

@@ -74,7 +74,7 @@ def test_packed_weights_give_the_same_products(dtype: torch.dtype, rows: int) ->
             error = (linears.few_rows(x, weight, b) - expected).norm() / expected.norm()
             assert error < 4 * torch.finfo(dtype).eps
         assert linears.packed.keys() == set(map(id, weights))
-    assert not linears.packed and not linears.staying
+    assert not linears.packed and not linears.constant
 
 
 @needs_onednn
@@ -82,7 +82,7 @@ def test_only_weights_that_stay_are_packed() -> None:
     linears, weight = HostLinears(), torch.randn(8, 8)
     others = torch.randn(8, 8), torch.randn(8), torch.randn(8, 8, dtype=torch.float64), torch.randn(0, 8)
     with linears.weights_stay([weight, *others[1:]]):
-        assert linears.staying.keys() == {id(weight)}
+        assert linears.constant.keys() == {id(weight)}
         linears.few_rows(torch.ones(2, 8), others[0])
         assert not linears.packed
         linears.few_rows(torch.ones(2, 8), weight)

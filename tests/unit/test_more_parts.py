@@ -153,7 +153,7 @@ def test_what_a_replay_would_not_do_again() -> None:
     assert (seen.operators, seen.reason) == (1, None)
     for act, why in (
         (lambda: torch.rand(2), "draws random numbers"), (lambda: x.add_(1), "writes into an input"),
-        (lambda: x.nonzero(), "is for the host to know"),
+        (lambda: x.nonzero(), "the host must know the result of"),
     ):  # fmt: skip
         with Observed([x]) as seen:
             act()

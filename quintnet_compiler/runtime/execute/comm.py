@@ -1,4 +1,4 @@
-"""What generated code calls as ``comm``: collectives of a transport, and what depends on where a rank stands."""
+"""The ``comm`` object of generated code: a transport's collectives, and operators that depend on the rank."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from ..transport.transport import Pending, Transport
 class Comm:
     """One rank's communication, slices, random masks and gradients.
 
-    The interpreter sets ``seed``, ``step`` and ``scale`` of a step, and before each piece ``microbatch``: the place on
-    the axis in time.
+    The executor sets ``seed``, ``step`` and ``scale`` for each step, and ``microbatch`` (the coordinate on the time
+    axis) before each function. ``at`` in all methods is the call's index in ``DistributedProgram.sites``.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Comm:
     ) -> None:
         router = Router(transport, mesh)
         runs = RunExchange(transport, mesh, coordinate)
-        own = {*vars(type(self)), *vars(Router), *vars(RunExchange)}  # those that are made of others
-        for name, one in COLLECTIVES.items():
-            if name not in own:
+        composed = {*vars(type(self)), *vars(Router), *vars(RunExchange)}  # not collectives of the transport itself
+        for name, collective in COLLECTIVES.items():
+            if name not in composed:
                 setattr(self, name, partial(transport.run, name))
-                if one.start is not None:
+                if collective.start is not None:
                     setattr(self, f"start_{name}", partial(transport.start, name))
         self.dispatch_plan, self.dispatch, self.combine = router.dispatch_plan, router.dispatch, router.combine
         self.start_dispatch, self.start_combine = router.start_dispatch, router.start_combine
@@ -60,7 +60,7 @@ class Comm:
         self.copies = copies = HostCopies() if gradients is None else gradients.outward
         self.copy_out, self.start_copy_out = copies.copy_out, copies.start_copy_out
         self.copy_in, self.start_copy_in = copies.copy_in, copies.start_copy_in
-        # what has no values needs no files
+        # without a disk (meta tensors too), offloaded values stay on the host
         self.write_out, self.start_write_out = self.copy_out, self.start_copy_out
         self.read_in, self.start_read_in = self.copy_in, self.start_copy_in
         if disk is not None:
@@ -73,114 +73,116 @@ class Comm:
         self.mesh, self.coordinate = mesh, coordinate
         self.seed = self.step = self.microbatch = 0
         self.scale = 1.0
-        self.under_way: dict[int, tuple[Tensor, Callable[[], Any]]] = {}  # by the identity of a tensor
-        self.pages: dict[Hashable, tuple[PageAccess, Tensor, Tensor]] = {}  # by those of two, window and dtype
-        self.ids: dict[tuple[int, ...], Ids] = {}  # by those of its tensors: the layers of a piece read the same
+        self.under_way: dict[int, tuple[Tensor, Callable[[], Any]]] = {}  # by id() of the gathered tensor
+        self.pages: dict[Hashable, tuple[PageAccess, Tensor, Tensor]] = {}  # by id() of table and places, window, dtype
+        self.ids: dict[tuple[int, ...], Ids] = {}  # by id() of the tensors: the layers of a function share them
 
     def gather_early(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
     ) -> tuple[Tensor, ...]:
-        """What ranks store of parameters as one message, and its results at once: see :meth:`arrived`."""
-        made, wait = self.transport.begin_gather(xs, axis, dims, parts, at)
+        """Start an all-gather of several parameters in one message; :meth:`arrived` waits for its results."""
+        gathered, wait = self.transport.begin_gather(xs, axis, dims, parts, at)
         wait = cache(wait)
-        self.under_way.update((id(x), (x, wait)) for x in made)
-        return made
+        self.under_way.update((id(x), (x, wait)) for x in gathered)
+        return gathered
 
     def arrived(self, x: Tensor, at: int) -> Tensor:
-        """``x``, once it is there."""
+        """Return ``x`` after waiting for the all-gather that fills it."""
         if id(x) in self.under_way:
             self.under_way.pop(id(x))[1]()
         return x
 
     def settle(self) -> None:
-        """Wait for what nobody read: from now on its memory may be written to."""
+        """Wait for all-gathers that nothing has read, so that their memory may be reused."""
         for _, wait in self.under_way.values():
             wait()
         self.under_way.clear()
 
-    def wait(self, begun: Pending, at: int) -> Any:
-        """What a collective that was started makes, when it is there."""
-        return begun()
+    def wait(self, pending: Pending, at: int) -> Any:
+        """Return the result of a collective that was started, after waiting for it."""
+        return pending()
 
     def loss_scale(self, x: Tensor, at: int) -> Tensor:
-        """``x`` times this step's factor."""
+        """Return ``x`` times this step's loss scale."""
         return x * self.scale
 
     def shard_slice(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
-        """This rank's slice of a value that all ranks of the axis hold."""
+        """Return this rank's slice of a value that is replicated over the axis."""
         return slices.take(x, dim, parts, self.mesh[axis], self.coordinate[axis])
 
     def shard_pad(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
-        """The transpose of ``shard_slice``: zeros where other ranks' slices are."""
+        """Return the transpose of ``shard_slice``: zeros at the slices of other ranks."""
         return slices.pad(x, dim, parts, self.mesh[axis], self.coordinate[axis])
 
     def embedding_rows(
         self, weight: Tensor, ids: Tensor, padding_idx: int, axes: Sequence[str], sizes: Sequence[int], at: int
     ) -> Tensor:
-        """A lookup in this rank's rows; zeros for ids of other ranks' rows, so that the results add up."""
+        """Look ``ids`` up in this rank's rows of a table; zeros for other ranks' rows, so that the sum is the lookup.
+
+        Shapes: ``weight`` [rows, width], ``ids`` [...]; returns [..., width].
+        """
         local, outside = self._rows(ids, weight.shape[0], axes, sizes)
         return torch.embedding(weight, local).masked_fill_(outside.unsqueeze(-1), 0.0)
 
     def embedding_rows_backward(
-        self,
-        grad: Tensor,
-        ids: Tensor,
-        rows: int,
-        padding_idx: int,
-        axes: Sequence[str],
-        sizes: Sequence[int],
-        at: int,
+        self, grad: Tensor, ids: Tensor, rows: int, padding_idx: int, axes: Sequence[str], sizes: Sequence[int], at: int
     ) -> Tensor:
-        """The gradient of this rank's rows. The padding row is read and never trained."""
+        """Return the gradient of this rank's rows, [rows, width]; that of the padding row is zero."""
         local, outside = self._rows(ids, rows, axes, sizes)
         outside = outside | (ids == padding_idx) if padding_idx >= 0 else outside
-        kept = grad.masked_fill(outside.unsqueeze(-1), 0.0)
-        found: Tensor = torch.ops.aten.embedding_dense_backward(kept, local, rows, -1, False)
-        return found
+        own_grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
+        weight_grad: Tensor = torch.ops.aten.embedding_dense_backward(own_grad, local, rows, -1, False)
+        return weight_grad
 
     def local_experts(
         self, ids: Tensor, experts: int, axes: Sequence[str], sizes: Sequence[int], hot: Sequence[int], at: int
     ) -> Tensor:
-        """``ids`` counted from this rank's first expert, hot ones behind the last; -1 for those of others, and for what
-        is no expert's."""
-        own = experts
+        """Return expert ``ids`` relative to this rank's first expert, and -1 for those that other ranks compute.
+
+        Hot experts, which every rank computes, are numbered after this rank's own. Ids of ``experts`` and more (no
+        expert) become -1, too.
+        """
+        num_local = experts
         for size in sizes:
-            own = -(-own // size)
-        local, outside = self._rows(ids, own, axes, sizes)
+            num_local = -(-num_local // size)
+        local, outside = self._rows(ids, num_local, axes, sizes)
         local = local.masked_fill(outside | (ids >= experts), -1)
-        for place, expert in enumerate(hot, own):
-            local = local.masked_fill(ids == expert, place)
+        for row, expert in enumerate(hot, num_local):
+            local = local.masked_fill(ids == expert, row)
         return local
 
     def pick_experts(
         self, x: Tensor, hot: Sequence[int], own: int, axes: Sequence[str], sizes: Sequence[int], at: int
     ) -> Tensor:
-        """What this rank has of hot experts, and zeros for those of other ranks."""
-        found = x.new_zeros([len(hot), *x.shape[1:]])
-        for place, here in self._held(hot, own, axes, sizes):
-            found[place] = x[here]
-        return found
+        """Return [len(hot), ...]: the rows of ``x`` of hot experts that this rank stores, zeros for the others."""
+        rows = x.new_zeros([len(hot), *x.shape[1:]])
+        for row, local in self._held(hot, own, axes, sizes):
+            rows[row] = x[local]
+        return rows
 
     def place_experts(
         self, x: Tensor, hot: Sequence[int], own: int, axes: Sequence[str], sizes: Sequence[int], at: int
     ) -> Tensor:
-        """The transpose of ``pick_experts``: zeros for experts of this rank that are not hot."""
-        found = x.new_zeros([own, *x.shape[1:]])
-        for place, here in self._held(hot, own, axes, sizes):
-            found[here] = x[place]
-        return found
+        """Return the transpose of ``pick_experts``: zeros for experts of this rank that are not hot."""
+        rows = x.new_zeros([own, *x.shape[1:]])
+        for row, local in self._held(hot, own, axes, sizes):
+            rows[local] = x[row]
+        return rows
 
     def _held(self, hot: Sequence[int], own: int, axes: Sequence[str], sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """The places among ``hot`` of experts that this rank has, and their places among its own."""
+        """Return (index in ``hot``, index among this rank's ``own`` experts) of hot experts that this rank stores."""
         first = self._part(axes, sizes) * own
-        return [(place, expert - first) for place, expert in enumerate(hot) if 0 <= expert - first < own]
+        return [(row, expert - first) for row, expert in enumerate(hot) if 0 <= expert - first < own]
 
     def nll_terms(self, logits: Tensor, labels: Tensor, axes: Sequence[str], sizes: Sequence[int], at: int) -> Tensor:
-        """This rank's terms of a cross entropy: of each row its largest logit, the sum of exponentials relative to it,
-        and the label's logit (0 where another rank has it)."""
+        """Return this rank's terms of a cross entropy over split classes, [1, 3, rows].
+
+        They are, for each row: the largest logit, the sum of exponentials relative to it, and the label's logit (0
+        where another rank has it).
+        """
         local, outside = self._rows(labels, logits.shape[1], axes, sizes)
         picked = logits.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill_(outside, 0.0)
-        # a rank may have nothing but masked classes
+        # all classes of a rank may be masked with -inf
         top = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
         wide = widened(logits.dtype)
         total = (logits - top).exp_().sum(1, dtype=wide)
@@ -196,20 +198,20 @@ class Comm:
         sizes: Sequence[int],
         at: int,
     ) -> Tensor:
-        """The gradient of this rank's logits, from that of the terms."""
+        """Return the gradient of this rank's logits, from that of the terms."""
         local, outside = self._rows(labels, logits.shape[1], axes, sizes)
         _, total, picked = grad[0].to(logits.dtype).unsqueeze(-1).unbind(0)
-        found = (logits - terms[0, 0].to(logits.dtype).unsqueeze(-1)).exp_().mul_(total)
-        return found.scatter_add_(1, local.unsqueeze(1), picked.masked_fill(outside.unsqueeze(1), 0.0))
+        softmax = (logits - terms[0, 0].to(logits.dtype).unsqueeze(-1)).exp_().mul_(total)
+        return softmax.scatter_add_(1, local.unsqueeze(1), picked.masked_fill(outside.unsqueeze(1), 0.0))
 
     def _rows(self, ids: Tensor, rows: int, axes: Sequence[str], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """``ids`` as indices of this rank's rows (or classes; 0 for those of others), and which are of others."""
+        """Return ``ids`` as indices of this rank's rows or classes, 0 elsewhere, and the mask of other ranks' ids."""
         local = ids - self._part(axes, sizes) * rows
         outside = (local < 0) | (local >= rows)
         return local.masked_fill_(outside, 0), outside
 
     def _part(self, axes: Sequence[str], sizes: Sequence[int]) -> int:
-        """Which part this rank has of a dim that ``axes`` split, the outermost first."""
+        """Return the index of this rank's part of a dim that ``axes`` split, the outermost first."""
         index = 0
         for axis, size in zip(axes, sizes, strict=True):
             index = index * size + self.coordinate.get(axis, self.microbatch)
@@ -226,7 +228,7 @@ class Comm:
         units: Sequence[int],
         at: int,
     ) -> Tensor:
-        """The global positions of this rank's part of a dim."""
+        """Return the global positions of this rank's part of a dim."""
         return self._positions([whole], axes, sizes, [0] * len(axes), parts, units, x.device)[0]
 
     def padding_of(
@@ -240,33 +242,25 @@ class Comm:
         device: torch.device,
         at: int,
     ) -> Tensor:
-        """Where this rank's part of a dim is padding."""
+        """Return a mask that is true where this rank's part of a dim is padding."""
         kinds = tuple(Shard(0, count, unit) for count, unit in zip(parts, units, strict=True))
-        places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
-        return slices.positions([whole], kinds, sizes, places, device)[0] < 0
+        coordinates = [self.coordinate.get(axis, self.microbatch) for axis in axes]
+        return slices.positions([whole], kinds, sizes, coordinates, device)[0] < 0
 
-    def ring_attention(self, q: Tensor, axis: str, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-        """Attention of this rank's positions to those of all ranks of ``axis``, see :mod:`..transport.ring`."""
-        given = AttentionInputs(q, k, v, self._read(*how[: len(IDS)]))
-        return ring_forward(self._ring(q, axis, *how[len(IDS) :]), given)
+    def ring_attention(self, q: Tensor, axis: str, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        """Compute ring attention over ``axis``: see :mod:`..transport.ring`."""
+        inputs = AttentionInputs(q, k, v, self._read(*options[: len(IDS)]))
+        return ring_forward(self._ring(q, axis, *options[len(IDS) :]), inputs)
 
     def ring_attention_backward(
-        self,
-        grad: Tensor,
-        axis: str,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *how: Any,
+        self, grad: Tensor, axis: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v of ``ring_attention``."""
-        given = AttentionInputs(q, k, v, self._read(*how[: len(IDS)]))
-        return ring_backward(self._ring(q, axis, *how[len(IDS) :]), given, grad, out, lse)
+        """Return the gradients of q, k and v of ``ring_attention``."""
+        inputs = AttentionInputs(q, k, v, self._read(*options[: len(IDS)]))
+        return ring_backward(self._ring(q, axis, *options[len(IDS) :]), inputs, grad, out, lse)
 
     def _read(self, padding: Tensor | None, segments: Tensor | None, groups: Tensor | None) -> Ids:
-        """What says of positions which are seen."""
+        """Return the ids that decide which positions attend to which; one object for equal tensors."""
         return self.ids.setdefault((id(padding), id(segments), id(groups)), Ids(padding, segments, groups))
 
     def _ring(
@@ -276,23 +270,18 @@ class Comm:
         runs = runs_of(plan, size, q.shape[POSITIONS])
         return Ring(self.transport, axis, size, self.coordinate[axis], at, tiles, runs)
 
-    def tiled_attention(self, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-        """Attention of this rank's positions to all, see :mod:`quintnet_compiler.ops.attention.tiled`."""
-        return attend_runs(*self._runs(*how[len(IDS) :]), AttentionInputs(q, k, v, self._read(*how[: len(IDS)])))
+    def tiled_attention(self, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        """Compute attention of this rank's positions to all: see :mod:`quintnet_compiler.ops.attention.tiled`."""
+        return attend_runs(
+            *self._runs(*options[len(IDS) :]), AttentionInputs(q, k, v, self._read(*options[: len(IDS)]))
+        )
 
     def tiled_attention_backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *how: Any,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v of ``tiled_attention``."""
-        given = AttentionInputs(q, k, v, self._read(*how[: len(IDS)]))
-        return attend_runs_backward(*self._runs(*how[len(IDS) :]), given, grad, out, lse)
+        """Return the gradients of q, k and v of ``tiled_attention``."""
+        inputs = AttentionInputs(q, k, v, self._read(*options[: len(IDS)]))
+        return attend_runs_backward(*self._runs(*options[len(IDS) :]), inputs, grad, out, lse)
 
     def _runs(
         self,
@@ -305,9 +294,9 @@ class Comm:
         parts: Sequence[int],
         at: int,
     ) -> tuple[AttentionTiles, list[tuple[int, int]]]:
-        """What attention is, and the runs of positions that this rank has."""
-        places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
-        return AttentionTiles(scale, Sight.parse(mask), tile_bytes), slices.runs(whole, parts, sizes, places)
+        """Return the tiles' settings, and this rank's runs (begin, end) of positions."""
+        coordinates = [self.coordinate.get(axis, self.microbatch) for axis in axes]
+        return AttentionTiles(scale, Sight.parse(mask), tile_bytes), slices.runs(whole, parts, sizes, coordinates)
 
     def all_gather_matmul(
         self,
@@ -321,12 +310,14 @@ class Comm:
         keep: bool,
         at: int,
     ) -> tuple[Tensor, ...]:
-        """Products with what the ranks of ``axis`` gather, and (``keep``) that itself, by fused kernels where the
-        transport has some, see :mod:`..transport.async_matmul`."""
-        given = factors(weights, biases, transposed)
+        """Return products with the all-gathered ``x``, with ``keep`` that, too, see :mod:`..transport.async_matmul`.
+
+        Fused kernels compute them where the transport has some.
+        """
+        matrices = factors(weights, biases, transposed)
         kernels = self.transport.kernels(axis, x.device)
-        made = kernels.all_gather_matmul(x, dim, parts, given, keep) if kernels is not None else None
-        return all_gather_matmul(self._circle(axis, at), x, dim, parts, given, keep) if made is None else made
+        fused = kernels.all_gather_matmul(x, dim, parts, matrices, keep) if kernels is not None else None
+        return all_gather_matmul(self._circle(axis, at), x, dim, parts, matrices, keep) if fused is None else fused
 
     def matmul_reduce_scatter(
         self,
@@ -339,11 +330,11 @@ class Comm:
         transposed: Sequence[bool],
         at: int,
     ) -> Tensor:
-        """This rank's slice of the sum of products over the ranks of ``axis``, see :mod:`..transport.async_matmul`."""
-        given = factors(weights, biases, transposed)
+        """Reduce-scatter the sum of products over the ranks of ``axis``: see :mod:`..transport.async_matmul`."""
+        matrices = factors(weights, biases, transposed)
         kernels = self.transport.kernels(axis, xs[0].device)
-        made = kernels.matmul_reduce_scatter(xs, dim, parts, given) if kernels is not None else None
-        return matmul_reduce_scatter(self._circle(axis, at), xs, dim, parts, given) if made is None else made
+        fused = kernels.matmul_reduce_scatter(xs, dim, parts, matrices) if kernels is not None else None
+        return matmul_reduce_scatter(self._circle(axis, at), xs, dim, parts, matrices) if fused is None else fused
 
     def _circle(self, axis: str, at: int) -> Circle:
         return Circle(self.transport, axis, self.mesh[axis], self.coordinate[axis], at)
@@ -361,9 +352,9 @@ class Comm:
         window: int,
         at: int,
     ) -> Tensor:
-        """Attention to what was kept, see :mod:`quintnet_compiler.ops.attention.paged`."""
+        """Compute attention to cached keys and values: see :mod:`quintnet_compiler.ops.attention.paged`."""
         key = id(table), id(places), window, q.dtype
-        if key not in self.pages:  # the layers of a call read the same pages
+        if key not in self.pages:  # all layers of a call read the same pages
             self.pages[key] = PageAccess.of(keys, table, places, window, q.dtype), table, places
         return attend_pages((q, k, v), (keys, values), self.pages[key][0], scale)
 
@@ -380,7 +371,10 @@ class Comm:
         units: Sequence[int],
         at: int,
     ) -> Tensor:
-        """Which elements of ``x``, a part of a value of shape ``whole``, a dropout keeps: the same on every layout."""
+        """Return the mask of elements of ``x`` that a dropout keeps: the same on every layout.
+
+        ``x`` is this rank's part of a value of shape ``whole``.
+        """
         positions = self._positions(whole, axes, sizes, dims, parts, units, x.device)
         return keep_mask(positions, whole, p, Key(self.seed, self.step, op))
 
@@ -399,7 +393,7 @@ class Comm:
         units: Sequence[int],
         at: int,
     ) -> Tensor:
-        """This rank's part of random numbers of shape ``whole``: the same on every layout."""
+        """Return this rank's part of random numbers of shape ``whole``: the same on every layout."""
         positions = self._positions(whole, axes, sizes, dims, parts, units, device)
         return DISTRIBUTIONS[kind](positions, whole, Key(self.seed, self.step, op), dtype)
 
@@ -413,9 +407,11 @@ class Comm:
         units: Sequence[int],
         device: torch.device,
     ) -> list[Tensor]:
-        """The global positions, by dim, of this rank's part of a value of shape ``whole``. What is computed of padding
-        nobody reads: it may be that of any position."""
+        """Return the global positions, by dim, of this rank's part of a value of shape ``whole``.
+
+        Those of padding are clamped to 0: nothing reads the values computed there.
+        """
         kinds = tuple(Shard(dim, count, unit) for dim, count, unit in zip(dims, parts, units, strict=True))
-        places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
-        found = slices.positions(whole, kinds, sizes, places, device)
-        return [x.clamp_(min=0) for x in found]
+        coordinates = [self.coordinate.get(axis, self.microbatch) for axis in axes]
+        positions = slices.positions(whole, kinds, sizes, coordinates, device)
+        return [x.clamp_(min=0) for x in positions]

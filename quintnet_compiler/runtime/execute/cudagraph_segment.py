@@ -1,7 +1,7 @@
-"""A segment's work on memory that stays, captured once and replayed with other values.
+"""A segment captured once as a CUDA graph, and replayed on static memory with other values.
 
-What a replay makes lies where it lay before. As torch's allocator does, a replay takes that memory again when nothing
-refers to it any more: not as long as a microbatch in flight, a backward, a transfer or a user has some of it.
+A replay writes its results to the same addresses as the last one. As with torch's allocator, that memory is reused
+only when nothing refers to it: no microbatch in flight, backward, transfer or user.
 """
 
 from __future__ import annotations
@@ -17,39 +17,44 @@ from torch import Tensor
 from ...compat.torch import foreach_copy_, storage_uses
 from .segments import Function
 
-Work = Callable[[list[Tensor]], None]  # on inputs that lie at the same addresses each time
+Work = Callable[[list[Tensor]], None]  # reads inputs at the same addresses each time
 
 
 class Capture(Protocol):
-    """Makes of ``work`` on ``given`` what does the same again; it need not keep ``given`` alive."""
+    """Captures work on tensors as a graph, for example :class:`.cudagraphs.CudaGraphs`."""
 
     @property
     def device(self) -> str:
-        """The type of device that works."""
+        """Return the type of device that runs the work."""
         ...
 
-    def __call__(self, work: Work, given: list[Tensor]) -> Work: ...
+    def __call__(self, work: Work, inputs: list[Tensor]) -> Work:
+        """Return what repeats ``work`` on the memory of ``inputs``, which it need not keep alive."""
+        ...
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Memory for inputs of replays, for all of an engine: one replay is over when the next one begins. By layout, and
-    how manieth of it among the inputs."""
+    """Static input buffers of replays, shared by an engine's segments because replays never run concurrently.
 
-    found: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    Attributes:
+        tensors: a buffer for each key: a number (inputs of equal layout need several) and the layout.
+    """
+
+    tensors: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
     def free(self, x: Tensor, taken: Collection[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """The name of one for ``x`` that is not ``taken``."""
+        """Return the key of a buffer of ``x``'s layout that is not ``taken``; allocate it if needed."""
         layout = (x.dtype, x.shape, x.stride(), x.device)
-        name = next((number, *layout) for number in itertools.count() if (number, *layout) not in taken)
-        if name not in self.found:
-            self.found[name] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        return name
+        key = next((number, *layout) for number in itertools.count() if (number, *layout) not in taken)
+        if key not in self.tensors:
+            self.tensors[key] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return key
 
 
 @dataclass(frozen=True)
 class View:
-    """A result that is a view of the ``source``-th input, from ``offset`` on."""
+    """A result that is a view of the ``source``-th input, ``offset`` elements after its start."""
 
     source: int
     size: tuple[int, ...]
@@ -62,98 +67,112 @@ class View:
 
 
 class CudaGraphSegment:
-    """``kernel`` on inputs laid out like ``args``, for which its results are there at once. When it runs again it is
-    captured. Inputs that lie at the same address each time (parameters, results of other captures) are read there;
-    others are copied. Where one that did not move lies elsewhere, the work is captured again."""
+    """A kernel on inputs of one layout: the constructor runs it on ``args``, the second call captures it.
+
+    Inputs with the same address in every call (parameters, results of other captures) are read in place; others are
+    copied to static buffers. When an input that was read in place has moved, it is copied from then on, and the
+    kernel is captured again.
+
+    Attributes:
+        taken: the key of the buffer of each copied input, by index.
+        in_place: the address of each input that is read in place, by index.
+        outputs: each result of a replay, or how it views an input.
+        homes: the index of a result for each memory that a replay writes.
+        whole: that memory, each as one flat tensor.
+    """
 
     def __init__(self, kernel: Function, args: Sequence[Tensor], buffers: Buffers, capture: Capture) -> None:
         self.kernel, self.buffers, self.capture = kernel, buffers, capture
-        self.taken: dict[int, tuple[Any, ...]] = {}  # the buffer of an input
-        self.still = {i: x.data_ptr() for i, x in enumerate(args)}
+        self.taken: dict[int, tuple[Any, ...]] = {}
+        self.in_place = {i: x.data_ptr() for i, x in enumerate(args)}
         self.replay: Work | None = None
         self._run(args)
         self.memory = [x.untyped_storage() for x in self.whole]
         self.idle = self._uses()
 
     def _run(self, args: Sequence[Tensor]) -> None:
-        """``made``: each result, or how it is seen in an input; ``whole``: the memory of those that replays make."""
-        homes = [_home(x) for x in args]
-        # a result must not look like a view of another input than it is one of
-        given = self._put(args, [i for i, home in enumerate(homes) if homes.count(home) > 1])
-        results = self.kernel(list(given))
-        inputs = {_home(x): i for i, x in enumerate(given) if x.numel()}
-        self.made = [_seen(x, given, inputs) for x in results]
-        # what depends on this device's values is on no other, unless the host waits for it, which cannot be captured
+        """Run the kernel, and set ``outputs``, ``homes`` and ``whole`` from its results."""
+        addresses = [_storage_address(x) for x in args]
+        # copy inputs that share memory: a result must not be mistaken for a view of another input
+        placed = self._put(args, [i for i, address in enumerate(addresses) if addresses.count(address) > 1])
+        results = self.kernel(list(placed))
+        inputs = {_storage_address(x): i for i, x in enumerate(placed) if x.numel()}
+        self.outputs = [_as_view(x, placed, inputs) for x in results]
+        # results on other devices do not depend on this device's values: that would need the host to wait, which
+        # cannot be captured
         device = self.capture.device
-        there = [i for i, x in enumerate(self.made) if isinstance(x, Tensor) and x.numel() and x.device.type == device]
-        self.homes = list({_home(results[i]): i for i in there}.values())
+        new = [i for i, x in enumerate(self.outputs) if isinstance(x, Tensor) and x.numel()]
+        on_device = [i for i in new if results[i].device.type == device]
+        self.homes = list({_storage_address(results[i]): i for i in on_device}.values())
         self.whole = [_whole(results[i]) for i in self.homes]
 
     def _put(self, args: Sequence[Tensor], copied: Sequence[int]) -> list[Tensor]:
-        """``args``, some of them in buffers."""
-        given = list(args)
+        """Return ``args``, with those at the indices ``copied`` replaced by buffers with their values."""
+        placed = list(args)
         for i in copied:
             if i not in self.taken:
                 self.taken[i] = self.buffers.free(args[i], self.taken.values())
-            given[i] = self.buffers.found[self.taken[i]]
-        _copy([_once(given[i]) for i in copied], [_once(args[i]) for i in copied])
-        return given
+            placed[i] = self.buffers.tensors[self.taken[i]]
+        _copy([_unexpanded(placed[i]) for i in copied], [_unexpanded(args[i]) for i in copied])
+        return placed
 
-    def _work(self, given: list[Tensor]) -> None:
-        again = self.kernel(list(given))
-        _copy(self.whole, [_whole(again[i]) for i in self.homes])
+    def _work(self, placed: list[Tensor]) -> None:
+        """Run the kernel, and copy its results to ``whole``."""
+        results = self.kernel(list(placed))
+        _copy(self.whole, [_whole(results[i]) for i in self.homes])
 
     def _uses(self) -> list[int]:
         return storage_uses(self.memory)
 
     @property
     def free(self) -> bool:
-        """Whether nobody has what the last run made."""
+        """Return whether nothing refers to the last run's results."""
         return self._uses() == self.idle
 
     def __call__(self, args: Sequence[Tensor]) -> list[Tensor]:
-        """The results for other ``args`` of the same layout."""
-        moved = [i for i, address in self.still.items() if args[i].data_ptr() != address]
+        """Return the results for other ``args`` of the same layout."""
+        moved = [i for i, address in self.in_place.items() if args[i].data_ptr() != address]
         for i in moved:
-            del self.still[i]
-        given = self._put(args, [i for i in range(len(args)) if i not in self.still])
+            del self.in_place[i]
+        placed = self._put(args, [i for i in range(len(args)) if i not in self.in_place])
         if self.replay is None or moved:
-            self.replay = self.capture(self._work, given)
-        self.replay(given)
+            self.replay = self.capture(self._work, placed)
+        self.replay(placed)
         return self.results(args)
 
     def results(self, args: Sequence[Tensor]) -> list[Tensor]:
-        """Of the last run, which had these ``args``: new tensors, for whoever has one refers to the memory."""
-        return [x.of(args) if isinstance(x, View) else x.detach() for x in self.made]
+        """Return the results of the last run, on ``args``, as new tensors, whose lifetime ``free`` follows."""
+        return [x.of(args) if isinstance(x, View) else x.detach() for x in self.outputs]
 
 
-def _home(x: Tensor) -> int:
+def _storage_address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def _seen(x: Tensor, given: Sequence[Tensor], inputs: Mapping[int, int]) -> Tensor | View:
-    source = inputs.get(_home(x)) if x.numel() else None
+def _as_view(x: Tensor, placed: Sequence[Tensor], inputs: Mapping[int, int]) -> Tensor | View:
+    """Return ``x``, or how it views one of ``placed``; ``inputs`` maps addresses to their indices."""
+    source = inputs.get(_storage_address(x)) if x.numel() else None
     if source is None:
         return x
-    if x.dtype is not given[source].dtype:
+    if x.dtype is not placed[source].dtype:
         raise NotImplementedError("it returns an input as another dtype")
-    offset = int(x.storage_offset()) - int(given[source].storage_offset())
+    offset = int(x.storage_offset()) - int(placed[source].storage_offset())
     return View(source, tuple(x.shape), x.stride(), offset)
 
 
 def _whole(x: Tensor) -> Tensor:
-    """All memory that ``x`` lies in: several results may share it, and one may repeat it."""
+    """Return the whole storage of ``x`` as one flat tensor: results may share a storage, or repeat elements of it."""
     return x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
 
 
-def _once(x: Tensor) -> Tensor:
-    """``x`` without repetitions: what is expanded is written once."""
+def _unexpanded(x: Tensor) -> Tensor:
+    """Return ``x`` with expanded dims narrowed to one element, so that a copy writes each element once."""
     for dim, stride in enumerate(x.stride()):
         if stride == 0 and x.shape[dim] > 1:
             x = x.narrow(dim, 0, 1)
     return x
 
 
-def _copy(to: list[Tensor], xs: list[Tensor]) -> None:
-    if to:
-        foreach_copy_(to, xs)
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        foreach_copy_(targets, sources)

@@ -1,4 +1,4 @@
-"""Segments as CUDA graphs, whose kernels the host starts all at once: captured and replayed where that is the same."""
+"""Segments as CUDA graphs: captured and replayed where a replay computes the same."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from ...core.errors import BackendWarning
 from .cudagraph_segment import Buffers, Capture, CudaGraphSegment, Work
 from .layouts import ByLayout
 from .replay_safety import Observed
-from .segments import MOST_VARIANTS, Function
+from .segments import MAX_VARIANTS, Function
 
-FEWEST_OPERATORS = 3  # of a segment: the kernels of fewer are started as soon as a replay is
-MOST_CAPTURES = 64  # of one segment and layout: as many microbatches can be alive at once
+MIN_OPERATORS = 3  # of a captured segment: launching fewer kernels costs no more than a replay
+MAX_CAPTURES = 64  # of one segment and layout: that many microbatches can be alive at once
 
 
 @dataclass(frozen=True)
 class CudaGraphs:
-    """They run one after the other, so what is temporary in one may lie where it does in another (``pool``). Inputs
-    and results lie elsewhere. ``failed``: graphs that could not be ended, which must not die before the process does.
+    """CUDA graphs that share one memory pool for temporaries; safe because they never run concurrently.
+
+    Attributes:
+        failed: graphs whose capture could not be ended; destroying one before the process ends is not safe.
     """
 
     device: str = "cuda"
@@ -32,45 +34,47 @@ class CudaGraphs:
 
     @cached_property
     def pool(self) -> Any:
+        """Return the handle of the memory pool."""
         return torch.cuda.graph_pool_handle()
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
+        """Return the stream that captures run on."""
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def __call__(self, work: Work, given: list[Tensor]) -> Work:
-        # not torch.cuda.graph, which waits for all that the device does: for what comes from another rank, say, which
-        # may wait for this one
-        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        self.stream.wait_stream(here)
+    def __call__(self, work: Work, inputs: list[Tensor]) -> Work:
+        # torch.cuda.graph would synchronize the device, and so deadlock with a receive whose sender waits for this rank
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            graph.capture_begin(self.pool, capture_error_mode="thread_local")  # NCCL's thread may ask for its events
+            graph.capture_begin(self.pool, capture_error_mode="thread_local")  # NCCL's thread may query its events
             try:
-                work(given)
+                work(inputs)
             except BaseException:
                 try:
                     graph.capture_end()
-                except RuntimeError:  # says again that the capture failed, and leaves the allocator asking this graph
+                except RuntimeError:  # raised again for the failed capture; the allocator still refers to this graph
                     self.failed.append(graph)
                 raise
             graph.capture_end()
-        here.wait_stream(self.stream)
+        current.wait_stream(self.stream)
         return lambda _: graph.replay()
 
 
 @dataclass(frozen=True)
 class Graphs:
-    """What all segments of an engine share."""
+    """State that all segments of an engine share; ``warned``: the reasons of warnings so far."""
 
     capture: Capture
     warned: set[str] = field(default_factory=set)
     buffers: Buffers = field(default_factory=Buffers)
 
     def of(self, kernel: Function, module: fx.GraphModule, name: str) -> Function:
-        """``kernel``, which computes what ``module`` does, captured where it may be and there is something to gain."""
-        return SegmentPlace(kernel, module, name, self)
+        """Return ``kernel``, compiled from ``module``, captured where that is possible and pays."""
+        return GraphedSegment(kernel, module, name, self)
 
     def warn(self, name: str, reason: str) -> None:
+        """Warn, once for each reason, that a segment runs without a graph."""
         if reason not in self.warned:
             self.warned.add(reason)
             text = f"a part of the {name} cannot be a CUDA graph, and runs as inductor alone runs it: {reason}"
@@ -78,10 +82,15 @@ class Graphs:
 
 
 @dataclass(frozen=True)
-class SegmentPlace:
-    """A segment at its place in a function. At the first call with a layout of inputs its Python runs, and is observed;
-    later ones have results at places that stay, more of them whenever all are in use. ``refused``: why it is not
-    captured; "" where nothing would be gained."""
+class GraphedSegment:
+    """A segment with its captures.
+
+    The first call with a layout of inputs runs the Python code, and observes its operators. Later calls replay a
+    capture whose results are no longer in use, or add one.
+
+    Attributes:
+        refused: the reason why the segment is not captured, "" where that would not pay; empty while it may be.
+    """
 
     kernel: Function
     module: fx.GraphModule
@@ -92,45 +101,45 @@ class SegmentPlace:
 
     def __call__(self, args: list[Tensor]) -> Sequence[Any]:
         device = self.graphs.capture.device
-        other = next((x.device.type for x in args if x.device.type != device), None)
-        if other is not None:
-            self.graphs.warn(self.name, f"its values are on the {other}, not on {device}")
-        if other is not None or self.refused:
+        other_device = next((x.device.type for x in args if x.device.type != device), None)
+        if other_device is not None:
+            self.graphs.warn(self.name, f"its values are on the {other_device}, not on {device}")
+        if other_device is not None or self.refused:
             return self.kernel(args)
         captures = self.layouts.get(args)
         if captures is None:
-            return self._observed(args) if len(self.layouts) < MOST_VARIANTS else self.kernel(args)
+            return self._observed(args) if len(self.layouts) < MAX_VARIANTS else self.kernel(args)
         try:
-            made = self._made(captures, args)
-        except Exception as error:  # of many kinds: what the host waits for cannot be captured, say
+            results = self._replayed(captures, args)
+        except Exception as error:  # of many types: a synchronization with the host cannot be captured, for example
             self._refuse(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
             return self.kernel(args)
         args.clear()
-        return made
+        return results
 
     def _observed(self, args: list[Tensor]) -> Sequence[Any]:
-        given = list(args)
-        with Observed(args) as seen:
-            made: Sequence[Any] = self.module(args)
-        if seen.operators < FEWEST_OPERATORS:
+        inputs = list(args)
+        with Observed(args) as observed:
+            results: Sequence[Any] = self.module(args)
+        if observed.operators < MIN_OPERATORS:
             self.refused.append("")
-        elif seen.reason is not None:
-            self._refuse(seen.reason)
+        elif observed.reason is not None:
+            self._refuse(observed.reason)
         else:
-            self.layouts.put(given, [])
-        return made
+            self.layouts.put(inputs, [])
+        return results
 
     def _refuse(self, reason: str) -> None:
         self.refused.append(reason)
         self.graphs.warn(self.name, reason)
         self.layouts.clear()
 
-    def _made(self, captures: list[CudaGraphSegment], args: list[Tensor]) -> Sequence[Any]:
-        ready = next((one for one in captures if one.free), None)
+    def _replayed(self, captures: list[CudaGraphSegment], args: list[Tensor]) -> Sequence[Any]:
+        ready = next((capture for capture in captures if capture.free), None)
         if ready is not None:
             return ready(args)
-        if len(captures) == MOST_CAPTURES:
-            self.graphs.warn(self.name, f"more than {MOST_CAPTURES} results of it are in use at once")
+        if len(captures) == MAX_CAPTURES:
+            self.graphs.warn(self.name, f"more than {MAX_CAPTURES} results of it are in use at once")
             return self.kernel(list(args))
         captures.append(CudaGraphSegment(self.kernel, args, self.graphs.buffers, self.graphs.capture))
         return captures[-1].results(args)

@@ -1,5 +1,4 @@
-"""What runs generated functions: Python as it is, or inductor's code for what lies between communication, which may be
-captured in CUDA graphs."""
+"""Engines that run generated functions: eager Python, or inductor between collectives, with or without CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,23 +20,28 @@ from ...ir.generated import GeneratedModule
 from ...ops.scaled_products import CASTS, CONSISTS_OF
 from .cudagraphs import CudaGraphs, Graphs
 from .layouts import ByLayout
-from .segments import MOST_VARIANTS, Function, Segment, Stepper, split
+from .segments import MAX_VARIANTS, Function, Segment, Stepper, split
 
-Engine = Callable[[GeneratedModule, str], Function]  # of a generated function and what messages call it
+Engine = Callable[[GeneratedModule, str], Function]  # takes a generated function and its name in messages
 
 
 def eager(module: GeneratedModule, name: str) -> Function:
-    """The generated Python itself, without what a module's call looks for (hooks)."""
-    found: Function = module.forward
-    return found
+    """Return the generated Python function itself, without the overhead of a module's call (hooks)."""
+    forward: Function = module.forward
+    return forward
 
 
 @dataclass(frozen=True)
 class Inductor:
-    """Between two calls of ``comm``, code that inductor made; equal segments (of repeated blocks, stages, ranks of one
-    process) are compiled once, when they first run: then the strides of what they take are known. What inductor
-    cannot compile runs as it is, with one :class:`BackendWarning` for each reason. ``graphs``: what captures it: then
-    segments only compute."""
+    """An engine that compiles the segments between calls of ``comm`` with inductor.
+
+    Equal segments (of repeated blocks, stages, ranks of one process) are compiled once, when they first run, because
+    only then the strides of their inputs are known. Segments that inductor cannot compile run eagerly, with one
+    :class:`BackendWarning` for each reason.
+
+    Attributes:
+        graphs: captures segments as CUDA graphs, unless None; segments then hand over no gradients.
+    """
 
     graphs: Graphs | None = None
     functions: WeakKeyDictionary[GeneratedModule, Function] = field(default_factory=WeakKeyDictionary)
@@ -51,8 +55,11 @@ class Inductor:
         return self.functions[module]
 
     def of_parameters(self, module: GeneratedModule, name: str) -> Function:
-        """Return what makes of parameters what all microbatches read. It runs once a step: only casts to 8 bits, which
-        read a parameter several times, are worth compiling, each parameter's by themselves: many are alike."""
+        """Return what runs a function that prepares parameters for all microbatches.
+
+        It runs once a step, so only casts to 8 bits, which read a parameter several times, are worth compiling. Each
+        parameter's casts are a segment, because many of those are equal.
+        """
         graph = module.graph
         if not any(map(_casts, graph.nodes)):
             return eager(module, name)
@@ -60,7 +67,7 @@ class Inductor:
         def kernel(segment: Segment) -> Function:
             if not any(map(_casts, segment.nodes)):
                 return eager(segment.module, name)
-            sizes = [tuple(value(node).shape) for node in segment.inputs]  # as many kernels as there are sizes
+            sizes = [tuple(value(node).shape) for node in segment.inputs]  # one kernel for each size
             return self._kernel(f"{sizes} {segment.module.code}", segment, name)
 
         if module not in self.functions:
@@ -76,7 +83,7 @@ class Inductor:
 
 
 def engine_of_parameters(engine: Engine) -> Engine:
-    """Return what runs the functions that run once a step, where ``engine`` runs all others."""
+    """Return the engine for functions that run once a step, where ``engine`` runs all others."""
     return engine.of_parameters if isinstance(engine, Inductor) else eager
 
 
@@ -86,7 +93,7 @@ def _casts(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class CompiledSegment:
-    """A segment, compiled for each layout (dtypes, shapes, strides) of its inputs that it meets."""
+    """A segment that is compiled for each layout (dtypes, shapes, strides) of its inputs."""
 
     module: fx.GraphModule
     name: str
@@ -96,8 +103,8 @@ class CompiledSegment:
     def __call__(self, args: list[Tensor]) -> Sequence[Any]:
         run = self.variants.get(args)
         if run is None:
-            if len(self.variants) == MOST_VARIANTS:
-                self._warn(f"it met inputs of more than {MOST_VARIANTS} sizes")
+            if len(self.variants) == MAX_VARIANTS:
+                self._warn(f"it met inputs of more than {MAX_VARIANTS} sizes")
                 return eager(self.module, self.name)(args)
             run = self.variants.put(args, self._compiled(args))
         return run(args)
@@ -105,7 +112,7 @@ class CompiledSegment:
     def _compiled(self, args: Sequence[Tensor]) -> Function:
         try:
             return compiled(self.module, args) or self.module
-        except Exception as error:  # of many kinds: no compiler, an operator that it cannot lower, its own bugs
+        except Exception as error:  # of many types: no compiler, an operator without lowering, inductor's bugs
             self._warn(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
             return self.module
 
@@ -117,16 +124,16 @@ class CompiledSegment:
 
 
 def compiled(module: fx.GraphModule, args: Sequence[Tensor]) -> Function | None:
-    """Inductor's code for ``module`` on inputs laid out like ``args``; None where it has nothing to fuse."""
+    """Return inductor's code for ``module`` on inputs of the layout of ``args``; None where nothing can be fused."""
 
-    def flat(*given: Tensor) -> tuple[Any, ...]:
-        made: tuple[Any, ...] = module(list(given))
-        return made
+    def flat(*tensors: Tensor) -> tuple[Any, ...]:
+        results: tuple[Any, ...] = module(list(tensors))
+        return results
 
-    # scales and casts to 8 bits read a value several times, and become a part of what makes it; on GPUs
-    apart = CONSISTS_OF if any(x.is_cuda for x in args) else {}
+    # on GPUs, scales and casts to 8 bits, which read a value several times, are fused with the operator before them
+    fused_casts = CONSISTS_OF if any(x.is_cuda for x in args) else {}
     with torch.no_grad():
-        traced = make_fx(flat, decomposition_table={**decompositions(), **apart}, tracing_mode="fake")(*args)
+        traced = make_fx(flat, decomposition_table={**decompositions(), **fused_casts}, tracing_mode="fake")(*args)
     if not can_fuse(traced.graph):
         return None
     fakes = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
@@ -134,21 +141,23 @@ def compiled(module: fx.GraphModule, args: Sequence[Tensor]) -> Function | None:
 
 
 def can_fuse(graph: fx.Graph) -> bool:
-    """Whether two operators that share a value could be one kernel of inductor's: matmuls and views are as fast without
-    it, and so are casts of one parameter each."""
-    known: set[fx.Node] = set()
+    """Return whether inductor could fuse two pointwise operators or reductions that share a value.
+
+    Matmuls, views and single casts are as fast without inductor.
+    """
+    read_or_written: set[fx.Node] = set()
     for node in graph.nodes:
         if not {torch.Tag.pointwise, torch.Tag.reduction}.isdisjoint(getattr(node.target, "tags", ())):
-            shared = {_seen_in(n) for n in (node, *node.all_input_nodes)}
-            if not known.isdisjoint(shared):
+            values = {_base(n) for n in (node, *node.all_input_nodes)}
+            if not read_or_written.isdisjoint(values):
                 return True
-            known |= shared
+            read_or_written |= values
     return False
 
 
-def _seen_in(node: fx.Node) -> fx.Node:
-    """What ``node`` is a view of; else itself."""
-    while any(made.alias_info is not None for made in getattr(schema_or_none(node.target), "returns", ())):
+def _base(node: fx.Node) -> fx.Node:
+    """Return the node that ``node`` is a view of, or ``node`` itself."""
+    while any(result.alias_info is not None for result in getattr(schema_or_none(node.target), "returns", ())):
         node = node.all_input_nodes[0]
     return node
 
@@ -156,12 +165,16 @@ def _seen_in(node: fx.Node) -> fx.Node:
 ENGINES: Mapping[str, Callable[[], Engine]] = MappingProxyType(
     {"eager": lambda: eager, "inductor": Inductor, "cudagraphs": lambda: Inductor(Graphs(CudaGraphs()))}
 )
-"""What makes an engine, under the name that ``compile(backend=...)`` gives it."""
+"""Constructors of engines, by the name that ``compile(backend=...)`` takes."""
 EngineName = Literal["eager", "inductor", "cudagraphs"]
-REPLAYS: EngineName = "cudagraphs"  # what it runs again, the host starts all at once
+REPLAYS: EngineName = "cudagraphs"  # the engine without launch costs of single kernels
 
 
 def check_engine(name: str) -> None:
-    """Raises: CompileError QN108 for an engine that there is not."""
+    """Check the name of an engine.
+
+    Raises:
+        CompileError: QN108 for an unknown name.
+    """
     if name not in ENGINES:
         raise CompileError("QN108", f"there is no backend {name!r}", fix=f"use one of {', '.join(ENGINES)}")

@@ -1,12 +1,11 @@
-"""Executes one rank's actions. There is no second copy of the schedule: the list is the program."""
+"""Execute one rank's actions, in the order of the program's schedule."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,14 +24,22 @@ from ..transport.transport import GRADIENTS, VALUES, Transport, Wait
 from .comm import Comm
 from .engines import Engine, eager, engine_of_parameters
 from .interpreter_trace import Watch, run_watched
+from .stage_values import StageValues
 
 
 @dataclass(frozen=True)
 class Run:
-    """How to run a program once: ``train`` makes gradients; ``local`` inputs are this data rank's rows; ``seed`` and
-    ``step`` are what random masks depend on; ``check_finite`` looks for NaN and Inf in loss and gradients; ``scale`` is
-    the factor of a scaled loss, None where it is not scaled; ``preemption`` is what a step of training asks, and tells,
-    whether some rank is to end."""
+    """Options of one run of a program.
+
+    Attributes:
+        train: compute gradients.
+        local: inputs are this data rank's rows, instead of the whole batch.
+        seed: random masks depend on it and on ``step``.
+        step: the number of the step.
+        check_finite: look for NaN and Inf in the loss and the gradients.
+        scale: the loss scale; None where the loss is not scaled.
+        preemption: whether some rank is asked to end, which a training step asks it and tells it.
+    """
 
     train: bool = False
     local: bool = False
@@ -44,19 +51,15 @@ class Run:
 
     @property
     def may_skip(self) -> bool:
-        """Whether a bad gradient may be the factor's fault: smaller ones than 1 would only make gradients vanish."""
+        """Return whether the loss scale may have caused an overflow; scales up to 1 cannot."""
         return self.scale is not None and self.scale > 1
 
 
-def picked(names: Sequence[str]) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
-    """``tuple(known[name] for name in names)`` as a function of ``known`` that has no loop in Python."""
-    if len(names) > 1:
-        return itemgetter(*names)
-    return lambda known: tuple(known[name] for name in names)
-
-
 class Executor:
-    """Runs steps of one rank. ``gradients`` is None for forward-only programs; ``engine`` runs its functions."""
+    """Runs steps of one rank.
+
+    ``gradients`` is None for forward-only programs; ``engine`` runs the generated functions.
+    """
 
     def __init__(
         self,
@@ -85,35 +88,14 @@ class Executor:
         self.peak_live = 0  # activations (of one stage and microbatch) alive at once in the last step
         self.forward = {(t.source, t.target): t.forward for t in program.transfers}
         self.backward = {(t.source, t.target): t.backward for t in program.transfers}
-        # after a forward: what the backward needs, and what is still to be sent to other ranks
-        self.kept = {
-            stage.index: {
-                n
-                for (source, target), names in self.forward.items()
-                if source == stage.index and target not in self.stages
-                for n in names
-            }
-            | set(stage.saved)
-            for stage in self.part.stages
-        }
-        self.returned = {
-            stage.index: {n for (_, target), names in self.backward.items() if target == stage.index for n in names}
-            for stage in self.part.stages
-        }
-        # of each stage: its state, what runs at the start of a step, and what all microbatches read
-        self.state = {s.index: (tuple(s.state), picked(tuple(s.state.values()))) for s in self.part.stages}
-        self.starts = {s.index: picked(s.once.static) for s in self.part.stages}
-        self.reads = {
-            s.index: [((s.index, label), picked(piece.static)) for label, piece in s.pieces.items()]
-            for s in self.part.stages
-        }
+        self.stage_values = {i: StageValues.for_stage(program, stage, self.stages) for i, stage in self.stages.items()}
         self.on_host = any(spec.host for spec in program.state.values())
         self.batches, self.everyone = program.batches, tuple(range(program.mesh.size))
         self.owners = [next(s.index for s in program.stages if i in s.results) for i in range(len(program.results))]
         self.counts = [self._counts(spec) for spec in program.results]
         self.roles = [axis.role for axis in program.axes]
         self.arrived = arrived_sends(program.schedule, part.coordinate.get("pp", 0))
-        # the last send of each stage's and microbatch's gradients: nobody needs them after it
+        # the last send of each stage's and microbatch's gradients, after which they are freed
         sends = [action for action in part.actions if action.op is Op.SEND_BACKWARD]
         self.last_sends = {(action.stage, action.microbatch): action for action in sends}
         handlers = {
@@ -132,15 +114,21 @@ class Executor:
         self,
         state: Mapping[str, Tensor],
         inputs: Sequence[Tensor],
-        how: Run,
+        options: Run,
         watch: Watch | None = None,
     ) -> list[Tensor]:
-        """One pass over all microbatches, to be called without autograd.
+        """Run all microbatches of a step; autograd must be off.
 
-        ``inputs``: this rank's part of the flat batch, all microbatches of it. ``watch`` sees every value (slow).
+        Sets ``finite``: false if the loss (the first output) or a gradient of any rank is not finite.
 
-        Returns the program's outputs, whole and the same on every rank, and of a parameter's new value this rank's
-        part; ``finite`` then says whether the first of them and all gradients of all ranks may be finite.
+        Args:
+            state: this rank's parts of parameters, buffers and constants, by name.
+            inputs: this rank's part of the flat batch, with all microbatches.
+            options: how to run the program.
+            watch: sees every value (slow).
+
+        Returns:
+            The program's outputs, whole and the same on every rank; for a parameter's new value, this rank's part.
         """
         self.whole: dict[int, dict[str, Tensor]] = {}
         self.static: dict[tuple[int, str], tuple[Tensor, ...]] = {}
@@ -151,17 +139,17 @@ class Executor:
         self.sent: dict[Action, list[Wait]] = defaultdict(list)
         self.results: dict[int, list[Tensor]] = defaultdict(list)
         self.carried: dict[int, dict[str, Tensor]] = {}
-        self.first_draw = how.step * self.batches
+        self.first_draw = options.step * self.batches
         self.live: set[tuple[int, int]] = set()
         self.peak_live = 0
-        self.comm.seed, self.comm.step, self.comm.scale = how.seed, how.step, how.scale or 1.0
-        self.watch, self.check_finite, self.finite = watch, how.check_finite, True
-        self.preemption = how.preemption
-        self.comm.under_way.clear()  # of a step that failed
+        self.comm.seed, self.comm.step, self.comm.scale = options.seed, options.step, options.scale or 1.0
+        self.watch, self.check_finite, self.finite = watch, options.check_finite, True
+        self.preemption = options.preemption
+        self.comm.under_way.clear()  # a step that failed may have left some
         self.comm.pages.clear()
         self.comm.ids.clear()
         if self.gradients is not None:
-            self.gradients.begin(how.scale or 1.0)
+            self.gradients.begin(options.scale or 1.0)
         for stage in self.part.stages:
             self._once(stage, state, inputs)
         try:
@@ -178,27 +166,27 @@ class Executor:
             self._require_gradients(self.gradients)
             self.gradients.settle()
         results = [self._settled(position) for position in range(len(self.program.results))]
-        if self.on_host:  # whoever changes a parameter, or reads a gradient, need not wait for the device
+        if self.on_host:  # finish copies to the host, so that callers may use parameters and gradients at once
             self.comm.copies.settle()
-        for held in (self.whole, self.static, self.values, self.cotangents, self.results, self.carried):
-            held.clear()  # copies of parameters, say, need not live until the next step
+        for tensors in (self.whole, self.static, self.values, self.cotangents, self.results, self.carried):
+            tensors.clear()
         return results
 
-    # -- pieces
+    # -- functions of stages
 
     def _once(self, stage: StageProgram, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
-        values, own = self.state[stage.index]
-        known = dict(zip(values, own(state), strict=True))
-        known |= {value: inputs[position] for value, position in stage.inputs.items()}
-        made = self._call(stage, "once", 0, [self.comm, *self.starts[stage.index](known)])
-        known |= zip(stage.once.outputs, made, strict=True)
-        self.whole[stage.index] = known
-        self.carried[stage.index] = {name: known[name] for name in stage.carried}
-        for key, read in self.reads[stage.index]:
-            self.static[key] = read(known)
+        names = self.stage_values[stage.index]
+        values = dict(zip(names.state, names.read_state(state), strict=True))
+        values |= {value: inputs[position] for value, position in stage.inputs.items()}
+        results = self._call(stage, "once", 0, [self.comm, *names.read_once(values)])
+        values |= zip(stage.once.outputs, results, strict=True)
+        self.whole[stage.index] = values
+        self.carried[stage.index] = {name: values[name] for name in stage.carried}
+        for label, read in names.read_static.items():
+            self.static[stage.index, label] = read(values)
         for position, name in stage.results.items():
-            if name in known:
-                self.results[position].append(known[name])
+            if name in values:
+                self.results[position].append(values[name])
 
     def _slice(self, stage: StageProgram, name: str, cut: Slice, microbatch: int) -> Tensor:
         whole = self.whole[stage.index][cut.source]
@@ -206,7 +194,7 @@ class Executor:
 
     def _run(self, action: Action, label: str, dynamic: list[Tensor]) -> Sequence[Tensor]:
         self.comm.microbatch = action.microbatch
-        if self.batches > 1:  # each draws numbers of its own
+        if self.batches > 1:  # each batch draws other random numbers
             self.comm.step = self.first_draw + action.microbatch
         args = [self.comm, *self.static[action.stage, label], *dynamic]
         dynamic.clear()
@@ -218,81 +206,82 @@ class Executor:
         return self.functions[stage.index, label](args)
 
     def _forward(self, action: Action) -> None:
-        stage, here = self.stages[action.stage], (action.stage, action.microbatch)
-        values = self.values[here]
-        values.update((name, wait()) for name, wait in self.arriving.pop(here, ()))
+        stage, key = self.stages[action.stage], (action.stage, action.microbatch)
+        values = self.values[key]
+        values.update((name, wait()) for name, wait in self.arriving.pop(key, ()))
         for send in self.arrived.get(action, ()):
             self._forget(send)
         for name, cut in stage.slices.items():
             values[name] = self._slice(stage, name, cut, action.microbatch)
         values |= self.carried[stage.index]
         dynamic = [values[name] for name in stage.forward.dynamic]
-        made = self._run(action, "forward", dynamic)
-        values |= zip(stage.forward.outputs, made, strict=True)
+        outputs = self._run(action, "forward", dynamic)
+        values |= zip(stage.forward.outputs, outputs, strict=True)
         for position, name in stage.results.items():
             if name in values:
                 self.results[position].append(values[name])
         self.carried[stage.index] = {name: values[new] for name, new in stage.carried.items()}
-        self.live.add(here)
+        self.live.add(key)
         self.peak_live = max(self.peak_live, len(self.live))
         self._hand_over(action, self.forward, values, self.values)
-        self.values[here] = {name: x for name, x in values.items() if name in self.kept[stage.index]}
+        kept = self.stage_values[stage.index].kept
+        self.values[key] = {name: x for name, x in values.items() if name in kept}
         if self.gradients is None:
-            self.live.discard(here)
+            self.live.discard(key)
 
     def _backward(self, action: Action) -> None:
-        """The whole backward, or (of a stage that has them apart) the half that other stages wait for."""
-        stage, here = self.stages[action.stage], (action.stage, action.microbatch)
-        cotangents = self.cotangents[here]
-        # not in a loop, whose variables would keep the last one alive while the function runs
-        cotangents.update((name, wait()) for name, wait in self.returning.pop(here, ()))
+        """Run a stage's backward; where the schedule splits backwards, only the half that other stages wait for."""
+        stage, key = self.stages[action.stage], (action.stage, action.microbatch)
+        cotangents = self.cotangents[key]
+        # not a loop: its variable would keep the last gradient alive while the function runs
+        cotangents.update((name, wait()) for name, wait in self.returning.pop(key, ()))
         for send in self.arrived.get(action, ()):
             self._forget(send)
-        known = self.values.pop(here) | cotangents
+        values = self.values.pop(key) | cotangents
         cotangents.clear()
-        dynamic = [known[name] for name in stage.backward.dynamic]
-        later = stage.weight.dynamic if stage.weight is not None else ()
-        kept = {name: known[name] for name in later if name in known}
-        known.clear()
+        dynamic = [values[name] for name in stage.backward.dynamic]
+        deferred = stage.weight.dynamic if stage.weight is not None else ()
+        saved = {name: values[name] for name in deferred if name in values}
+        values.clear()
         for name, x in zip(stage.backward.outputs, self._run(action, "backward", dynamic), strict=True):
-            if name in self.returned[stage.index]:
+            if name in self.stage_values[stage.index].returned:
                 cotangents[name] = x
-            if name in later:
-                kept[name] = x
-        self._hand_over(action, self.backward, cotangents, self.cotangents, back=True)
-        if here not in self.last_sends:
-            del self.cotangents[here]
+            if name in deferred:
+                saved[name] = x
+        self._hand_over(action, self.backward, cotangents, self.cotangents, backward=True)
+        if key not in self.last_sends:
+            del self.cotangents[key]
         if stage.weight is None:
-            self.live.discard(here)
+            self.live.discard(key)
             return
-        self.values[here] = kept
+        self.values[key] = saved
         if action.op is Op.BACKWARD:
             self._weight(action)
 
     def _weight(self, action: Action) -> None:
-        """The half of a backward that only parameters need; the microbatch's values end here."""
-        stage, here = self.stages[action.stage], (action.stage, action.microbatch)
-        values = self.values.pop(here)
+        """Compute the gradients of parameters of a split backward, and free the microbatch's values."""
+        stage, key = self.stages[action.stage], (action.stage, action.microbatch)
+        values = self.values.pop(key)
         assert stage.weight is not None
         dynamic = [values[name] for name in stage.weight.dynamic]
         values.clear()
         self._run(action, "weight", dynamic)
-        self.live.discard(here)
+        self.live.discard(key)
 
     def _hand_over(
         self,
         action: Action,
         edges: Mapping[tuple[int, int], tuple[str, ...]],
-        made: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
         store: dict[tuple[int, int], dict[str, Tensor]],
         *,
-        back: bool = False,
+        backward: bool = False,
     ) -> None:
-        """Values for another stage of this same rank need no transfer."""
+        """Store values for other stages of this rank, which need no transfer."""
         for (source, target), names in edges.items():
-            home, user = (target, source) if back else (source, target)
+            home, user = (target, source) if backward else (source, target)
             if home == action.stage and user in self.stages:
-                store[user, action.microbatch] |= {name: made[name] for name in names}
+                store[user, action.microbatch] |= {name: values[name] for name in names}
 
     # -- transfers
 
@@ -306,7 +295,7 @@ class Executor:
             self.sent[action].append(self.transport.send(values[name], self._rank_of(action.peer), VALUES, label))
 
     def _forget(self, send: Action) -> None:
-        """What was sent (nothing, where a stage has only gradients for another) need not live any longer."""
+        """Wait for the messages of an action (there may be none), so that what they sent may be freed."""
         for wait in self.sent.pop(send, ()):
             wait()
 
@@ -329,12 +318,12 @@ class Executor:
 
     def _receive(self, names: Sequence[str], action: Action, channel: int) -> list[tuple[str, Wait]]:
         source = self._rank_of(action.peer)
-        found: list[tuple[str, Wait]] = []
+        pending: list[tuple[str, Wait]] = []
         for name in names:
             shape, dtype = self.program.values[name]
             label = f"{name} of microbatch {action.microbatch}"
-            found.append((name, self.transport.receive(shape, dtype, source, channel, label)))
-        return found
+            pending.append((name, self.transport.receive(shape, dtype, source, channel, label)))
+        return pending
 
     # -- results
 
@@ -342,14 +331,14 @@ class Executor:
         store.require_all()
 
     def _settled(self, position: int) -> Tensor:
-        """An output, whole, on every rank."""
+        """Return the program's output at ``position``, whole on every rank."""
         spec = self.program.results[position]
-        found = self.results.get(position)
+        parts = self.results.get(position)
         mesh = self.program.mesh
         owner = self.owners[position]
         if position in self.stored:
-            return self._stored(self.stored[position], owner, found[-1] if found else None)
-        local = self._joined(spec, self._summed(spec, self._over_time(position, spec, found))) if found else None
+            return self._stored(self.stored[position], owner, parts[-1] if parts else None)
+        local = self._joined(spec, self._summed(spec, self._over_time(position, spec, parts))) if parts else None
         screened = position == 0 and self.gradients is not None
         if spec.shape == () and (screened or P in spec.sharding):
             return self._sum_of_scalars(position, local, screened=screened)
@@ -362,7 +351,7 @@ class Executor:
         return self.transport.broadcast(local.contiguous(), mesh.peers(self.part.rank, ["pp"]), source, spec.path)
 
     def _stored(self, spec: StateSpec, owner: int, local: Tensor | None) -> Tensor:
-        """The new value of a parameter, as this rank stores it; without memory if it stores nothing of it."""
+        """Return this rank's part of a parameter's new value; a meta tensor if the rank stores none of it."""
         placement = self.program.schedule.placement
         homes = {placement[stage] for stage in (*spec.stages, owner)}
         if len(homes) > 1:
@@ -374,12 +363,12 @@ class Executor:
         return torch.empty(spec.shape, dtype=spec.dtype, device="meta") if local is None else local
 
     def _summed(self, spec: ValueSpec, x: Tensor) -> Tensor:
-        """Add up the terms of ranks."""
+        """Return the sum of ``x`` over the ranks that have terms of it."""
         ranks = self.program.mesh.peers(self.part.rank, spec.summed(self.program.axes))
         return x if len(ranks) == 1 else self.transport.start_sum(x.clone(), ranks, spec.path)()
 
     def _joined(self, spec: ValueSpec, x: Tensor) -> Tensor:
-        """Join the slices of data ranks, the innermost axis first: microbatches were joined before."""
+        """Return the all-gathered slices of data ranks, the innermost axis first; microbatches are joined already."""
         for position, (axis, kind) in reversed(list(enumerate(zip(self.program.axes, spec.sharding, strict=True)))):
             if isinstance(kind, Shard) and axis.role != "time":
                 x = self.transport.run("all_gather", x, axis.name, kind.dim, kind.parts, len(self.program.sites) - 1)
@@ -387,49 +376,52 @@ class Executor:
         return x
 
     def _without_padding(self, spec: ValueSpec, position: int, kind: Shard, x: Tensor) -> Tensor:
-        """What the axis at ``position`` has split, after it was joined."""
+        """Return ``x``, joined over the axis at ``position``, without the padding of its parts."""
         ranks = [axis.size for axis in self.program.axes[:position]]
         size = local_shape(spec.shape, spec.sharding[:position], ranks)[kind.dim]
         return slices.trimmed(x, kind.dim, kind.parts, size)
 
-    def _over_time(self, position: int, spec: ValueSpec, found: list[Tensor]) -> Tensor:
+    def _over_time(self, position: int, spec: ValueSpec, parts: list[Tensor]) -> Tensor:
+        """Return the values of all microbatches, joined or added up."""
         kind = spec.sharding[self.roles.index("time")] if "time" in self.roles else None
-        if position == 0 and self.batches > 1:  # each batch gives a term of the step's loss
+        if position == 0 and self.batches > 1:  # the step's loss is the sum over batches
             kind = P
         if isinstance(kind, Shard):
-            return self._without_padding(spec, self.roles.index("time"), kind, slices.join(found, kind.dim, kind.parts))
+            return self._without_padding(spec, self.roles.index("time"), kind, slices.join(parts, kind.dim, kind.parts))
         if kind is P:
-            total = found[0]
-            for term in found[1:]:
+            total = parts[0]
+            for term in parts[1:]:
                 total = total + term
             return total
-        return found[-1]
+        return parts[-1]
 
     def _counts(self, spec: ValueSpec) -> bool:
-        """Whether this rank's part of a scalar is a term of the sum over all: one of those that have it whole."""
+        """Return whether the sum of a scalar over all ranks counts this rank's part; of replicas, only the first."""
         kinds = zip(self.program.axes, spec.sharding, strict=True)
-        whole = [axis.name for axis, kind in kinds if axis.role != "time" and kind is not P]
-        return all(self.part.coordinate.get(axis, 0) == 0 for axis in whole)
+        replicated = [axis.name for axis, kind in kinds if axis.role != "time" and kind is not P]
+        return all(self.part.coordinate.get(axis, 0) == 0 for axis in replicated)
 
     def _sum_of_scalars(self, position: int, local: Tensor | None, *, screened: bool) -> Tensor:
-        """One sum over all ranks: terms where partial, one copy where whole, nothing from other stages. ``screened``:
-        it tells every rank whether all gradients may be finite, and how many ranks are asked to end, too."""
-        dtype, many = self.program.results[position].dtype, len(self.everyone) > 1
+        """Return the sum of a scalar over all ranks: terms where partial, one replica, nothing from other stages.
+
+        ``screened``: the same message also tells every rank whether all gradients may be finite, and how many ranks
+        are asked to end.
+        """
+        dtype, several = self.program.results[position].dtype, len(self.everyone) > 1
         if local is None or not self.counts[position]:
             local = torch.zeros((), dtype=dtype, device=self.device)
         if self.gradients is None or not screened or not (self.check_finite or self.preemption):
             x = local.clone()
-            return self.transport.start_sum(x, self.everyone, "loss")() if many else x
-        # the same sum tells every rank whether some rank's gradients are bad: then the second number is NaN; else it is
-        # how many ranks are asked to end
-        told = self.gradients.screen().to(local.device, dtype) if self.check_finite else torch.zeros_like(local)
+            return self.transport.start_sum(x, self.everyone, "loss")() if several else x
+        # the second number: NaN if a gradient of some rank is not finite, else how many ranks are asked to end
+        status = self.gradients.screen().to(local.device, dtype) if self.check_finite else torch.zeros_like(local)
         if self.preemption is not None and self.preemption.asked:
-            told = told + 1
-        both = torch.stack((local, told))
-        both = self.transport.start_sum(both, self.everyone, "loss")() if many else both
-        numbers = both.tolist()
+            status = status + 1
+        pair = torch.stack((local, status))
+        pair = self.transport.start_sum(pair, self.everyone, "loss")() if several else pair
+        numbers = pair.tolist()
         if self.check_finite:
             self.finite = all(map(math.isfinite, numbers))
         if self.preemption is not None:
             self.preemption.hear(numbers[1])
-        return both[0]
+        return pair[0]

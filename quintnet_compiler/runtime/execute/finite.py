@@ -1,4 +1,4 @@
-"""NaN and Inf: noticed before an optimizer sees them, and traced to the operator that made them."""
+"""NaN and Inf in loss or gradients: trace them to the operator that computed them first, and raise."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ from ...ir.distributed_program import DistributedProgram, StageProgram
 from .executor import Executor, Run
 from .interpreter_trace import PHASES, Observer
 
-WORDS = ("finite", "-inf", "inf", "nan")
+WORDS = ("finite", "-inf", "inf", "nan")  # from harmless to bad
 
 
 @dataclass(frozen=True, order=True)
 class Origin:
-    """Where a rank first met a value that is not finite; the smallest of several came first.
+    """The first operator or leaf of a rank with a value that is not finite; origins are ordered by time.
 
-    ``mask``: it is only -inf, as masks are on purpose. ``position``: of the stage in its phase. ``node``: of the
-    operator in the generated function; of a leaf (see ``leaf_names``) where ``phase`` is -1. ``level``: see ``WORDS``.
+    Attributes:
+        mask: 1 if the value has only -inf, as masks have on purpose; such origins come last.
+        microbatch: its number, -1 for a leaf.
+        phase: an index of ``PHASES``, -1 for a leaf.
+        position: of the stage, in the order in which stages run the phase.
+        node: the index of the operator in the generated function, or of the leaf in ``leaf_names``.
+        level: an index of ``WORDS``.
+        stage: the stage's index.
+        rank: the rank that found it.
     """
 
     mask: int
@@ -38,7 +45,7 @@ class Origin:
 
 
 def badness(value: Any) -> int:
-    """How bad the worst element is: an index of ``WORDS``. What waits in a file is seen before and after."""
+    """Return how bad the worst element is, as an index of ``WORDS``. Values offloaded to disk count as finite."""
     worst = 0
     for x in pytree.tree_leaves(value):
         if isinstance(x, Tensor) and is_float(x) and not x.is_meta and not bool(torch.isfinite(x).all()):
@@ -48,20 +55,21 @@ def badness(value: Any) -> int:
 
 
 class Detective:
-    """Watches a rank's repeated step, and keeps the first node that made a bad value from better ones."""
+    """Watches a rank's repeated step for the first operator whose result is worse than its inputs."""
 
     def __init__(self, program: DistributedProgram, rank: int) -> None:
         self.program, self.rank = program, rank
         self.first: Origin | None = None
 
-    def leaves(self, given: Sequence[Tensor | None]) -> None:
-        """Parameters and the batch, before anything runs."""
-        for index, x in enumerate(given):
+    def leaves(self, tensors: Sequence[Tensor | None]) -> None:
+        """Look at parameters and the batch, before anything runs."""
+        for index, x in enumerate(tensors):
             level = badness(x)
             if level:
                 self._keep(Origin(0, -1, -1, 0, index, level, 0, self.rank))
 
     def observer(self, stage: StageProgram, phase: str, microbatch: int) -> Observer:
+        """Return what looks at the values of one run of a stage's function."""
         # the last stage is the first to run backward
         back = phase in ("backward", "weight")
         position = len(self.program.stages) - stage.index if back else stage.index
@@ -82,37 +90,40 @@ class Detective:
 
 
 def leaf_names(program: DistributedProgram) -> list[str]:
-    """Parameters and inputs, numbered alike on every rank. Buffers and constants may be masks of infinities."""
+    """Return the names of parameters and inputs, in the same order on every rank.
+
+    Buffers and constants are left out: they may be masks with infinities.
+    """
     parameters = [f"parameter {spec.name!r}" for spec in program.state.values() if spec.kind == "parameter"]
     return parameters + [f"batch{spec.path}" for spec in program.inputs]
 
 
 def require_finite(
-    executor: Executor, state: Mapping[str, Tensor], inputs: Sequence[Tensor], how: Run, loss: Tensor
+    executor: Executor, state: Mapping[str, Tensor], inputs: Sequence[Tensor], options: Run, loss: Tensor
 ) -> None:
-    """Repeat a step whose loss or gradients look bad, watching it. Every rank must call this.
+    """Repeat a step whose loss or gradients look bad, and watch every value. Every rank must call this.
 
     Raises:
-        RunError: QN501 on every rank, with the first bad value of all ranks. Nothing is raised where a sum over
-            finite values overflowed while looking.
+        RunError: QN501 on every rank, with the first bad value of all ranks; nothing where only the sum that screens
+            gradients overflowed.
     """
     program, rank, store = executor.program, executor.part.rank, executor.gradients
     assert store is not None
     detective = Detective(program, rank)
-    given = {f"parameter {name!r}": x for name, x in state.items()}
-    given |= {f"batch{spec.path}": x for spec, x in zip(program.inputs, inputs, strict=True)}
-    detective.leaves([given.get(name) for name in leaf_names(program)])
-    executor.step(state, inputs, replace(how, check_finite=False), detective)
+    tensors = {f"parameter {name!r}": x for name, x in state.items()}
+    tensors |= {f"batch{spec.path}": x for spec, x in zip(program.inputs, inputs, strict=True)}
+    detective.leaves([tensors.get(name) for name in leaf_names(program)])
+    executor.step(state, inputs, replace(options, check_finite=False), detective)
     worst = badness([loss, *(bucket.settled for bucket in store.buckets)])
     table = torch.zeros(program.mesh.size, 2 + len(fields(Origin)), dtype=torch.int64, device=loss.device)
-    found = [0] * len(fields(Origin)) if detective.first is None else list(map(int, astuple(detective.first)))
-    table[rank] = torch.tensor([worst, detective.first is not None, *found], device=loss.device)
-    # a sum of tables of zeros but for one row: everybody's findings
+    encoded = [0] * len(fields(Origin)) if detective.first is None else list(map(int, astuple(detective.first)))
+    table[rank] = torch.tensor([worst, detective.first is not None, *encoded], device=loss.device)
+    # each rank fills one row, so the sum has the rows of all ranks
     everyone = tuple(range(program.mesh.size))
     rows = (executor.transport.start_sum(table, everyone, "findings")() if len(everyone) > 1 else table).tolist()
     if any(row[0] for row in rows):
         origins = [Origin(*row[2:]) for row in rows if row[1]]
-        raise _error(program, min(origins) if origins else None, max(row[0] for row in rows), how.step)
+        raise _error(program, min(origins) if origins else None, max(row[0] for row in rows), options.step)
 
 
 def _error(program: DistributedProgram, origin: Origin | None, worst: int, step: int) -> RunError:
@@ -122,18 +133,18 @@ def _error(program: DistributedProgram, origin: Origin | None, worst: int, step:
             "QN501",
             f"{head}\n  every term is finite, their sum over microbatches or ranks is not",
         )
-    place = ", ".join(f"{axis}={index}" for axis, index in program.mesh.coordinate(origin.rank).items())
-    rank = f"rank {origin.rank} ({place})"
+    coordinate = ", ".join(f"{axis}={index}" for axis, index in program.mesh.coordinate(origin.rank).items())
+    rank = f"rank {origin.rank} ({coordinate})"
     if origin.phase < 0:
         name = leaf_names(program)[origin.node]
         return RunError("QN501", f"{head}\n  {name} held {WORDS[origin.level]} before, on {rank}")
     phase = PHASES[origin.phase]
     node = list(program.stages[origin.stage].pieces[phase].module.graph.nodes)[origin.node]
     phase = "backward" if phase == "weight" else phase
-    what = f"{WORDS[origin.level]} in %{node.name}, {phase} of microbatch {origin.microbatch}, {rank}"
+    description = f"{WORDS[origin.level]} in %{node.name}, {phase} of microbatch {origin.microbatch}, {rank}"
     return RunError(
         "QN501",
-        f"{head}\n  first bad value: {what}",
+        f"{head}\n  first bad value: {description}",
         where=facts(node).where if known(node) else None,
         fix="see what goes into this operator: an epsilon, a wider dtype or a smaller learning rate may help",
     )

@@ -1,4 +1,4 @@
-"""Operators that hand gradients over: calls of ``comm`` that compiled code can make. No rank waits in one."""
+"""Operators that pass gradients to ``comm`` from compiled code. None of them waits for another rank."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from ...ops.define import define_operator
 
 
 def handle(comm: Any, values: Sequence[str]) -> Tensor:
-    """A tensor in place of ``comm``, for compiled code passes on nothing but tensors and constants. ``values``: the
-    names of the gradients that code hands over, which it knows by number, so that equal blocks have equal code."""
-    made = torch.empty(0)
-    vars(made)["gradients"] = comm, values
-    return made
+    """Return an empty tensor that stands for ``comm``: compiled code takes only tensors and constants.
+
+    ``values``: the names of the gradients that the code passes, by their number in the code; with numbers instead of
+    names, equal blocks have equal code.
+    """
+    tensor = torch.empty(0)
+    vars(tensor)["gradients"] = comm, values
+    return tensor
 
 
-def _accumulate(to: Tensor, gradient: Tensor, number: int) -> None:
-    comm, values = vars(to)["gradients"]
+def _accumulate(target: Tensor, gradient: Tensor, number: int) -> None:
+    comm, values = vars(target)["gradients"]
     comm.accumulate(gradient, values[number])
 
 
-def _accumulate_matmul(to: Tensor, left: Tensor, right: Tensor, number: int) -> None:
-    comm, values = vars(to)["gradients"]
+def _accumulate_matmul(target: Tensor, left: Tensor, right: Tensor, number: int) -> None:
+    comm, values = vars(target)["gradients"]
     comm.accumulate_matmul(left, right, values[number])
 
 
@@ -34,7 +37,7 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-# They write into ``to``, so they stay in order: with the last gradient of a bucket, ranks begin to add it up.
+# They are declared to write into ``to``, so their order is kept: a bucket's last gradient starts its reduction.
 OPERATORS: Mapping[str, Any] = MappingProxyType(
     {
         "accumulate": define_operator("accumulate(Tensor(a!) to, Tensor x, int number) -> ()", _nothing, _accumulate),
@@ -45,4 +48,4 @@ OPERATORS: Mapping[str, Any] = MappingProxyType(
         ),
     }
 )
-"""By the name of the method of ``comm`` that it calls."""
+"""The operators by the name of the method of ``comm`` that they call."""

@@ -1,4 +1,4 @@
-"""Runs a generated function node by node and shows every value to an observer: slow, to find out what went wrong."""
+"""Run a generated function node by node and show every value to an observer: slow, for debugging."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ PHASES = ("once", "forward", "backward", "weight")
 
 
 class Watch(Protocol):
-    """Whoever looks at a step from inside."""
+    """Observes the values of a step."""
 
     def observer(self, stage: StageProgram, phase: str, microbatch: int) -> Observer:
-        """What to show the values of one run of a stage's function to."""
+        """Return what observes the values of one run of a stage's function."""
         ...
 
 
 def run_watched(module: GeneratedModule, args: Sequence[Any], observe: Observer) -> tuple[Any, ...]:
-    """What ``module(args)`` returns. ``observe(node, value)`` sees each value when it exists.
+    """Return ``module(args)``, and call ``observe(node, value)`` with each value as soon as it is computed.
 
-    A product that goes straight into a gradient has no node of its own; it is shown at the node that adds it.
+    A product that is added straight to a gradient is shown at the node that adds it.
     """
     values: dict[fx.Node, Any] = {}
     inputs = iter(args)
@@ -39,10 +39,10 @@ def run_watched(module: GeneratedModule, args: Sequence[Any], observe: Observer)
         if node.op == "output":
             return tuple(node_args[0])
         if node.op == "call_method":
-            receiver, *rest = node_args
-            values[node] = getattr(receiver, node.target)(*rest, **kwargs)
+            receiver, *arguments = node_args
+            values[node] = getattr(receiver, node.target)(*arguments, **kwargs)
             if node.target == "accumulate_matmul":
-                observe(node, torch.mm(rest[0], rest[1]))
+                observe(node, torch.mm(arguments[0], arguments[1]))
                 continue
         else:
             values[node] = node.target(*node_args, **kwargs)

@@ -1,4 +1,4 @@
-"""What was made for tensors of one layout (dtypes, sizes, strides), found again for others of the same layout."""
+"""A cache by the layout (dtypes, sizes, strides) of tensors."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ _DTYPE = attrgetter("dtype")
 
 
 @dataclass(frozen=True)
-class _Made(Generic[T]):
-    """Columns of equal length, which C code compares."""
+class _LayoutEntry(Generic[T]):
+    """A cached value and the layout of its tensors, as columns that C code compares."""
 
     dtypes: list[Any]
     sizes: list[tuple[int, ...]]
     strides: list[tuple[int, ...]]
-    made: T
+    cached: T
 
     @classmethod
-    def of(cls, args: Sequence[Tensor], made: T) -> _Made[T]:
-        return cls([x.dtype for x in args], [tuple(x.shape) for x in args], [x.stride() for x in args], made)
+    def of(cls, args: Sequence[Tensor], cached: T) -> _LayoutEntry[T]:
+        """Return the entry of ``cached`` for the layout of ``args``."""
+        return cls([x.dtype for x in args], [tuple(x.shape) for x in args], [x.stride() for x in args], cached)
 
     def fits(self, args: Sequence[Tensor]) -> bool:
-        """Whether ``args`` (as many as those before) have this layout. The stride of a dim of size 1 says nothing."""
+        """Return whether as many ``args`` have this layout; strides of dims of size 1 are ignored."""
         try:
             deque(map(assert_size_stride, args, self.sizes, self.strides), maxlen=0)
         except AssertionError:
@@ -40,35 +41,41 @@ class _Made(Generic[T]):
 
 @dataclass
 class ByLayout(Generic[T]):
-    """What was made for a fixed number of tensors, by their layout. That it is the layout of the last call, which it
-    almost always is, is seen in a tenth of the time that it takes to name a layout."""
+    """A cache by the layout of a fixed number of tensors.
 
-    found: dict[tuple[Any, ...], T] = field(default_factory=dict)
-    last: _Made[T] | None = None
+    The layout of a call is almost always that of the last call; to compare with that one takes a tenth of the time
+    that building a key takes.
+    """
+
+    entries: dict[tuple[Any, ...], T] = field(default_factory=dict)
+    last: _LayoutEntry[T] | None = None
 
     def get(self, args: Sequence[Tensor]) -> T | None:
-        """What was put for tensors laid out like ``args``; None if nothing was."""
+        """Return the value that was put for the layout of ``args``, or None."""
         if self.last is not None and self.last.fits(args):
-            return self.last.made
-        made = self.found.get(_key(args))
-        if made is not None:
-            self.last = _Made.of(args, made)
-        return made
+            return self.last.cached
+        cached = self.entries.get(_key(args))
+        if cached is not None:
+            self.last = _LayoutEntry.of(args, cached)
+        return cached
 
-    def put(self, args: Sequence[Tensor], made: T) -> T:
-        """Returns ``made``."""
-        self.found[_key(args)] = made
-        self.last = _Made.of(args, made)
-        return made
+    def put(self, args: Sequence[Tensor], cached: T) -> T:
+        """Store ``cached`` for the layout of ``args``, and return it."""
+        self.entries[_key(args)] = cached
+        self.last = _LayoutEntry.of(args, cached)
+        return cached
 
     def __len__(self) -> int:
-        return len(self.found)
+        """Return the number of layouts."""
+        return len(self.entries)
 
     def __iter__(self) -> Iterator[T]:
-        return iter(self.found.values())
+        """Yield the cached values."""
+        return iter(self.entries.values())
 
     def clear(self) -> None:
-        self.found.clear()
+        """Forget all values."""
+        self.entries.clear()
         self.last = None
 
 

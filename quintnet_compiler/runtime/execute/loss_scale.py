@@ -1,4 +1,4 @@
-"""The factor that keeps gradients of 16 bits from vanishing: as torch.amp.GradScaler has it."""
+"""Dynamic loss scaling, which keeps fp16 gradients from vanishing: the same as torch.amp.GradScaler."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from .executor import Run
 
 @dataclass
 class LossScale:
-    """``scale`` multiplies the loss before the backward and divides the sums of gradients after it.
+    """The loss scale of a program, the same on all ranks.
 
-    A step with gradients that are not finite is skipped and halves it; ``patience`` good steps in a row double it. All
-    ranks learn of every step whether it was good, so that theirs are equal. ``skipped``: whether the last one was not.
+    Attributes:
+        scale: multiplies the loss before the backward, and divides the sums of gradients after it. A step whose
+            gradients are not finite is skipped, and halves it.
+        patience: that many finite steps in a row double the scale.
+        good: finite steps since the scale changed or a step was skipped.
+        skipped: whether the last step was skipped.
     """
 
     scale: float
@@ -23,16 +27,17 @@ class LossScale:
 
     @classmethod
     def of(cls, program: DistributedProgram) -> LossScale:
+        """Return the initial loss scale of a program, 1 where it has none."""
         return cls(program.precision.scale or 1.0)
 
-    def run(self, program: DistributedProgram, how: Run) -> Run:
-        """``how``, with the factor: then bad gradients must be noticed."""
-        scaled = how.train and program.precision.scale is not None
-        return replace(how, scale=self.scale, check_finite=True) if scaled else how
+    def run(self, program: DistributedProgram, options: Run) -> Run:
+        """Return ``options`` with the loss scale, if the program has one; the step must then check for overflow."""
+        scaled = options.train and program.precision.scale is not None
+        return replace(options, scale=self.scale, check_finite=True) if scaled else options
 
-    def update(self, how: Run, finite: bool) -> None:
-        """After a step that was run so."""
-        if how.scale is None:
+    def update(self, options: Run, finite: bool) -> None:
+        """Adapt the scale after a step with these ``options``."""
+        if options.scale is None:
             return
         self.good, self.skipped = self.good + 1 if finite else 0, not finite
         if not finite:

@@ -1,10 +1,10 @@
-"""A step that ran out of memory: in which operator, on which line of the module, and what was alive then."""
+"""Explain a step that ran out of memory: the operator, its line in the module, and what was alive."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from linecache import getline
 from types import FrameType, TracebackType
 
@@ -14,14 +14,19 @@ from ...core.annotations import facts, known, size
 from ...core.errors import RunError, Where
 from .executor import Executor
 
-LARGEST = 5  # tensors that the text names
-_ASKED = re.compile(r"[Tt]ried to allocate (?:([\d.]+ [KMGT]iB)|(\d+) bytes)")
+NUM_NAMED_TENSORS = 5  # the largest ones
+_REQUESTED_MEMORY = re.compile(r"[Tt]ried to allocate (?:([\d.]+ [KMGT]iB)|(\d+) bytes)")
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A generated function that was interrupted. ``label``: what the function is; ``code``: the line that it was in;
-    ``node``: what that line computes, if it is one operator's."""
+    """The place in a generated function where it was interrupted.
+
+    Attributes:
+        label: the function's name and stage.
+        code: the line of generated code.
+        node: the node that the line computes, if it is an operator's.
+    """
 
     frame: FrameType
     label: str
@@ -30,25 +35,27 @@ class _Place:
 
 
 def with_operator(error: BaseException, fault: RunError, executor: Executor, state: Mapping[str, Tensor]) -> RunError:
-    """``fault``, which says that there is no memory left, with the operator, its line, and what was alive.
+    """Return ``fault`` with the operator that ran out of memory, its line, and what was alive.
 
     Args:
         error: as it was raised: its traceback leads through the generated function.
+        fault: the error to extend.
+        executor: what ran the step.
         state: this rank's parts of parameters and buffers.
     """
     place = _place(error, executor)
     lines, where = [fault.message], fault.where
     if place is not None:
-        asked = _ASKED.search(str(error))
-        more = "" if asked is None else f", which asked for {asked[1] or size(int(asked[2]))}"
-        lines.append(f"in `{place.code}`, {place.label}, microbatch {executor.comm.microbatch}{more}")
+        request = _REQUESTED_MEMORY.search(str(error))
+        amount = "" if request is None else f", which asked for {request[1] or size(int(request[2]))}"
+        lines.append(f"in `{place.code}`, {place.label}, microbatch {executor.comm.microbatch}{amount}")
         if place.node is not None and known(place.node):
             where = facts(place.node).where
     return RunError(fault.code, "\n  ".join([*lines, *_alive(executor, state, place)]), where=where, fix=fault.fix)
 
 
 def _place(error: BaseException, executor: Executor) -> _Place | None:
-    """The generated function that raised the error, found in the traceback."""
+    """Return the place in a generated function where the error's traceback passes, if there is one."""
     pieces = [(stage, label, piece) for stage in executor.part.stages for label, piece in stage.pieces.items()]
     codes = {
         getattr(type(piece.module).forward, "__code__", None): (f"{label} of stage {stage.index}", piece.module.graph)
@@ -69,39 +76,60 @@ def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
         traceback = traceback.tb_next
 
 
-def _alive(executor: Executor, state: Mapping[str, Tensor], place: _Place | None) -> list[str]:
-    """What the step held: sums by kind, and the largest tensors. Memory that tensors share is counted once."""
-    seen: set[int] = set()
-    kinds: dict[str, int] = {}
-    found: list[tuple[int, str]] = []
+@dataclass
+class _LiveMemory:
+    """Bytes of storages that are alive on a device; each storage is counted once, under its first name.
 
-    def add(kind: str, named: Iterator[tuple[str, Tensor]]) -> None:
+    Attributes:
+        kinds: bytes by kind of tensor.
+        tensors: (bytes, name and type) of each storage.
+        storages: the addresses that were counted.
+    """
+
+    device: str
+    kinds: dict[str, int] = field(default_factory=dict)
+    tensors: list[tuple[int, str]] = field(default_factory=list)
+    storages: set[int] = field(default_factory=set)
+
+    def add(self, kind: str, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Count tensors, given with their names."""
         for name, x in named:
             storage = x.untyped_storage()
-            if x.device.type != executor.device.type or not storage.nbytes() or storage.data_ptr() in seen:
+            num_bytes = storage.nbytes()
+            if x.device.type != self.device or not num_bytes or storage.data_ptr() in self.storages:
                 continue
-            seen.add(storage.data_ptr())
-            kinds[kind] = kinds.get(kind, 0) + storage.nbytes()
-            found.append((storage.nbytes(), f"{name}, {str(x.dtype).removeprefix('torch.')}{list(x.shape)}"))
+            self.storages.add(storage.data_ptr())
+            self.kinds[kind] = self.kinds.get(kind, 0) + num_bytes
+            self.tensors.append((num_bytes, f"{name}, {str(x.dtype).removeprefix('torch.')}{list(x.shape)}"))
 
+    def lines(self) -> list[str]:
+        """Return the text: sums by kind, and the largest tensors."""
+        largest = sorted(self.tensors, key=lambda entry: -entry[0])[:NUM_NAMED_TENSORS]
+        sums = ", ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in self.kinds.items())
+        return [f"alive on this rank: {sums}", *(f"  {size(num_bytes)}: {name}" for num_bytes, name in largest)]
+
+
+def _alive(executor: Executor, state: Mapping[str, Tensor], place: _Place | None) -> list[str]:
+    """Return lines about the memory that the step holds: sums by kind, and the largest tensors."""
     sources = _sources(executor)
-    add("parameters and buffers", ((f"parameter or buffer {name}", x) for name, x in state.items()))
+    memory = _LiveMemory(executor.device.type)
+    memory.add("parameters and buffers", ((f"parameter or buffer {name}", x) for name, x in state.items()))
     if executor.gradients is not None:
-        add("gradients", ((f"gradients of {next(iter(b.views))}, ...", b.buffer) for b in executor.gradients.buckets))
-    of_step = [values for held in (executor.whole, executor.carried) for values in held.values()]
-    add("values of the whole step", ((_named(n, sources), x) for values in of_step for n, x in values.items()))
-    kept = [(index, n, x) for (_, index), values in executor.values.items() for n, x in values.items()]
-    add("kept for backwards", ((f"{_named(n, sources)}, of microbatch {index}", x) for index, n, x in kept))
+        buckets = executor.gradients.buckets
+        memory.add("gradients", ((f"gradients of {next(iter(b.views))}, ...", b.buffer) for b in buckets))
+    for values in (*executor.whole.values(), *executor.carried.values()):
+        memory.add("values of the whole step", ((_named(n, sources), x) for n, x in values.items()))
+    for (_, index), values in executor.values.items():
+        named = ((f"{_named(n, sources)}, of microbatch {index}", x) for n, x in values.items())
+        memory.add("kept for backwards", named)
     if place is not None:
-        here = {n: x for n, x in place.frame.f_locals.items() if isinstance(x, Tensor)}
-        add("within this function", ((_named(n, sources), x) for n, x in here.items()))
-    largest = sorted(found, key=lambda one: -one[0])[:LARGEST]
-    sums = ", ".join(f"{kind} {size(count)}" for kind, count in kinds.items())
-    return [f"alive on this rank: {sums}", *(f"  {size(count)}: {name}" for count, name in largest)]
+        tensors = ((n, x) for n, x in place.frame.f_locals.items() if isinstance(x, Tensor))
+        memory.add("within this function", ((_named(n, sources), x) for n, x in tensors))
+    return memory.lines()
 
 
 def _sources(executor: Executor) -> dict[str, Where]:
-    """Where values come from, by name."""
+    """Return the place in the user's source for each value, by its name."""
     graphs = [piece.module.graph for stage in executor.part.stages for piece in stage.pieces.values()]
     return {n.name: facts(n).where for graph in graphs for n in graph.nodes if known(n) and n.op != "placeholder"}
 

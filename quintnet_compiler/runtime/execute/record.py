@@ -1,4 +1,4 @@
-"""A step with a clock beside it: when a rank ran what, and what it waited for."""
+"""Record a step's timeline: when a rank ran which function or collective, and how long it waited."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from .executor import Executor
 from .segments import Function
 
 T = TypeVar("T")
-KINDS = {"once": "once", "forward": "F", "backward": "B", "weight": "W"}  # of actions, by the function's label
+KINDS = {"once": "once", "forward": "F", "backward": "B", "weight": "W"}  # kinds of spans by a function's label
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedSpan:
-    """Seconds by the rank's clock, which starts when it leaves the barrier before the step.
+    """A part of a rank's step. Times are seconds since the rank left the barrier before the step.
 
-    ``kind``: F, B, I, W, ``once``; ``collective`` (within a function), ``sum`` (of gradients), ``meeting`` (what else
-    ranks add up or hand round), ``send`` (begins) and ``receive`` (is waited for), whose ``message`` is the other rank,
-    the channel, and the how manieth there. ``exposed``: the seconds of it in which the rank did nothing else.
+    Attributes:
+        kind: F, B, I, W or ``once`` for functions; ``collective`` within a function; ``sum`` of gradients; ``meeting``
+            for other collectives between functions; ``send`` and ``receive``.
+        exposed: seconds of it in which the rank only waited.
+        message: of a send or receive: the other rank, the channel, and the message's number on that channel, from 1.
     """
 
     start: float
@@ -46,7 +48,13 @@ class RecordedSpan:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one rank has to tell: its spans, and when its step was over. ``zero``: its clock's start, by its host's."""
+    """The timeline of one rank's step.
+
+    Attributes:
+        seconds: the step's duration.
+        host: the name of the rank's host.
+        zero: the start of the rank's clock, in seconds of its host's clock.
+    """
 
     rank: int
     seconds: float
@@ -55,25 +63,31 @@ class Recorded:
     zero: float = 0.0
 
     def to_json(self) -> str:
+        """Return the timeline as JSON."""
         return json.dumps([self.rank, self.seconds, [asdict(span) for span in self.spans], self.host, self.zero])
 
     @classmethod
     def from_json(cls, text: str) -> Recorded:
-        rank, seconds, spans, *place = json.loads(text)
-        made = (RecordedSpan(**{**one, "message": one["message"] and tuple(one["message"])}) for one in spans)
-        return cls(rank, seconds, tuple(made), *place)
+        """Return the timeline that :meth:`to_json` wrote."""
+        rank, seconds, entries, *clock = json.loads(text)
+        spans = (
+            RecordedSpan(**{**entry, "message": entry["message"] and tuple(entry["message"])}) for entry in entries
+        )
+        return cls(rank, seconds, tuple(spans), *clock)
 
 
 class Clock:
-    """Marks of what a device has done; on a GPU they are events of its stream, so that nothing waits for them."""
+    """Marks points in time on a device; on a GPU they are events of its stream, so that marking does not wait."""
 
     def __init__(self, device: torch.device) -> None:
+        """Start the clock."""
         self.device = device
         if device.type != "cpu":
-            torch.accelerator.synchronize()  # so that the stream's zero is the host's
+            torch.accelerator.synchronize()  # the stream's clock then starts together with the host's
         self.host_zero, self.zero = time.perf_counter(), self.mark()
 
     def mark(self) -> Any:
+        """Return a mark of the present."""
         if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(device=self.device, enable_timing=True)
@@ -81,42 +95,47 @@ class Clock:
         return event
 
     def seconds(self, mark: Any) -> float:
-        """From zero to a mark; on a GPU, only when it is synchronised."""
+        """Return the seconds from the clock's start to a mark; a GPU must be synchronized first."""
         return float(mark - self.zero if self.device.type == "cpu" else self.zero.elapsed_time(mark) / 1e3)
 
 
 @dataclass
 class Recorder:
-    """Takes the time of one step of this process's rank; ``found`` then has it."""
+    """Records the timeline of one step of this process's rank.
 
-    found: Recorded | None = None
+    Attributes:
+        recorded: the timeline, after the step.
+        marks: start, end, start and end of waiting, and the other fields of a span.
+    """
+
+    recorded: Recorded | None = None
     marks: list[tuple[Any, Any, Any, Any, dict[str, Any]]] = field(default_factory=list)
 
     def step(self, executor: Executor, run: Callable[[], T]) -> T:
-        """``run()``, a step of ``executor``."""
+        """Return ``run()``, a step of ``executor``, and set ``recorded``."""
         self.marks = []
         if len(everyone := tuple(range(executor.program.mesh.size))) > 1:
             executor.transport.start_sum(torch.zeros(1, device=executor.device), everyone, "barrier")()
         self.clock = Clock(executor.device)
-        with self._inside(executor):
+        with self._installed(executor):
             result = run()
         end = self.clock.mark()
         if executor.device.type != "cpu":
             torch.accelerator.synchronize()
-        place = socket.gethostname(), self.clock.host_zero
-        self.found = Recorded(executor.part.rank, self.clock.seconds(end), tuple(self._spans()), *place)
+        clock = socket.gethostname(), self.clock.host_zero
+        self.recorded = Recorded(executor.part.rank, self.clock.seconds(end), tuple(self._spans()), *clock)
         return result
 
-    def timed(self, call: Callable[[], T], **what: Any) -> T:
-        """``call()``, all of whose time the rank spends on it."""
+    def timed(self, call: Callable[[], T], **span: Any) -> T:
+        """Return ``call()``, and record a span during which the rank does nothing else."""
         start = self.clock.mark()
         result = call()
         end = self.clock.mark()
-        self.marks.append((start, end, start, end, what))
+        self.marks.append((start, end, start, end, span))
         return result
 
-    def begun(self, begin: Callable[[], Callable[[], T]], **what: Any) -> Callable[[], T]:
-        """What ``begin`` begins: exposed is only that somebody waits for it."""
+    def begun(self, begin: Callable[[], Callable[[], T]], **span: Any) -> Callable[[], T]:
+        """Return what waits for the operation that ``begin`` starts; only the wait is exposed time."""
         start = self.clock.mark()
         pending = begin()
 
@@ -124,13 +143,14 @@ class Recorder:
             waiting = self.clock.mark()
             result = pending()
             end = self.clock.mark()
-            self.marks.append((start, end, waiting, end, what))
+            self.marks.append((start, end, waiting, end, span))
             return result
 
         return wait
 
     @contextmanager
-    def _inside(self, executor: Executor) -> Iterator[None]:
+    def _installed(self, executor: Executor) -> Iterator[None]:
+        """Let the executor run timed functions over a timed transport while the context is open."""
         transport, comm, functions = executor.transport, executor.comm, executor.functions
         program, store = executor.program, executor.gradients
         timed = TimedTransport(transport, self, executor)
@@ -148,25 +168,26 @@ class Recorder:
                 store.transport = transport
 
     def _spans(self) -> Iterator[RecordedSpan]:
-        for start, end, waiting, waited, what in self.marks:
-            exposed = self.clock.seconds(waited) - self.clock.seconds(waiting) if what.get("axis") else 0.0
-            yield RecordedSpan(self.clock.seconds(start), self.clock.seconds(end), exposed=exposed, **what)
+        for start, end, waiting, waited, span in self.marks:
+            exposed = self.clock.seconds(waited) - self.clock.seconds(waiting) if span.get("axis") else 0.0
+            yield RecordedSpan(self.clock.seconds(start), self.clock.seconds(end), exposed=exposed, **span)
 
 
 class TimedTransport:
-    """Another transport, with a recorder that sees each call."""
+    """A transport that calls ``inner``, and records each call."""
 
     def __init__(self, inner: Transport, recorder: Recorder, executor: Executor) -> None:
+        """Wrap the transport of an executor."""
         self.inner, self.recorder, self.rank = inner, recorder, inner.rank
         self.mesh, self.sites = executor.program.mesh, executor.program.sites
         self.buckets = {bucket.label for bucket in executor.gradients.buckets} if executor.gradients else set()
         self.stages = executor.stages
         self.comm: Comm | None = None
-        self.stage = -1  # whose function runs
-        self.message: Counter[tuple[str, int, int]] = Counter()
+        self.stage = -1  # of the function that runs at present
+        self.num_messages: Counter[tuple[str, int, int]] = Counter()  # by direction, other rank and channel
 
     def function(self, call: Function, stage: int, label: str) -> Function:
-        """``call``, timed; ``label`` is its name among the stage's functions."""
+        """Return ``call`` with a recorded span; ``label`` is its name among the stage's functions."""
         kind = "I" if label == "backward" and self.stages[stage].weight is not None else KINDS[label]
 
         def run(args: list[Any]) -> Sequence[Any]:
@@ -189,8 +210,8 @@ class TimedTransport:
 
     def _over(self, ranks: tuple[int, ...], label: str) -> dict[str, Any]:
         kind = "sum" if label in self.buckets else "meeting"
-        here = [self.mesh.coordinate(rank) for rank in ranks]
-        axes = [axis for axis in self.mesh.names if len({place[axis] for place in here}) > 1]
+        coordinates = [self.mesh.coordinate(rank) for rank in ranks]
+        axes = [axis for axis in self.mesh.names if len({coordinate[axis] for coordinate in coordinates}) > 1]
         everyone = kind == "meeting" and len(ranks) == self.mesh.size
         return {"kind": kind, "name": label, "axis": "all" if everyone else "+".join(axes)}
 
@@ -205,15 +226,15 @@ class TimedTransport:
     def begin_gather(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
     ) -> tuple[tuple[Tensor, ...], Callable[[], Any]]:
-        made: tuple[Tensor, ...] = ()
+        gathered: tuple[Tensor, ...] = ()
 
         def begin() -> Callable[[], Any]:
-            nonlocal made
-            made, wait = self.inner.begin_gather(xs, axis, dims, parts, at)
+            nonlocal gathered
+            gathered, wait = self.inner.begin_gather(xs, axis, dims, parts, at)
             return wait
 
         wait = self.recorder.begun(begin, **self._what(axis, at))
-        return made, wait
+        return gathered, wait
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
         return self.recorder.begun(lambda: self.inner.permute(x, axis, sources, at), **self._what(axis, at))
@@ -233,13 +254,13 @@ class TimedTransport:
     # -- between stages
 
     def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
-        what = {"kind": "send", "name": label, "axis": "pp", "message": self._next("to", to, channel)}
-        return self.recorder.begun(lambda: self.inner.send(x, to, channel, label), **what)
+        span = {"kind": "send", "name": label, "axis": "pp", "message": self._next("to", to, channel)}
+        return self.recorder.begun(lambda: self.inner.send(x, to, channel, label), **span)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
-        what = {"kind": "receive", "name": label, "axis": "pp", "message": self._next("from", source, channel)}
-        return self.recorder.begun(lambda: self.inner.receive(shape, dtype, source, channel, label), **what)
+        span = {"kind": "receive", "name": label, "axis": "pp", "message": self._next("from", source, channel)}
+        return self.recorder.begun(lambda: self.inner.receive(shape, dtype, source, channel, label), **span)
 
     def _next(self, way: str, other: int, channel: int) -> tuple[int, int, int]:
-        self.message[way, other, channel] += 1
-        return other, channel, self.message[way, other, channel]
+        self.num_messages[way, other, channel] += 1
+        return other, channel, self.num_messages[way, other, channel]

@@ -1,4 +1,4 @@
-"""A generated function cut into steps: calls of ``comm``, and what can be computed from one to the next."""
+"""Cut a generated function into calls of ``comm`` and the segments of operators between them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,22 @@ from .gradient_calls import OPERATORS, handle
 
 Function = Callable[[list[Any]], Sequence[Any]]  # takes its arguments in a list, which it empties
 
-MOST_VARIANTS = 8  # of one segment: where row counts depend on values (routed experts), code for each would not pay
+MAX_VARIANTS = 8  # of one segment; with data-dependent sizes (routed experts), code for each would not pay
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Operators that nothing interrupts: ``module([*inputs])`` empties the list and returns ``outputs``. Equal segments
-    have equal code, whatever their values were called. ``settles``: the parameters whose gradients it hands over;
-    ``comm`` is then one of its inputs, and :func:`.gradient_calls.handle` makes what it gets in its place."""
+    """A run of operators without communication.
+
+    Attributes:
+        nodes: the operators, in order.
+        inputs: nodes whose values the segment reads.
+        outputs: nodes whose values are read after it.
+        module: ``module([*inputs])`` empties the list and returns the outputs. Equal segments have equal code,
+            whatever the names of their values.
+        settles: the names of the gradients that it passes to ``comm``. ``comm`` is then one of its inputs, and gets
+            the tensor of :func:`.gradient_calls.handle` in its place.
+    """
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
@@ -33,11 +41,13 @@ class Segment:
 
 
 def split(graph: fx.Graph, *, pure: bool = False, apart: bool = False) -> list[fx.Node | Segment]:
-    """``graph``'s calls of ``comm`` (and choices among their results) in order, and segments between them.
+    """Return the calls of ``comm`` in a graph (and getitems of their results), and the segments between them.
 
-    Gradients are handed over within segments. ``pure``: segments only compute. Then a gradient waits until its segment
-    has ended, and a product that is added up where it is computed is a step of its own. ``apart``: what no value
-    connects, such as the casts of two parameters, are segments of their own.
+    Args:
+        graph: of a generated function.
+        pure: segments only compute; gradients are passed to ``comm`` after their segment. By default segments pass
+            them.
+        apart: make a segment of each connected group of operators, for example of each parameter's casts.
     """
     steps: list[fx.Node | Segment] = []
     run: list[fx.Node] = []
@@ -60,15 +70,15 @@ def split(graph: fx.Graph, *, pure: bool = False, apart: bool = False) -> list[f
             close()
             steps.append(node)
         elif node.op == "call_function" and not _chooses(node):
-            # what picks among several results comes at once: no step takes them as one
+            # getitems follow at once, so that no tuple of results is passed from segment to segment
             run += [node, *filter(_chooses, node.users)]
     close()
     return steps
 
 
 def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """``nodes`` by what values connect among them, in the order of their first ones; each in order."""
-    first: dict[fx.Node, fx.Node] = {}  # towards the first node of what a node is connected with
+    """Return the groups of ``nodes`` that values connect, in the order of their first nodes; each in order."""
+    first: dict[fx.Node, fx.Node] = {}  # a union-find forest, whose roots are the first nodes of groups
 
     def root(node: fx.Node) -> fx.Node:
         while first[node] is not node:
@@ -112,7 +122,7 @@ def _segment(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Segment:
 
 @dataclass(frozen=True)
 class _Step:
-    """``run`` on the values of some slots. ``dead``: the slots that nobody reads afterwards."""
+    """A function that reads the slots ``takes`` and writes the slots ``makes``; ``dead`` ones are not read later."""
 
     run: Function
     takes: tuple[int, ...]
@@ -122,7 +132,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class Stepper:
-    """A function in steps. It takes its arguments in a list, which it empties; a value dies where it is last used."""
+    """A function in steps. It empties the list of its arguments, and frees each value after its last use."""
 
     steps: tuple[_Step, ...]
     slots: int
@@ -135,67 +145,68 @@ class Stepper:
         parts: Sequence[fx.Node | Segment],
         kernel: Callable[[Segment], Function],
     ) -> Stepper:
-        """``kernel``: what runs a segment."""
+        """Return the steps of a graph that was split into ``parts``; ``kernel`` returns what runs a segment."""
         slot = {node: i for i, node in enumerate(graph.nodes)}
         returned = tuple(slot[node] for node in outputs(graph))
         steps: list[_Step] = []
         used = set(returned)
         for part in reversed(parts):
             if isinstance(part, Segment):
-                run, inputs, made = _run(part, kernel(part)), part.inputs, part.outputs
+                run, inputs, results = _run(part, kernel(part)), part.inputs, part.outputs
             else:
-                run, inputs, made = _call(part), tuple(dict.fromkeys(part.all_input_nodes)), (part,)
+                run, inputs, results = _call(part), tuple(dict.fromkeys(part.all_input_nodes)), (part,)
             takes = tuple(slot[node] for node in inputs)
             dead = tuple(i for i in takes if i not in used)
             used.update(takes)
-            steps.append(_Step(run, takes, dead, tuple(slot[node] for node in made)))
+            steps.append(_Step(run, takes, dead, tuple(slot[node] for node in results)))
         return cls(tuple(reversed(steps)), len(slot), returned)
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
+        """Run the steps."""
         env: list[Any] = [*args, *[None] * (self.slots - len(args))]
         args.clear()
         for step in self.steps:
-            given = [env[i] for i in step.takes]
+            inputs = [env[i] for i in step.takes]
             for i in step.dead:
                 env[i] = None
-            for i, x in zip(step.makes, step.run(given), strict=True):
+            for i, x in zip(step.makes, step.run(inputs), strict=True):
                 env[i] = x
         return tuple(env[i] for i in self.returns)
 
 
 def _run(segment: Segment, kernel: Function) -> Function:
-    """``kernel``, which takes ``comm`` as compiled code can have it."""
+    """Return ``kernel``, with a handle of its gradients in place of ``comm``."""
     if not segment.settles:
         return kernel
-    (place,) = (i for i, node in enumerate(segment.inputs) if node.name == "comm")
+    (position,) = (i for i, node in enumerate(segment.inputs) if node.name == "comm")
 
-    def run(given: list[Any]) -> Sequence[Any]:
-        given[place] = handle(given[place], segment.settles)
-        return kernel(given)
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        inputs[position] = handle(inputs[position], segment.settles)
+        return kernel(inputs)
 
     return run
 
 
 def _call(node: fx.Node) -> Function:
-    """A call of a method of ``comm``, or a choice among its results."""
+    """Return what runs a call of a method of ``comm``, or a getitem of its result."""
     order = {n: i for i, n in enumerate(dict.fromkeys(node.all_input_nodes))}
     receiver, *rest = (_argument(a, order) for a in node.args)
     name = str(node.target)
 
-    def run(given: list[Any]) -> Sequence[Any]:
-        args = [argument(given) for argument in rest]
-        found = receiver(given)
-        given.clear()
-        return (found[args[0]],) if node.op == "call_function" else (getattr(found, name)(*args),)
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        args = [argument(inputs) for argument in rest]
+        source = receiver(inputs)
+        inputs.clear()
+        return (source[args[0]],) if node.op == "call_function" else (getattr(source, name)(*args),)
 
     return run
 
 
 def _argument(argument: Any, order: Mapping[fx.Node, int]) -> Callable[[list[Any]], Any]:
-    """What takes an argument of a node from the values of its inputs."""
+    """Return what builds an argument of a node from the values of its inputs."""
     if isinstance(argument, fx.Node):
         return operator.itemgetter(order[argument])
     if isinstance(argument, (list, tuple)) and any(isinstance(a, (fx.Node, list, tuple)) for a in argument):
         parts = [_argument(a, order) for a in argument]
-        return lambda given: [part(given) for part in parts]
-    return lambda given: argument
+        return lambda inputs: [part(inputs) for part in parts]
+    return lambda inputs: argument
