@@ -1,4 +1,4 @@
-"""Flat buffers in which gradients of several parameters add up and settle together."""
+"""Buckets: flat buffers in which gradients of several parameters accumulate and are reduced together."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ...core.sharding import R, Shard, local_shape
 from ...ir.distributed_program import DistributedProgram, StateSpec
 from ..transport.transport import Wait
 
-ALIGNMENT = 16  # bytes: kernels read and write so many at once where views begin at multiples of it
+ALIGNMENT = 16  # bytes; kernels vectorize their reads and writes of views that begin at multiples of it
 
 
 def aligned(count: int, dtype: torch.dtype) -> int:
-    """Room for ``count`` elements behind which the next view is aligned."""
+    """Return ``count`` elements, rounded up so that the next view is aligned."""
     step = max(1, ALIGNMENT // dtype.itemsize)
     return -(-count // step) * step
 
 
 @dataclass(frozen=True)
 class GradientSlice:
-    """How the ranks of ``axis`` slice a gradient (see :class:`...core.sharding.Shard`)."""
+    """The slicing of a gradient over the ranks of ``axis`` (see :class:`...core.sharding.Shard`)."""
 
     axis: str
     ranks: int
@@ -35,17 +35,31 @@ class GradientSlice:
 
 @dataclass
 class Bucket:
-    """Gradients that settle together, in one flat buffer: first each rank of the axes ``scattered`` gets its run of the
-    sum over them, then what it has (``own``; without such axes, all) is added up over the axes ``summed``.
+    """Gradients in one flat buffer that are reduced together.
 
-    All of them begin at multiples of :data:`ALIGNMENT`; the ``gaps`` between them are zeros.
+    They are reduce-scattered over the axes ``scattered`` (a rank then has ``own``; without such axes, all), and then
+    all-reduced over the axes ``summed``.
 
-    ``order``: the scattered axes as the mesh has them, in which order ranks count.
-    ``slots``: where each parameter's gradient is added up: in its own shape, or (where it has ``cuts``) with leading
-    dims for the ranks that get slices. ``views``: what the rank has of it when it is settled. ``reduced``: the dtype in
-    which ranks add up; ``moving``: what they do it with, while they do. ``terms``: how often something is added in a
-    step; ``left``: how often still. ``host``: memory of the host to which ``own`` goes when it is settled;
-    ``total``: the sum of its elements then.
+    Attributes:
+        summed: axes of the all-reduce.
+        scattered: axes of the reduce-scatter.
+        order: the scattered axes in the order of the mesh, which is that of ranks.
+        buffer: where the gradients accumulate.
+        own: this rank's part of the buffer.
+        slots: where each parameter's gradient accumulates: in its own shape, or (where it has ``cuts``) with leading
+            dims for the ranks that get slices. Each begins at a multiple of :data:`ALIGNMENT`.
+        cuts: how each gradient is sliced.
+        views: this rank's part of each reduced gradient.
+        label: its name in messages.
+        reduced: the dtype of the reduction.
+        gaps: the buffer between the slots, zeros.
+        moving: the buffer in the reduction's dtype, during the reduction.
+        terms: the number of gradients that are accumulated in a step.
+        left: the number of those that are still to come.
+        wait: waits for the reduction.
+        held: whether the buffer has memory.
+        host: memory of the host to which ``own`` is copied after the reduction.
+        total: the sum of the elements of ``own`` at that time.
     """
 
     summed: tuple[str, ...]
@@ -69,11 +83,11 @@ class Bucket:
 
     @property
     def settled(self) -> Tensor:
-        """Where its gradients are between steps."""
+        """Return the memory of its gradients between steps."""
         return self.own if self.host is None else self.host
 
     def on_host(self, host: Tensor) -> dict[str, Tensor]:
-        """From now on ``host`` is where ``own`` goes: what each parameter has of it."""
+        """Let ``own`` be copied to ``host`` after the reduction, and return each parameter's view of it."""
         self.host, first = host, int(self.own.storage_offset())
         return {
             name: host.as_strided(x.shape, x.stride(), int(x.storage_offset()) - first)
@@ -81,26 +95,26 @@ class Bucket:
         }
 
     def hold(self) -> None:
-        """Give the buffer memory again, without values but for the gaps; all views of it have it then."""
+        """Allocate the buffer's memory again, for all views of it; only the gaps have values (zeros)."""
         self.buffer.untyped_storage().resize_(self.buffer.nbytes)
         for gap in self.gaps:
             gap.zero_()
         self.held = True
 
     def release(self) -> None:
-        """Give the buffer's memory back: nobody has its gradients any more."""
+        """Free the buffer's memory, after the last use of its gradients."""
         self.buffer.untyped_storage().resize_(0)
         self.held = False
 
 
 def reduced_axes(spec: StateSpec, program: DistributedProgram) -> tuple[str, ...]:
-    """The axes over ranks on which all of a parameter's gradient is a partial sum."""
+    """Return the axes over ranks on which the whole gradient of a parameter is a partial sum."""
     space = zip(program.axes, spec.sharding, strict=True)
     return tuple(axis.name for axis, kind in space if kind is R and axis.role != "time" and axis.size > 1)
 
 
 def scattered_axes(spec: StateSpec, program: DistributedProgram) -> tuple[str, ...]:
-    """The axes over ranks that store slices of a parameter, and scatter its gradient at the end of a step."""
+    """Return the axes over ranks that store slices of a parameter, and reduce-scatter its gradient."""
     return tuple(cut.axis for cut in _cuts(spec, program))
 
 
@@ -114,23 +128,29 @@ def _cuts(spec: StateSpec, program: DistributedProgram) -> tuple[GradientSlice, 
 
 
 def accumulated_shape(spec: StateSpec, program: DistributedProgram) -> torch.Size:
-    """Of what a rank adds up of a parameter's gradient."""
+    """Return the shape in which a rank accumulates a parameter's gradient."""
     return torch.Size(local_shape(spec.shape, spec.accumulated, [axis.size for axis in program.axes]))
 
 
 def by_rank(x: Tensor, cuts: Sequence[GradientSlice], order: Sequence[str]) -> Tensor:
-    """Every rank's slice of ``x``: a leading dim for each cut, in ``order`` of their axes. A view where parts are 1 and
-    divide; where they do not, the last slices end in zeros."""
-    for place, cut in enumerate(cuts):
-        dim = cut.dim + place
+    """Return every rank's slice of ``x``, with a leading dim for each cut, in ``order`` of their axes.
+
+    The result is a view where each cut has one part and divides its dim evenly; otherwise the last slices end in zeros.
+    """
+    for position, cut in enumerate(cuts):
+        dim = cut.dim + position
         x = slices.extended(x, dim, cut.parts, Shard(dim, cut.parts, cut.unit).padded(x.shape[dim], cut.ranks))
         x = slices.stack(x, dim, cut.parts, cut.ranks)
     names = [cut.axis for cut in reversed(cuts)]
     return x.permute(*(names.index(name) for name in order), *range(len(cuts), x.dim()))
 
 
+def _is_cut_by_rows(cuts: Sequence[GradientSlice]) -> bool:
+    return len(cuts) == 1 and (cuts[0].dim, cuts[0].parts) == (0, 1)
+
+
 def make_bucket(names: Sequence[str], program: DistributedProgram, rank: int, device: torch.device) -> Bucket:
-    """A bucket for parameters whose gradients settle in the same way and dtypes, on ``rank``."""
+    """Return the bucket of ``rank`` for parameters whose gradients are reduced over the same axes in the same dtype."""
     specs, mesh = {name: program.state[name] for name in names}, program.mesh
     first = specs[names[0]]
     summed, scattered = reduced_axes(first, program), scattered_axes(first, program)
@@ -139,25 +159,25 @@ def make_bucket(names: Sequence[str], program: DistributedProgram, rank: int, de
     ranks = [axis.size for axis in program.axes]
     shapes = {name: torch.Size(local_shape(spec.shape, spec.sharding, ranks)) for name, spec in specs.items()}
     sizes = {name: shape.numel() for name, shape in shapes.items()}
-    rooms = [aligned(size, first.summed) for size in sizes.values()]
-    buffer = torch.empty(len(peers) * sum(rooms), dtype=first.summed, device=device)
-    own = buffer.view(len(peers), sum(rooms))[peers.index(rank)]
+    padded_sizes = [aligned(size, first.summed) for size in sizes.values()]
+    buffer = torch.empty(len(peers) * sum(padded_sizes), dtype=first.summed, device=device)
+    own = buffer.view(len(peers), sum(padded_sizes))[peers.index(rank)]
     slots: dict[str, Tensor] = {}
     cuts: dict[str, tuple[GradientSlice, ...]] = {}
     gaps: list[Tensor] = []
-    runs = torch.split(buffer.view(*(mesh[axis] for axis in order), sum(rooms)), rooms, -1)
-    for (name, spec), room in zip(specs.items(), runs, strict=True):
-        run, gap = room[..., : sizes[name]], room[..., sizes[name] :]
+    runs = torch.split(buffer.view(*(mesh[axis] for axis in order), sum(padded_sizes)), padded_sizes, -1)
+    for (name, spec), padded in zip(specs.items(), runs, strict=True):
+        run, gap = padded[..., : sizes[name]], padded[..., sizes[name] :]
         slots[name], cuts[name] = run.view((*run.shape[:-1], *shapes[name])), _cuts(spec, program)
         gaps += [gap] if gap.numel() else []
-        whole = len(names) == 1 and not gap.numel()
-        if whole and len(cuts[name]) == 1 and (cuts[name][0].dim, cuts[name][0].parts) == (0, 1):
-            rows = accumulated_shape(spec, program)[0]  # the slices of all ranks, in order
-            (slots[name], *behind), cuts[name] = slots[name].flatten(0, 1).tensor_split([rows]), ()
-            gaps += [gap for gap in behind if gap.numel()]
-    places = zip(names, torch.split(own, rooms), strict=True)
-    views = {name: room[: sizes[name]].view(shapes[name]) for name, room in places}
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    label = f"gradients[{','.join((*scattered, *summed))}] {names[0]}{more}"
+        if len(names) == 1 and not gap.numel() and _is_cut_by_rows(cuts[name]):
+            # the slices of all ranks are contiguous and in order: they are the gradient itself
+            rows = accumulated_shape(spec, program)[0]
+            (slots[name], *after), cuts[name] = slots[name].flatten(0, 1).tensor_split([rows]), ()
+            gaps += [gap for gap in after if gap.numel()]
+    parts = zip(names, torch.split(own, padded_sizes), strict=True)
+    views = {name: padded[: sizes[name]].view(shapes[name]) for name, padded in parts}
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    label = f"gradients[{','.join((*scattered, *summed))}] {names[0]}{others}"
     label += f" in {str(first.reduced).removeprefix('torch.')}"
     return Bucket(summed, scattered, order, buffer, own, slots, cuts, views, label, first.reduced, tuple(gaps))

@@ -1,4 +1,4 @@
-"""What forward changes: buffers, parameters and attributes of a module are what a step made of them."""
+"""Buffers, parameters and attributes that forward changes: write a step's new values to the module."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from ...ir.distributed_program import DistributedProgram
 
 
 def split_results(
-    program: DistributedProgram, results: Sequence[Tensor], there: Mapping[str, Tensor]
+    program: DistributedProgram, results: Sequence[Tensor], current: Mapping[str, Tensor]
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """What the module returns, and the new values of what it changes. ``there``: its whole buffers and constants, of
-    which the end of a step may compute them."""
-    own = program.last.start
+    """Split a program's outputs into the module's outputs and the new values of its state.
+
+    ``current``: the module's whole buffers and constants, from which the end of a step may compute new values.
+    """
+    num_outputs = program.last.start
     new = {program.results[position].path: results[position] for position in program.last}
     if (end := program.end) is not None:
-        given = [*(there[name] for name in end.static), *(new.pop(name) for name in end.dynamic)]
-        new |= zip(end.outputs, end.module.forward([None, *given]), strict=True)
-    return list(results[:own]), new
+        arguments = [*(current[name] for name in end.static), *(new.pop(name) for name in end.dynamic)]
+        new |= zip(end.outputs, end.module.forward([None, *arguments]), strict=True)
+    return list(results[:num_outputs]), new
 
 
-def written(program: DistributedProgram, new: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the module has from now on: the tensors that it has ``there``, with new values, as forward changes them in
-    place; other tensors where forward assigns others."""
+def written(program: DistributedProgram, new: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the module's tensors after a step: the ``current`` ones, changed in place, or newly assigned ones."""
     assigned = program.captured.assigned
-    memory = {storage_key(there[name]) for name in new}
-    # two of them may change places: nothing is written before all is read
+    memory = {storage_key(current[name]) for name in new}
+    # copy values that lie in the module's memory before writing there: forward may swap two buffers
     new = {
-        name: x.to(there[name].dtype, copy=True) if name in assigned or storage_key(x) in memory else x
+        name: x.to(current[name].dtype, copy=True) if name in assigned or storage_key(x) in memory else x
         for name, x in new.items()
     }
-    return {name: x if name in assigned else there[name].copy_(x) for name, x in new.items()}
+    return {name: x if name in assigned else current[name].copy_(x) for name, x in new.items()}
 
 
 def remake(attributes: Sequence[CallAttribute]) -> None:

@@ -1,4 +1,4 @@
-"""The loss that a step returns: a number, whose gradients are there already."""
+"""The loss that a step returns: a scalar whose gradients are already computed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from ...compat.torch import plain_function
 from ...core.errors import RunError
 
-_SCALED = frozenset(("mul", "div", "true_divide", "add", "sub", "rsub", "__rdiv__", "mean", "sum"))  # still a loss
+# functions whose result is a SettledLoss, too
+_SCALING = frozenset(("mul", "div", "true_divide", "add", "sub", "rsub", "__rdiv__", "mean", "sum"))
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 class SettledLoss(Tensor):
-    """A scalar as any other, but that a call of backward (also of its multiple, as GradScaler makes one) says what to
-    do instead.
+    """A scalar tensor on which backward is refused, also after scaling it as GradScaler does.
 
     Raises:
         RunError: QN113 by ``backward``.
@@ -33,12 +33,12 @@ class SettledLoss(Tensor):
                 "backward was called on the loss that step returned, and step computed the gradients",
                 fix="leave backward (and GradScaler) out: program.step(batch), then optimizer.step()",
             )
-        found = plain_function(func, types, args, kwargs or {})
-        return found.as_subclass(cls) if isinstance(found, Tensor) and func.__name__ in _SCALED else found
+        result = plain_function(func, types, args, kwargs or {})
+        return result.as_subclass(cls) if isinstance(result, Tensor) and func.__name__ in _SCALING else result
 
     @property
     def plain(self) -> Tensor:
-        """The same as a torch.Tensor."""
+        """Return the loss as a torch.Tensor."""
         return self.as_subclass(Tensor)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

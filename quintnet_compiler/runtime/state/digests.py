@@ -1,4 +1,4 @@
-"""64-bit digests of tensors: which values ranks hold, in one pass over memory and on any device."""
+"""64-bit digests of tensors, in one pass over memory and on any device, to compare the values of ranks."""
 
 from __future__ import annotations
 
@@ -8,49 +8,50 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-BLOCK = 2**16  # words of 8 bytes: on a CPU, what stays in its second cache
-BLOCKS = 2**6  # at once on other devices
-RUN = 64  # elements that a sample takes in a row
-_ODD = -7046029254386353131  # 2**64 / golden ratio, odd: its products with close numbers are far apart
+BLOCK = 2**16  # words of 8 bytes; fits the second-level cache of a CPU
+NUM_BLOCKS = 2**6  # at once on other devices
+RUN = 64  # consecutive elements of a sample
+_MULTIPLIER = -7046029254386353131  # 2**64 / golden ratio, odd: spreads products with close numbers
 
 
-def digests(tensors: Iterable[Tensor], most: int | None = None) -> list[int]:
-    """A number for each tensor's dtype, shape and bits. Different ones have equal numbers with a chance of 2**-63.
+def digests(tensors: Iterable[Tensor], max_elements: int | None = None) -> list[int]:
+    """Return a digest of each tensor's dtype, shape and bits; the chance of a collision is 2**-63.
 
     Args:
-        most: look at about so many elements of each, spread over all of it; None: at all.
+        tensors: on any devices.
+        max_elements: read about so many elements of each, spread over all of it; None: all.
     """
-    given = list(tensors)
-    factors = {device: _factors(device) for device in dict.fromkeys(x.device for x in given)}
-    sums = [_sum(_words(x if most is None else sample(x, most)), factors[x.device]) for x in given]
-    found: list[int] = torch.stack([x.cpu() for x in sums]).tolist() if sums else []
-    return [together(n, str(x.dtype), tuple(x.shape)) for n, x in zip(found, given, strict=True)]
+    listed = list(tensors)
+    factors = {device: _factors(device) for device in dict.fromkeys(x.device for x in listed)}
+    sums = [_sum(_words(x if max_elements is None else sample(x, max_elements)), factors[x.device]) for x in listed]
+    numbers: list[int] = torch.stack([x.cpu() for x in sums]).tolist() if sums else []
+    return [together(n, str(x.dtype), tuple(x.shape)) for n, x in zip(numbers, listed, strict=True)]
 
 
 def device_digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return a number [n] for each tensor's bits alone, on ``device``: the host waits for nothing."""
-    given = list(tensors)
-    factors = {there: _factors(there) for there in dict.fromkeys(x.device for x in given)}
-    sums = [_sum(_words(x), factors[x.device]).to(device, non_blocking=True) for x in given]
+    """Return digests [n] (int64) of the tensors' bits alone, on ``device``, without synchronizing with the host."""
+    listed = list(tensors)
+    factors = {place: _factors(place) for place in dict.fromkeys(x.device for x in listed)}
+    sums = [_sum(_words(x), factors[x.device]).to(device, non_blocking=True) for x in listed]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
 
 
 def together(*parts: object) -> int:
-    """One number for several things, as they print."""
+    """Return one digest of several objects' ``repr``."""
     data = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(data, "little", signed=True)
 
 
-def sample(x: Tensor, most: int) -> Tensor:
-    """Short runs of elements, so that few lines of memory are read."""
-    if x.numel() <= most:
+def sample(x: Tensor, max_elements: int) -> Tensor:
+    """Return about ``max_elements`` elements in short runs, so that few cache lines are read."""
+    if x.numel() <= max_elements:
         return x
     flat = x.reshape(-1)
-    return flat[: flat.numel() // RUN * RUN].view(-1, RUN)[:: -(-flat.numel() // most)]
+    return flat[: flat.numel() // RUN * RUN].view(-1, RUN)[:: -(-flat.numel() // max_elements)]
 
 
 def _words(x: Tensor) -> Tensor:
-    """The bits, in the order of the elements, as int64; zeros at the end."""
+    """Return the bits, in the order of the elements, as int64, padded with zeros."""
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     data = x.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8 or data.numel() % 8:
@@ -60,22 +61,24 @@ def _words(x: Tensor) -> Tensor:
 
 
 def _sum(words: Tensor, factors: Tensor) -> Tensor:
-    """The sum, modulo 2**64, of each word (mixed: a flip of two signs must not cancel) times a number of its place:
-    the same in any order of addition."""
+    """Return the sum, modulo 2**64, of each mixed word times a factor of its position.
+
+    The order of additions does not matter. Words are mixed so that two flipped signs do not cancel.
+    """
     while words.numel() > 1:
-        at_once = BLOCK if words.device.type == "cpu" else BLOCK * BLOCKS
-        words = torch.cat([_blocks(chunk, factors) for chunk in torch.split(words, at_once)])
+        chunk_words = BLOCK if words.device.type == "cpu" else BLOCK * NUM_BLOCKS
+        words = torch.cat([_block_sums(chunk, factors) for chunk in torch.split(words, chunk_words)])
     return words.sum()
 
 
-def _blocks(words: Tensor, factors: Tensor) -> Tensor:
+def _block_sums(words: Tensor, factors: Tensor) -> Tensor:
     full = words.numel() // BLOCK * BLOCK
     parts: Sequence[Tensor] = [
         part for part in (words[:full].view(-1, BLOCK), words[full:].view(1, -1)) if part.numel()
     ]
     sums = []
     for part in parts:
-        mixed = part * _ODD
+        mixed = part * _MULTIPLIER
         mixed ^= mixed >> 32
         mixed *= factors[: part.shape[1]]
         sums.append(mixed.sum(1))
@@ -83,9 +86,9 @@ def _blocks(words: Tensor, factors: Tensor) -> Tensor:
 
 
 def _factors(device: torch.device) -> Tensor:
-    """An odd number for each place in a block."""
-    found = torch.arange(1, BLOCK + 1, device=device) * _ODD
-    found ^= found >> 29
-    found *= -4658895280553007687
-    found ^= found >> 32
-    return found | 1
+    """Return an odd number for each position in a block."""
+    factors = torch.arange(1, BLOCK + 1, device=device) * _MULTIPLIER
+    factors ^= factors >> 29
+    factors *= -4658895280553007687
+    factors ^= factors >> 32
+    return factors | 1

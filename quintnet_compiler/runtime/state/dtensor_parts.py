@@ -1,4 +1,4 @@
-"""Which rank holds which part of any DTensor, this package's or not."""
+"""The parts of any DTensor, and the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ from ...compat.distributed import positions_of
 
 @dataclass(frozen=True)
 class DTensorParts:
-    """``types``: of each axis of its mesh, as plans have them. ``parts``: the global indices along each dim, and the
-    ranks that hold them."""
+    """The layout of a DTensor.
+
+    Attributes:
+        types: the type on each axis of its mesh, written as in plans.
+        parts: for each part, its global indices along each dim, and the ranks that hold it.
+    """
 
     types: Mapping[str, str]
     parts: tuple[tuple[tuple[Tensor, ...], tuple[int, ...]], ...]
 
 
 def dtensor_parts(x: Tensor) -> DTensorParts | None:
-    """Nothing is communicated. None for what is no DTensor."""
+    """Return the parts of a DTensor, None for another tensor. Nothing is communicated."""
     if not isinstance(x, DTensor):
         return None
     mesh = x.device_mesh
     names = mesh.mesh_dim_names or tuple(f"axis {index}" for index in range(mesh.ndim))
     holders: dict[tuple[int, ...], list[int]] = {}
-    for place in itertools.product(*(range(size) for size in mesh.mesh.shape)):
-        kept = zip(place, x.placements, strict=True)
-        cut = tuple(index if not isinstance(kind, (Replicate, Partial)) else 0 for index, kind in kept)
-        holders.setdefault(cut, []).append(int(mesh.mesh[place]))
-    parts = tuple((tuple(positions_of(x, cut)), tuple(ranks)) for cut, ranks in sorted(holders.items()))
+    for coordinate in itertools.product(*(range(size) for size in mesh.mesh.shape)):
+        kinds = zip(coordinate, x.placements, strict=True)
+        part = tuple(index if not isinstance(kind, (Replicate, Partial)) else 0 for index, kind in kinds)
+        holders.setdefault(part, []).append(int(mesh.mesh[coordinate]))
+    parts = tuple((tuple(positions_of(x, part)), tuple(ranks)) for part, ranks in sorted(holders.items()))
     return DTensorParts({n: _type(kind) for n, kind in zip(names, x.placements, strict=True)}, parts)
 
 

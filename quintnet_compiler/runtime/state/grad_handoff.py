@@ -1,4 +1,4 @@
-"""Gradients as optimizers see them: the same tensors in every step, as long as nobody else looks at them."""
+"""Gradients as optimizers see them: the same tensors in every step, unless something else refers to them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .module_parameters import like, local_of
 
 _GRAD = attrgetter("grad")
 
-Old = Sequence[Tensor | None] | None  # gradients that parameters had before a step; None: not one
+Old = Sequence[Tensor | None] | None  # gradients of parameters before a step; None if no parameter had one
 
 
 class HandOver:
-    """What a step gives to ``parameters``: ``gradients``, over memory that every step writes to.
+    """Hands ``gradients``, over memory that every step writes to, to ``parameters``.
 
-    Whoever keeps one of them (or its memory) from an earlier step is told from the numbers of references: then the next
-    step needs others. No loop over parameters is in Python unless they still have gradients, to which those of a step
-    are added.
+    Reference counts show whether something keeps a gradient (or its memory) of an earlier step; the next step then
+    needs new ones. There is no Python loop over parameters, unless they still have gradients, to which those of a
+    step are added.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
@@ -41,27 +41,29 @@ class HandOver:
 
     @property
     def kept(self) -> bool:
-        """Whether somebody else has one of the gradients, a view of it or what it is a view of."""
+        """Return whether something else refers to one of the gradients, a view of it, or its memory."""
         return self._references() != self._own
 
     def take(self) -> Old:
-        """Before a step: what the parameters have. They have nothing then, and none of it is overwritten."""
+        """Take the gradients from the parameters before a step, as copies that the step does not overwrite."""
         with without_torch_function():
-            there = list(map(_GRAD, self.parameters))
-        if all(map(is_, there, repeat(None))):
+            current = list(map(_GRAD, self.parameters))
+        if all(map(is_, current, repeat(None))):
             return None
-        old = [None if g is None else like(g.clone(), type(g)) for g in there]
+        old = [None if g is None else like(g.clone(), type(g)) for g in current]
         self.put(repeat(None))
         return old
 
     def give(self, old: Old) -> None:
-        """After a step: its gradients, added to what there was; then each parameter's hooks, as autograd calls them
-        when it has accumulated a gradient (``register_post_accumulate_grad_hook``)."""
+        """Set the step's gradients, added to ``old`` ones, and call the hooks of the parameters.
+
+        The hooks are those that autograd calls after accumulating (``register_post_accumulate_grad_hook``).
+        """
         if old is None:
             self.put(self.gradients)
         else:
             pairs = zip(old, self.gradients, strict=True)
-            self.put([g if before is None else like(before + g, type(g)) for before, g in pairs])
+            self.put([g if previous is None else like(previous + g, type(g)) for previous, g in pairs])
         with without_torch_function():
             hooked = any(map(accumulation_hooks, self.parameters))
         if hooked:

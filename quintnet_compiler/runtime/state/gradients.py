@@ -1,9 +1,9 @@
-"""Gradients of one rank: accumulated over microbatches, added up over ranks (and scattered to those that store slices)
-in buckets while the last backward runs."""
+"""Gradients of one rank: accumulated over microbatches, and reduced over ranks in buckets during the last backward."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -16,36 +16,51 @@ from ..transport.transport import Pending, Transport
 from .buckets import Bucket, GradientSlice, accumulated_shape, by_rank, make_bucket, reduced_axes, scattered_axes
 from .products import add_product, adds_up, put_product
 
-PIECES, PIECE_BYTES = 16, 2**20  # of what no ranks add up (at most so many, of so many bytes at least): its memory is
-# taken piece by piece, as the backward frees values
+# buckets that no ranks reduce: several, so that their memory is allocated bit by bit while the backward frees values
+PIECES = 16  # at most
+PIECE_BYTES = 2**20  # of each, at least
 
 
 def shared_by(spec: StateSpec, program: DistributedProgram, rank: int) -> tuple[int, ...]:
-    """The ranks of all stages that hold the same part of a parameter as ``rank``."""
-    here = program.mesh.coordinate(rank)
+    """Return the ranks of all stages that hold the same part of a parameter as ``rank``; none for a single stage."""
+    coordinate = program.mesh.coordinate(rank)
     owners = sorted({program.schedule.placement[stage] for stage in spec.stages})
-    return tuple(program.mesh.rank({**here, "pp": owner}) for owner in owners) if len(owners) > 1 else ()
+    return tuple(program.mesh.rank({**coordinate, "pp": owner}) for owner in owners) if len(owners) > 1 else ()
 
 
 @dataclass(slots=True)
 class _Sum:
-    """Where the gradient of one parameter adds up: in ``slot`` of ``bucket`` (see there for ``cuts``). ``matrices``:
-    whether products can be added there, one or one for each rank. ``step``: the last one that added something."""
+    """The accumulated gradient of one parameter.
+
+    Attributes:
+        bucket: its bucket.
+        slot: its place in the bucket.
+        cuts: see :class:`Bucket`.
+        takes_products: whether matrix products can be added to the slot directly, one or one for each rank.
+        step: the last step that accumulated something.
+    """
 
     bucket: Bucket
     slot: Tensor
     cuts: tuple[GradientSlice, ...]
-    matrices: bool
+    takes_products: bool
     step: int = 0
 
 
 @dataclass
 class GradientStore:
-    """Holds, accumulates and settles the gradients of one rank's parameters. What a step has to do with each of them is
-    found here once; between microbatches, its Python is as long for a thousand parameters as for one.
+    """Accumulates and reduces the gradients of one rank's parameters.
 
-    Gradients of parameters that are on the host go there: a bucket when its last term is added, or (if ranks add it
-    up) when that is settled. Its memory on the device is free when the next one leaves."""
+    Gradients of offloaded parameters are copied to the host: a bucket when its last term is added, or (if ranks reduce
+    it) after the reduction. Its memory on the device is freed when the next bucket is copied.
+
+    Attributes:
+        buckets: of all parameters.
+        where: the bucket of each parameter.
+        settled: this rank's part of each parameter's reduced gradient.
+        outward: copies to the host.
+        leaving: the bucket that is being copied to the host, and what waits for the copy.
+    """
 
     program: DistributedProgram
     part: RankProgram
@@ -53,72 +68,91 @@ class GradientStore:
     device: torch.device
     buckets: list[Bucket] = field(default_factory=list)
     where: dict[str, Bucket] = field(default_factory=dict)
-    settled: dict[str, Tensor] = field(default_factory=dict)  # each parameter's gradient: this rank's part
+    settled: dict[str, Tensor] = field(default_factory=dict)
     outward: HostCopies = field(default_factory=HostCopies)
-    leaving: tuple[Bucket, Pending] | None = None  # on its way to the host
+    leaving: tuple[Bucket, Pending] | None = None
 
     def __post_init__(self) -> None:
-        self.times: dict[str, int] = defaultdict(int)
-        self.names: dict[str, str] = {}  # generated code names a parameter by its value in the graph
-        groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
-        for stage in reversed(self.part.stages):  # the later one's gradients are complete first
-            self.names |= stage.gradients
-            for name in stage.gradients.values():
-                spec = self.program.state[name]
-                if not self.times[name]:
-                    over = reduced_axes(spec, self.program), scattered_axes(spec, self.program)
-                    groups[spec.summed, spec.reduced, *over].append(name)
-                self.times[name] += 1
-        for name in self._idle():
-            spec = self.program.state[name]
-            groups["idle", spec.summed, spec.reduced].append(name)
-        for names in groups.values():
-            pending: list[str] = []
-            first, size = self.program.state[names[0]], 0
-            sizes = {name: self._bytes(self.program.state[name]) for name in names}
-            alone = not reduced_axes(first, self.program) and not scattered_axes(first, self.program)
-            few = max(PIECE_BYTES, sum(sizes.values()) // PIECES)
-            limit = min(self.program.bucket_mib * 2**20, few) if alone else self.program.bucket_mib * 2**20
-            for name in names:
-                pending.append(name)
-                size += sizes[name]
-                if size >= limit or name is names[-1]:
-                    self.buckets.append(make_bucket(pending, self.program, self.part.rank, self.device))
-                    self.where |= dict.fromkeys(pending, self.buckets[-1])
-                    pending, size = [], 0
+        """Allocate the buckets."""
+        self.times: dict[str, int] = defaultdict(int)  # how many functions accumulate a parameter's gradient
+        self.names: dict[str, str] = {}  # the parameter of each value that generated code accumulates
+        self.step = 0
+        self.scale = 1.0
+        for names in self._groups():
+            for bucket_names in self._split(names):
+                self.buckets.append(make_bucket(bucket_names, self.program, self.part.rank, self.device))
+                self.where |= dict.fromkeys(bucket_names, self.buckets[-1])
         for bucket in self.buckets:
             bucket.terms = sum(self.times[name] for name in bucket.views) * self.program.schedule.num_microbatches
-        self.step = 0
-        made = {name: _sum(bucket, name) for name, bucket in self.where.items()}
-        self.sums = {value: made[name] for value, name in self.names.items()}
-        views: dict[str, Tensor] = {}
-        for bucket in self.buckets:
-            host = self.program.state[next(iter(bucket.views))].host
-            room = host_room(bucket.own.shape, bucket.own.dtype, self.device) if host else None
-            views |= bucket.views if room is None else bucket.on_host(room)
-        for name, view in views.items():  # where sums have more bits than the parameter, a copy
-            self.settled[name] = view.to(self.program.state[name].dtype)
-        copied = [name for name, view in views.items() if self.settled[name].dtype is not view.dtype]
-        self.copies = [self.settled[name] for name in copied], [views[name] for name in copied]
+        sums = {name: _sum(bucket, name) for name, bucket in self.where.items()}
+        self.sums = {value: sums[name] for value, name in self.names.items()}
+        self._settle_views(self._views())
         owners = {name: shared_by(self.program.state[name], self.program, self.part.rank) for name in self.where}
         self.shared = {name: ranks for name, ranks in sorted(owners.items()) if ranks}
         self.idle = [bucket for bucket in self.buckets if not bucket.terms]
-        self.scale = 1.0
         for bucket in self.buckets if self.host else ():
             bucket.total = torch.zeros((), dtype=bucket.own.dtype, device=self.device)
             bucket.release()
 
+    def _groups(self) -> list[list[str]]:
+        """Return parameters whose gradients can share buckets, and count who accumulates them."""
+        groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
+        for stage in reversed(self.part.stages):  # a later stage's gradients are complete first
+            self.names |= stage.gradients
+            for name in stage.gradients.values():
+                spec = self.program.state[name]
+                if not self.times[name]:
+                    axes = reduced_axes(spec, self.program), scattered_axes(spec, self.program)
+                    groups[spec.summed, spec.reduced, *axes].append(name)
+                self.times[name] += 1
+        for name in self._idle():
+            spec = self.program.state[name]
+            groups["idle", spec.summed, spec.reduced].append(name)
+        return list(groups.values())
+
+    def _split(self, names: list[str]) -> Iterator[list[str]]:
+        """Yield the parameters of each bucket of a group."""
+        first = self.program.state[names[0]]
+        sizes = {name: self._bytes(self.program.state[name]) for name in names}
+        limit = self.program.bucket_mib * 2**20
+        if not reduced_axes(first, self.program) and not scattered_axes(first, self.program):
+            limit = min(limit, max(PIECE_BYTES, sum(sizes.values()) // PIECES))
+        pending: list[str] = []
+        size = 0
+        for name in names:
+            pending.append(name)
+            size += sizes[name]
+            if size >= limit or name is names[-1]:
+                yield pending
+                pending, size = [], 0
+
+    def _views(self) -> dict[str, Tensor]:
+        """Return each parameter's reduced gradient, on the device or the host, in the dtype of sums."""
+        views: dict[str, Tensor] = {}
+        for bucket in self.buckets:
+            if self.program.state[next(iter(bucket.views))].host:
+                views |= bucket.on_host(host_room(bucket.own.shape, bucket.own.dtype, self.device))
+            else:
+                views |= bucket.views
+        return views
+
+    def _settle_views(self, views: dict[str, Tensor]) -> None:
+        """Set ``settled``: the views, or copies where sums have more bits than the parameter."""
+        for name, view in views.items():
+            self.settled[name] = view.to(self.program.state[name].dtype)
+        copied = [name for name, view in views.items() if self.settled[name].dtype is not view.dtype]
+        self.copies = [self.settled[name] for name in copied], [views[name] for name in copied]
+
     @property
     def host(self) -> bool:
-        """Whether gradients go to the host."""
+        """Return whether gradients are offloaded to the host."""
         return any(bucket.host is not None for bucket in self.buckets)
 
     def _bytes(self, spec: StateSpec) -> int:
         return accumulated_shape(spec, self.program).numel() * spec.summed.itemsize
 
     def begin(self, scale: float = 1.0) -> None:
-        """A new step: forget the gradients of the last one, whose memory is free until the backward. ``scale``: what
-        they are divided by when they are settled."""
+        """Begin a step: free the gradients of the last one. ``scale``: the loss scale, by which sums are divided."""
         self.step += 1
         self.scale = scale
         self._arrive()
@@ -131,52 +165,52 @@ class GradientStore:
             bucket.buffer.zero_()
 
     def release(self) -> None:
-        """Give all memory back until the next step: nobody has its gradients any more."""
+        """Free all memory until the next step, after the last use of the gradients."""
         for bucket in self.buckets:
             bucket.release()
         for copy in self.copies[0]:
             copy.untyped_storage().resize_(0)
 
     def _idle(self) -> list[str]:
-        """Parameters that stages here use without a gradient, and other stages with one: its sum arrives here too."""
-        here = {stage.index for stage in self.part.stages}
+        """Return parameters that get a gradient only in stages of other ranks: this rank takes part in their sum."""
+        own_stages = {stage.index for stage in self.part.stages}
         trained = {name for stage in self.program.stages for name in stage.gradients.values()}
-        held = {name for name in trained if not here.isdisjoint(self.program.state[name].stages)}
-        return sorted(held - self.times.keys())
+        shared = {name for name in trained if not own_stages.isdisjoint(self.program.state[name].stages)}
+        return sorted(shared - self.times.keys())
 
     def accumulate(self, gradient: Tensor, value: str) -> None:
-        """Add one microbatch's gradient; with the last one of a bucket, its sum over ranks begins."""
-        to = self.sums[value]
-        if to.cuts:
-            gradient = by_rank(gradient, to.cuts, to.bucket.order)
-        if to.step == self.step:
-            to.slot.add_(gradient)
+        """Add one microbatch's gradient; the last one of a bucket starts its reduction."""
+        target = self.sums[value]
+        if target.cuts:
+            gradient = by_rank(gradient, target.cuts, target.bucket.order)
+        if target.step == self.step:
+            target.slot.add_(gradient)
         else:
-            self._first(to)
-            to.slot.copy_(gradient)
-        self._count(to.bucket)
+            self._first(target)
+            target.slot.copy_(gradient)
+        self._count(target.bucket)
 
     def accumulate_matmul(self, left: Tensor, right: Tensor, value: str) -> None:
-        """As ``accumulate(left @ right, value)``, without a copy, and (see :mod:`.products`) not rounded on its way."""
-        to = self.sums[value]
-        if not (to.matrices and adds_up(to.slot, left)):
+        """Do ``accumulate(left @ right, value)`` without a copy or (see :mod:`.products`) an intermediate rounding."""
+        target = self.sums[value]
+        if not (target.takes_products and adds_up(target.slot, left)):
             self.accumulate(left @ right, value)
             return
-        if to.cuts:  # each rank's rows or columns are a product of their own
-            rows, order = to.cuts[0].dim == 0, to.bucket.order
-            left = by_rank(left, to.cuts, order) if rows else left.expand(to.cuts[0].ranks, -1, -1)
-            right = right.expand(to.cuts[0].ranks, -1, -1) if rows else by_rank(right, to.cuts, order)
-        if to.step == self.step:
-            add_product(to.slot, left, right)
+        if target.cuts:  # one product for each rank's rows or columns
+            rows, order = target.cuts[0].dim == 0, target.bucket.order
+            left = by_rank(left, target.cuts, order) if rows else left.expand(target.cuts[0].ranks, -1, -1)
+            right = right.expand(target.cuts[0].ranks, -1, -1) if rows else by_rank(right, target.cuts, order)
+        if target.step == self.step:
+            add_product(target.slot, left, right)
         else:
-            self._first(to)
-            put_product(to.slot, left, right)
-        self._count(to.bucket)
+            self._first(target)
+            put_product(target.slot, left, right)
+        self._count(target.bucket)
 
-    def _first(self, to: _Sum) -> None:
-        to.step = self.step
-        if not to.bucket.held:
-            to.bucket.hold()
+    def _first(self, target: _Sum) -> None:
+        target.step = self.step
+        if not target.bucket.held:
+            target.bucket.hold()
 
     def _count(self, bucket: Bucket) -> None:
         bucket.left -= 1
@@ -184,7 +218,7 @@ class GradientStore:
             self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
-        if self._settles_at_once(bucket):
+        if self._is_complete(bucket):
             self._leave(bucket)
         peers, rank = self.program.mesh.peers, self.part.rank
         begin = self.transport.start_scatter if bucket.scattered else self.transport.start_sum
@@ -193,13 +227,13 @@ class GradientStore:
             bucket.moving = bucket.buffer.to(bucket.reduced)
             bucket.wait = begin(bucket.moving, peers(rank, axes), bucket.label)
 
-    def _settles_at_once(self, bucket: Bucket) -> bool:
-        """Whether what is added up here is all, and goes to the host."""
-        alone = not bucket.scattered and not bucket.summed and self.shared.keys().isdisjoint(bucket.views)
-        return bucket.host is not None and alone
+    def _is_complete(self, bucket: Bucket) -> bool:
+        """Return whether an offloaded bucket needs no reduction before it is copied to the host."""
+        unreduced = not bucket.scattered and not bucket.summed and self.shared.keys().isdisjoint(bucket.views)
+        return bucket.host is not None and unreduced
 
     def _leave(self, bucket: Bucket) -> None:
-        """Copy what is settled to the host, and have the copy before end."""
+        """Start copying a reduced bucket to the host, and finish the copy of the one before."""
         assert bucket.host is not None
         if self.scale != 1:
             bucket.own.mul_(1 / self.scale)
@@ -216,13 +250,15 @@ class GradientStore:
             self.leaving = None
 
     def require_all(self) -> None:
-        """Memory of gradients has no values before the first term of each."""
+        """Assert that every gradient was accumulated: memory without a term has no values."""
         for bucket in self.buckets:
             assert bucket.left == 0, f"{bucket.label}: {bucket.left} terms are missing"
 
     def settle(self) -> None:
-        """Wait for all sums, add up what stages share, and divide by the step's scale. Of what goes to the host, the
-        copies are under way then."""
+        """Finish all reductions, add up what stages share, and divide by the loss scale.
+
+        Copies to the host may still be in progress afterwards.
+        """
         for bucket in self.buckets:
             if bucket.wait is not None:
                 self._finish(bucket)
@@ -246,25 +282,27 @@ class GradientStore:
 
     def _finish(self, bucket: Bucket) -> None:
         assert bucket.wait is not None and bucket.moving is not None
-        found = bucket.wait()
+        total = bucket.wait()
         if bucket.scattered:
             index = self.program.mesh.peers(self.part.rank, bucket.order).index(self.part.rank)
-            found = bucket.moving.view(-1, bucket.own.numel())[index]
+            total = bucket.moving.view(-1, bucket.own.numel())[index]
             if bucket.summed:
                 ranks = self.program.mesh.peers(self.part.rank, bucket.summed)
-                self.transport.start_sum(found, ranks, bucket.label)()
-        _keep(bucket.own, found)
+                self.transport.start_sum(total, ranks, bucket.label)()
+        _keep(bucket.own, total)
         bucket.moving = bucket.wait = None
 
     @property
     def nbytes(self) -> int:
-        """Of all sums where they stay, and of what is not a view of them."""
+        """Return the bytes of all gradients between steps: of sums, and of copies in another dtype."""
         sums = (bucket.buffer if bucket.host is None else bucket.host for bucket in self.buckets)
         return sum(x.nbytes for x in sums) + sum(x.nbytes for x in self.copies[0])
 
     def screen(self) -> Tensor:
-        """0, or NaN if any element is not finite: cheap, and no host waits for it. A sum that overflows shows up too,
-        so a hit must be confirmed."""
+        """Return 0, or NaN if any element may not be finite, without synchronizing with the host.
+
+        The check adds all elements up; a sum of finite ones may overflow, so NaN must be confirmed.
+        """
         sums = [bucket.own.sum() if bucket.total is None else bucket.total for bucket in self.buckets]
         if len(sums) == 1:
             return sums[0] * 0
@@ -276,7 +314,7 @@ def _sum(bucket: Bucket, name: str) -> _Sum:
     return _Sum(bucket, bucket.slots[name], cuts, len(cuts) < 2 and all(cut.parts == 1 for cut in cuts))
 
 
-def _keep(slot: Tensor, found: Tensor) -> None:
-    """Put in ``slot`` what another dtype keeps from lying there already."""
-    if found.dtype is not slot.dtype:
-        slot.copy_(found.view_as(slot))
+def _keep(slot: Tensor, result: Tensor) -> None:
+    """Copy a result of another dtype to ``slot``; one of the same dtype is there already."""
+    if result.dtype is not slot.dtype:
+        slot.copy_(result.view_as(slot))

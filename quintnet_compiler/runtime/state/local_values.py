@@ -1,4 +1,4 @@
-"""What a rank has of a module's parameters, and of their gradients."""
+"""A rank's parts of a module's parameters and of their gradients, as DTensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .true_part import TruePart
 
 
 class StageGradient(DTensor):
-    """The gradient of a parameter that other pipeline stages do not have. A norm of these alone is no norm of all.
+    """The gradient of a parameter of one pipeline stage; a norm over one rank's gradients is not the model's norm.
 
     Raises:
         RunError: QN113 by torch.nn.utils.clip_grad_norm_ and torch.optim.LBFGS.
@@ -53,10 +53,10 @@ class StageGradient(DTensor):
 
 
 def whole_number(x: DTensor) -> Any:
-    """A DTensor's Python number, if every rank has it.
+    """Return the Python number of a replicated DTensor.
 
     Raises:
-        RunError: QN113 for a term of a sum, or for what one rank has alone.
+        RunError: QN113 for a DTensor of which each rank has a part or a term.
     """
     if not all(placement.is_replicate() for placement in x.placements):
         raise RunError(
@@ -70,7 +70,15 @@ def whole_number(x: DTensor) -> Any:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Which part of a parameter a rank stores."""
+    """The part of a parameter that a rank stores.
+
+    Attributes:
+        shape: the global shape.
+        sharding: the type on each axis.
+        sizes: the number of ranks of each axis.
+        places: this rank's coordinate on each axis.
+        true: the part without padding.
+    """
 
     shape: tuple[int, ...]
     sharding: Sharding
@@ -79,7 +87,7 @@ class StoredPart:
     true: TruePart
 
     def __call__(self, x: Any, like: DTensor) -> Any:
-        """A whole tensor's part; anything else as it is."""
+        """Return the part of a whole tensor as a DTensor like ``like``; return anything else unchanged."""
         if not isinstance(x, Tensor) or isinstance(x, DTensor) or tuple(x.shape) != self.shape:
             return x
         part = self.true.of_padded(slices.take_all(x.detach(), self.sharding, self.sizes, self.places)).to(like.device)

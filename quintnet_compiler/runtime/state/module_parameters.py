@@ -1,4 +1,4 @@
-"""A module's own parameters as the program's: where they are, and what they offer beside plain ones."""
+"""A module's own parameters as the program's parameters: where modules keep them, and their additional methods."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from ...core.errors import RunError
 from ...ir.distributed_program import StateSpec
 from ..transport.host_copies import PLAIN, host_room
 
-_AGAIN = "compile the changed module"
+_RECOMPILE = "compile the changed module"
 _ADDRESS = methodcaller("data_ptr")
 
 
 class WholeTensor(Tensor):
-    """A plain tensor that is whole here, with what DTensors offer: code that asks for it is the same on every layout.
-    Gradients and what a state dict holds are such."""
+    """A whole tensor with the methods of DTensors, so that code is the same on every layout.
+
+    Gradients and the tensors of a state dict are such.
+    """
 
     __torch_function__ = plain_function
 
     def full_tensor(self) -> Tensor:
-        """All of it."""
+        """Return the tensor, which is whole."""
         return self.view_as(self)
 
     def to_local(self) -> Tensor:
-        """What this process holds: all of it."""
+        """Return this process's part: the whole tensor."""
         return self.view_as(self)
 
     def detach(self) -> Tensor:
@@ -45,7 +47,7 @@ class WholeTensor(Tensor):
 
 
 class WholeParameter(nn.Parameter):
-    """A plain parameter, all of whose ranks are in this process; offers what :class:`WholeTensor` does."""
+    """A parameter with the methods of :class:`WholeTensor`; all ranks are in this process."""
 
     __torch_function__ = plain_function
     full_tensor = WholeTensor.full_tensor
@@ -56,8 +58,8 @@ class WholeParameter(nn.Parameter):
 
 
 class ReplacedParameter(nn.Parameter):
-    """What a parameter is after another one took its place in the module: an optimizer that still has it would train
-    nothing, so its gradient cannot be asked for.
+    """A parameter that was replaced in the module. An optimizer that still has it would train nothing, so it has no
+    gradient.
 
     Raises:
         RunError: QN113 by ``grad``.
@@ -76,63 +78,72 @@ class ReplacedParameter(nn.Parameter):
 
 
 def whole_parameter(x: Tensor, device: torch.device, *, trainable: bool, host: bool = False) -> nn.Parameter:
-    """``x`` itself if it is a parameter, on ``device`` (``host``: in memory of its host), else a new one in its memory;
-    for one on the meta device a new one whose memory has no values."""
-    found = x if isinstance(x, nn.Parameter) else nn.Parameter(x.detach(), requires_grad=trainable)
-    if found.is_meta:
-        room = host_room(found.shape, found.dtype, device) if host else torch.empty_like(found, device=device)
-        found = nn.Parameter(room, requires_grad=found.requires_grad)
+    """Return ``x`` as a parameter on ``device``, or with ``host`` in memory of its host.
+
+    A parameter is moved and returned itself; for another tensor, a new parameter shares its memory. One on the meta
+    device is replaced by a new one with uninitialized memory.
+    """
+    parameter = x if isinstance(x, nn.Parameter) else nn.Parameter(x.detach(), requires_grad=trainable)
+    if parameter.is_meta:
+        memory = (
+            host_room(parameter.shape, parameter.dtype, device) if host else torch.empty_like(parameter, device=device)
+        )
+        parameter = nn.Parameter(memory, requires_grad=parameter.requires_grad)
     else:
-        found = cast(nn.Parameter, pinned(found, device) if host else moved(found, device))
-    if type(found) is nn.Parameter:
-        found.__class__ = WholeParameter
-    return found
+        parameter = cast(nn.Parameter, pinned(parameter, device) if host else moved(parameter, device))
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = WholeParameter
+    return parameter
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
-    """A module's own tensor on another device: the same object where PyTorch can do that, so that whoever has it (an
-    optimizer, say) keeps it; a new one where it cannot, as with ``nn.Module.to``."""
-    return x if x.device == device else _over(x, x.data.to(device))
+    """Move a module's own tensor to another device.
+
+    It stays the same object where PyTorch supports that, so that references to it (of an optimizer, for example) stay
+    valid; elsewhere it becomes a new one, as with ``nn.Module.to``.
+    """
+    return x if x.device == device else _with_memory(x, x.data.to(device))
 
 
 def pinned(x: Tensor, device: torch.device) -> Tensor:
-    """As :func:`moved`, to memory of the host that ``device`` copies from."""
+    """Move a module's own tensor, as :func:`moved` does, to host memory from which ``device`` copies."""
     if x.device.type == "cpu" and (device.type in PLAIN or x.is_pinned()):
         return x
-    return _over(x, torch.empty_like(x, device="cpu", pin_memory=device.type not in PLAIN).copy_(x.data))
+    return _with_memory(x, torch.empty_like(x, device="cpu", pin_memory=device.type not in PLAIN).copy_(x.data))
 
 
-def _over(x: Tensor, there: Tensor) -> Tensor:
-    """``x`` over the memory of ``there``, if it can be."""
-    there = there.detach()
-    if same_implementation(x, there):
-        x.data = there
+def _with_memory(x: Tensor, memory: Tensor) -> Tensor:
+    """Return ``x`` itself with other ``memory``, or a new tensor where PyTorch cannot do that."""
+    memory = memory.detach()
+    if same_implementation(x, memory):
+        x.data = memory
         return x
-    return nn.Parameter(there, x.requires_grad) if isinstance(x, nn.Parameter) else there
+    return nn.Parameter(memory, x.requires_grad) if isinstance(x, nn.Parameter) else memory
 
 
 def local_of(x: Tensor) -> Tensor:
-    """What this process holds of a parameter or a gradient."""
+    """Return this process's part of a parameter or a gradient."""
     return local_tensor(x) if isinstance(x, DTensor) else x
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether all of a tensor is in this process."""
+    """Return whether all of a tensor is in this process."""
     return not x.is_meta and not isinstance(x, DTensor)
 
 
 def like(x: Tensor, kind: type[Tensor]) -> Tensor:
-    """``x`` with the methods of ``kind``, if that is not a DTensor's."""
+    """Return ``x`` as an instance of ``kind``; a DTensor unchanged."""
     return x if isinstance(x, (kind, DTensor)) else x.as_subclass(kind)
 
 
 class Slots:
-    """Where modules keep tensors of a program, and what there was when it was last looked at.
+    """The slots of modules that hold a program's tensors, and the tensors that :meth:`look` saw last.
 
-    Asking whether all is as it was takes 20 microseconds for 150 tensors: no loop is in Python.
+    ``same`` takes 20 microseconds for 150 tensors, because it has no Python loop.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], state: Mapping[str, StateSpec]) -> None:
+        """Look for the tensors of ``state`` in ``modules``, which have the prefixes of their names as keys."""
         self.modules = modules
         self.names: list[str] = []
         self._owners: list[dict[str, Tensor]] = []
@@ -149,79 +160,78 @@ class Slots:
         self.look()
 
     def _add_ties(self) -> None:
-        """The other places of parameters that have several."""
+        """Add the further slots of tied parameters."""
         names = {id(owner[key]): name for name, owner, key in self.places() if isinstance(owner[key], nn.Parameter)}
-        known = {(id(owner), key) for _, owner, key in self.places()}
+        places = {(id(owner), key) for _, owner, key in self.places()}
         for root in self.modules.values():
             for module in root.modules():
                 for key, x in module._parameters.items():
-                    if id(x) in names and (id(module._parameters), key) not in known:
+                    if id(x) in names and (id(module._parameters), key) not in places:
                         self.names.append(names[id(x)])
                         self._owners.append(module._parameters)  # type: ignore[arg-type]
                         self._keys.append(key)
 
     def look(self) -> None:
-        """Remember what is there now."""
-        self._there = list(map(getitem, self._owners, self._keys))
-        self._locals = [local_of(x) for x in self._there]
+        """Remember the present tensors."""
+        self._seen = list(map(getitem, self._owners, self._keys))
+        self._locals = [local_of(x) for x in self._seen]
         self._memory = list(map(_ADDRESS, self._locals))
-        self._dtensors = [x for x in self._there if isinstance(x, DTensor)]
+        self._dtensors = [x for x in self._seen if isinstance(x, DTensor)]
         self._parts = list(map(local_tensor, self._dtensors))
 
     @property
     def same(self) -> bool:
-        """Whether every tensor is the object that it was, in the memory where it was."""
+        """Return whether every tensor is still the same object in the same memory."""
         try:
             now = list(map(getitem, self._owners, self._keys))
         except KeyError:
             return False
         with without_torch_function():
             return (
-                all(map(is_, now, self._there))
+                all(map(is_, now, self._seen))
                 and all(map(is_, map(local_tensor, self._dtensors), self._parts))
                 and list(map(_ADDRESS, self._locals)) == self._memory
             )
 
     def changed(self) -> dict[str, Tensor]:
-        """The tensors that are others now, or elsewhere.
+        """Return the tensors that were replaced, or have other memory, since the last look.
 
         Raises:
-            RunError: QN112 for one that is gone, and for places that share one where they did not, or do not any more.
+            RunError: QN112 for one that was removed, and for slots that were tied or untied.
         """
-        found: dict[str, Tensor] = {}
-        of: dict[int, str] = {}
+        changed: dict[str, Tensor] = {}
+        names: dict[int, str] = {}
         now: dict[str, Tensor] = {}
         for i, (name, owner, key) in enumerate(zip(self.names, self._owners, self._keys, strict=True)):
             x = owner.get(key)
             if x is None:
-                raise RunError("QN112", f"{name} was removed", fix=_AGAIN)
-            if of.setdefault(id(x), name) != name:
-                raise RunError("QN112", f"{of[id(x)]} and {name} are one tensor now, and were two", fix=_AGAIN)
+                raise RunError("QN112", f"{name} was removed", fix=_RECOMPILE)
+            if names.setdefault(id(x), name) != name:
+                raise RunError("QN112", f"{names[id(x)]} and {name} are one tensor now, and were two", fix=_RECOMPILE)
             if name in now and now[name] is not x:
-                raise RunError("QN112", f"two places shared {name}, and have a tensor each now", fix=_AGAIN)
+                raise RunError("QN112", f"two places shared {name}, and have a tensor each now", fix=_RECOMPILE)
             now[name] = x
-            mine = local_of(x)
-            if x is not self._there[i] or mine is not self._locals[i] or mine.data_ptr() != self._memory[i]:
-                found[name] = x
-        return found
+            local = local_of(x)
+            if x is not self._seen[i] or local is not self._locals[i] or local.data_ptr() != self._memory[i]:
+                changed[name] = x
+        return changed
 
     def places(self) -> Iterator[tuple[str, dict[str, Tensor], str]]:
-        """Each tensor's name, and the dict and the key that it has in its module."""
+        """Yield each tensor's name, and its dict and key in its module."""
         yield from zip(self.names, self._owners, self._keys, strict=True)
 
     @property
     def now(self) -> dict[str, Tensor]:
-        """What is there now."""
+        """Return the present tensors by name."""
         return {name: owner[key] for name, owner, key in self.places() if key in owner}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What was there when it was last looked at."""
-        return dict(zip(self.names, self._there, strict=True))
+        """Return the tensors of the last look by name."""
+        return dict(zip(self.names, self._seen, strict=True))
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put these parameters where modules have others, and buffers where they have some without values or
-        on another device."""
+        """Put these parameters in the place of others, and these buffers in the place of those on other devices."""
         replaced: dict[int, nn.Parameter] = {}
         for name, owner, key in zip(self.names, self._owners, self._keys, strict=True):
             new, old = tensors.get(name), owner[key]
@@ -233,12 +243,12 @@ class Slots:
             for module in root.modules():
                 for key, x in list(module._parameters.items()):
                     if x is not None and id(x) in replaced:
-                        setattr(module, key, replaced[id(x)])  # some modules keep lists of them beside
+                        setattr(module, key, replaced[id(x)])  # by setattr: some modules also keep lists of them
                         retire(x)
         self.look()
 
     def assign(self, buffers: Mapping[str, Tensor]) -> None:
-        """Put these buffers where modules have others."""
+        """Put these buffers in the place of others."""
         for name, x in buffers.items():
             path, _, key = name.rpartition(".")
             owner = _owner(self.modules, path)
@@ -248,7 +258,7 @@ class Slots:
 
 
 def retire(old: nn.Parameter) -> None:
-    """Free a parameter in whose place the module has another one."""
+    """Free the memory of a parameter that was replaced in the module."""
     if type(old) in (nn.Parameter, WholeParameter):
         old.__class__ = ReplacedParameter
         if not old.is_meta:
@@ -256,13 +266,17 @@ def retire(old: nn.Parameter) -> None:
 
 
 def check_fits(name: str, x: Tensor, spec: StateSpec, device: torch.device) -> None:
-    """Raises: RunError QN112 if a tensor that the module has now is not what the program was made for."""
-    now = f"{tuple(x.shape)} {x.dtype} on {x.device.type}"
-    then = f"{tuple(spec.shape)} {spec.dtype} on {device.type}"
-    if now != then:
+    """Check that a tensor of the module has the shape, dtype and device that the program was compiled for.
+
+    Raises:
+        RunError: QN112 if it has not.
+    """
+    actual = f"{tuple(x.shape)} {x.dtype} on {x.device.type}"
+    expected = f"{tuple(spec.shape)} {spec.dtype} on {device.type}"
+    if actual != expected:
         raise RunError(
             "QN112",
-            f"{name} is {now} now, and the program was compiled for {then}",
+            f"{name} is {actual} now, and the program was compiled for {expected}",
             fix="compile the changed module again (in another dtype or shape it needs another program)",
         )
 

@@ -1,4 +1,4 @@
-"""The numbers of the optimizers that train a program's parameters: each has them on every rank for itself."""
+"""The settings of the optimizers that train a program's parameters, as text, so that ranks can compare them."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from .whole_optimizer import WholeOptimizer
 
 
 class OptimizerSettings:
-    """The optimizers that have changed one of ``parameters``.
+    """The optimizers that have stepped with one of ``parameters``.
 
     Args:
-        parameters: by name; later ones are seen, too.
+        parameters: by name; those that are added later count, too.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Watch the steps of all optimizers."""
         self.parameters = parameters
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        mine = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (settings := mine()) is not None and optimizer not in settings.optimizers:
+            if (settings := reference()) is not None and optimizer not in settings.optimizers:
                 settings.add(optimizer)
 
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def add(self, optimizer: Optimizer) -> None:
-        """Take an optimizer, if it has one of the parameters."""
-        mine = {id(p) for p in self.parameters.values()}
-        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        """Add an optimizer, if it has one of the parameters."""
+        ids = {id(p) for p in self.parameters.values()}
+        if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
             self.optimizers.add(optimizer)
 
     def of_all(self) -> str:
-        """Return the settings of optimizers that have one group, a line for each: they are those of every stage."""
+        """Return the settings of optimizers with one group, a line each: these are the same in every stage."""
         return "\n".join(sorted(line for x in self.optimizers if len(x.param_groups) == 1 for line in _options(x)))
 
     def of_stage(self) -> str:
-        """Return all settings, and how many steps parameters have had, a line for each."""
+        """Return all settings, and the parameters' numbers of steps, a line each."""
         return "\n".join(sorted(line for x in self.optimizers for line in (*_options(x), *_steps(x))))
 
 
@@ -63,16 +64,16 @@ def _steps(optimizer: Optimizer) -> Iterator[str]:
 
 
 def _state_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:
-    """Return what every rank with a part of a parameter keeps of it: of a whole parameter, only its owner does."""
+    """Return a parameter's state that every rank with a part of it has; a WholeOptimizer's has only its owner."""
     state = {} if isinstance(optimizer, WholeOptimizer) else optimizer.state.get(parameter, {})
     return state if isinstance(state, Mapping) else {}
 
 
 def _shown(value: Any) -> str:
-    """A number, text, or several of them; "" for anything else, and for what lies on an accelerator."""
+    """Return the text of a number, a string, or several of them; "" for anything else, and on accelerators."""
     if isinstance(value, Tensor):
-        there = value.device.type != "cpu" or value.numel() > 1 or type(value) is not torch.Tensor
-        return "" if there else repr(value.item())
+        hidden = value.device.type != "cpu" or value.numel() > 1 or type(value) is not torch.Tensor
+        return "" if hidden else repr(value.item())
     if isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The update of one parameter by an optimizer of its own, to compare with."""
+"""The update of a plain copy of a parameter by an optimizer that has nothing else, as a reference."""
 
 from __future__ import annotations
 
@@ -10,81 +10,88 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the update, relative; for 16 bits:
-NEAR_16 = 5e-2
-ROUNDINGS = 4  # of a parameter's own values, by which an update may differ too
+RELATIVE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest change of an update
+RELATIVE_TOLERANCE_16_BITS = 5e-2
+ROUNDING_ERRORS = 4  # of the parameter's values, by which an update may differ in addition
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
 @dataclass
 class PlainUpdate:
-    """What a plain copy of a parameter is after one step of an optimizer that has it alone."""
+    """A parameter before an update, and a plain copy of it after the update."""
 
     parameter: nn.Parameter
     before: Tensor
     after: Tensor
 
     def difference(self) -> str:
-        """In what the parameter differs now, for people; "" if in rounding alone."""
-        change, wanted = self.parameter.detach() - self.before, self.after - self.before
-        near = NEAR.get(self.parameter.dtype, NEAR_16)
-        most = float(wanted.abs().max()) if wanted.numel() else 0.0
-        error = float((change - wanted).abs().max()) if wanted.numel() else 0.0
-        rounding = (
-            ROUNDINGS * torch.finfo(self.before.dtype).eps * float(self.before.abs().max()) if wanted.numel() else 0
-        )
-        if error <= near * most + rounding:
+        """Return a message about the difference of the parameter from the copy; "" if it is rounding alone."""
+        if not self.before.numel():
             return ""
-        here = float(change.abs().max())
+        change, expected = self.parameter.detach() - self.before, self.after - self.before
+        tolerance = RELATIVE_TOLERANCE.get(self.parameter.dtype, RELATIVE_TOLERANCE_16_BITS)
+        largest = float(expected.abs().max())
+        error = float((change - expected).abs().max())
+        rounding = ROUNDING_ERRORS * torch.finfo(self.before.dtype).eps * float(self.before.abs().max())
+        if error <= tolerance * largest + rounding:
+            return ""
+        observed = float(change.abs().max())
         return (
-            f"a parameter {tuple(self.before.shape)} changed by at most {here:.3g}, and a plain copy with an optimizer "
-            f"of its own by {most:.3g}; they differ by {error:.3g}"
+            f"a parameter {tuple(self.before.shape)} changed by at most {observed:.3g}, and a plain copy with an "
+            f"optimizer of its own by {largest:.3g}; they differ by {error:.3g}"
         )
 
 
 def plain_updates(
-    make: Make, groups: list[dict[str, Any]] | None, inner: torch.optim.Optimizer, here: Callable[[nn.Parameter], bool]
+    make: Make,
+    groups: list[dict[str, Any]] | None,
+    inner: torch.optim.Optimizer,
+    is_whole: Callable[[nn.Parameter], bool],
 ) -> list[PlainUpdate]:
-    """For each group of ``inner`` and number of dims, the update of the smallest parameter that is here and has a
-    gradient. Nothing changes; where ``make`` does not take one parameter alone, there is none."""
+    """Return reference updates of some parameters, without changing anything.
+
+    They are, for each group of ``inner`` and number of dims, that of the smallest whole parameter with a gradient.
+    There is none where ``make`` does not take a single parameter.
+    """
     updates = []
     with torch.random.fork_rng(devices=[]):
-        for parameter, group in _smallest(inner, here):
-            alone = _alone(make, groups, parameter, group)
-            if alone is not None:
-                updates.append(alone)
+        for parameter, group in _smallest(inner, is_whole):
+            update = _plain_update(make, groups, parameter, group)
+            if update is not None:
+                updates.append(update)
     return updates
 
 
 def _smallest(
-    inner: torch.optim.Optimizer, here: Callable[[nn.Parameter], bool]
+    inner: torch.optim.Optimizer, is_whole: Callable[[nn.Parameter], bool]
 ) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
     for group in inner.param_groups:
-        kinds: dict[int, nn.Parameter] = {}
+        by_dims: dict[int, nn.Parameter] = {}
         for p in group["params"]:
-            if here(p) and p.grad is not None and p.numel() < kinds.get(p.dim(), p).numel() + (p.dim() not in kinds):
-                kinds[p.dim()] = p
-        yield from ((p, group) for p in kinds.values())
+            smallest = by_dims.get(p.dim())
+            if is_whole(p) and p.grad is not None and (smallest is None or p.numel() < smallest.numel()):
+                by_dims[p.dim()] = p
+        yield from ((p, group) for p in by_dims.values())
 
 
-def _alone(
+def _plain_update(
     make: Make, groups: list[dict[str, Any]] | None, parameter: nn.Parameter, group: Mapping[str, Any]
 ) -> PlainUpdate | None:
     assert parameter.grad is not None
-    before = parameter.detach().clone()
-    twin = nn.Parameter(before.clone(), requires_grad=parameter.requires_grad)
-    twin.grad = parameter.grad.detach().clone()
+    initial = parameter.detach().clone()
+    copied = nn.Parameter(initial.clone(), requires_grad=parameter.requires_grad)
+    copied.grad = parameter.grad.detach().clone()
     options = {key: copy.deepcopy(x) for key, x in group.items() if key != "params"}
-    given: Any = [twin]
+    argument: Any = [copied]
     if groups is not None:
-        own = next(each for each in groups if any(p is parameter for p in each["params"]))
-        given = [{**copy.deepcopy({key: x for key, x in own.items() if key != "params"}), "params": [twin]}]
+        original = next(each for each in groups if any(p is parameter for p in each["params"]))
+        argument = [{**copy.deepcopy({key: x for key, x in original.items() if key != "params"}), "params": [copied]}]
     try:
-        optimizer = make(given)
-        (place,) = (each for each in optimizer.param_groups if any(p is twin for p in each["params"]))
-    except Exception:  # of whatever kind: it is made for all parameters together
+        optimizer = make(argument)
+        (own_group,) = (each for each in optimizer.param_groups if any(p is copied for p in each["params"]))
+    except Exception:  # of any type: the optimizer needs all parameters together
         return None
-    place.update(options)
+    own_group.update(options)
     with torch.no_grad():
         optimizer.step()
-    return PlainUpdate(parameter, before, twin.detach())
+    return PlainUpdate(parameter, initial, copied.detach())

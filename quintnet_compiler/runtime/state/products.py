@@ -1,4 +1,4 @@
-"""Products of two matrices that are terms of a gradient, added up where they are computed."""
+"""Matrix products that are accumulated directly in a gradient's memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _WIDE = [getattr(packet, "dtype_out", None) for packet in (aten.mm, aten.addmm, 
 
 
 def adds_up(slot: Tensor, factor: Tensor) -> bool:
-    """Whether a kernel adds products of matrices like ``factor`` to ``slot``: of one dtype, or of 16 bits to float32,
-    which CUDA has and CPUs have not."""
+    """Return whether a kernel accumulates products of matrices like ``factor`` in ``slot``.
+
+    There is one for equal dtypes, and on CUDA for 16-bit factors and a float32 slot.
+    """
     if factor.dtype is slot.dtype:
         return True
     if factor.dtype not in NARROW or slot.dtype is not torch.float32 or slot.is_meta:
@@ -23,8 +25,10 @@ def adds_up(slot: Tensor, factor: Tensor) -> bool:
 
 
 def put_product(slot: Tensor, left: Tensor, right: Tensor) -> None:
-    """``slot`` becomes ``left @ right``, of matrices or of batches of them. Products of 16-bit factors are summed in
-    float32 and not rounded before they are in ``slot``."""
+    """Set ``slot`` to ``left @ right``, of matrices or batches of them.
+
+    Products of 16-bit factors are summed in float32, and rounded only to the dtype of ``slot``.
+    """
     if left.dtype is slot.dtype:
         (torch.mm if slot.dim() == 2 else torch.bmm)(left, right, out=slot)
     elif slot.dim() == 2:
@@ -34,7 +38,7 @@ def put_product(slot: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def add_product(slot: Tensor, left: Tensor, right: Tensor) -> None:
-    """The same, added to what ``slot`` has."""
+    """Add ``left @ right`` to ``slot``, with the roundings of :func:`put_product`."""
     if left.dtype is slot.dtype:
         (slot.addmm_ if slot.dim() == 2 else slot.baddbmm_)(left, right)
     elif slot.dim() == 2:

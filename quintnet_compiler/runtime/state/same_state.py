@@ -1,7 +1,7 @@
-"""Replicas that drift apart would train on without an error: from time to time ranks compare what they hold.
+"""Detect replicas that drift apart, which would otherwise train on without an error.
 
-Digests of parameters that several ranks hold, of buffers, of optimizers' settings and of the random numbers' position
-are taken before a step; they travel while it computes, and are looked at before the next run.
+From time to time ranks compare digests of replicated parameters, buffers, optimizer settings and the position of random
+numbers. They are taken before a step, sent while it computes, and compared before the next run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def due(run: int, every: int) -> bool:
-    """Return whether ranks compare before training run ``run``, from 1: each ``every`` runs, and before these at 2, 4,
-    8."""
+    """Return whether ranks compare before training run ``run``, from 1: each ``every`` runs, and at 2, 4, 8 earlier."""
     if every <= 0 or run < 2:
         return False
     return run % every == 0 if run >= every else run & (run - 1) == 0
@@ -39,10 +38,19 @@ def due(run: int, every: int) -> bool:
 
 @dataclass
 class SameState:
-    """What this rank tells of its state, and what it hears of the others'.
+    """Compares the state of this rank with that of other ranks.
 
-    ``every``: training runs between two comparisons, 0: never. ``settings``: of optimizers. ``equal``: the last step
-    before which all ranks were equal; ``clean``: the newest checkpoint from before it.
+    Attributes:
+        mesh: of all ranks.
+        device: ranks exchange digests there.
+        every: training runs between two comparisons; 0: never.
+        settings: of optimizers.
+        runs: training runs so far.
+        equal: the last step before which all ranks were equal.
+        clean: the newest checkpoint from before that step.
+        newest: the newest checkpoint.
+        pending: the comparison that is being sent.
+        groups: for each program, by ``id()``: the tensors to compare, and the groups of ranks that hold the same bits.
     """
 
     mesh: Mesh
@@ -59,8 +67,13 @@ class SameState:
     def look(
         self, program: DistributedProgram, tensors: Callable[[], Mapping[str, Tensor]], random: str, where: str
     ) -> None:
-        """Before each training run; every rank calls this. ``tensors``: this rank's parts of parameters, and whole
-        buffers; ``random``: where random numbers stand; ``where``: which run it is, for people.
+        """Finish the last comparison, and start one if it is due; every rank calls this before each training run.
+
+        Args:
+            program: that runs.
+            tensors: returns this rank's parts of parameters, and whole buffers.
+            random: the position of random numbers.
+            where: the run's name in messages.
 
         Raises:
             RunError: QN404 on every rank, if ranks held different values before an earlier run.
@@ -70,11 +83,11 @@ class SameState:
         if not due(self.runs, self.every):
             return
         compared = self._compared(program)
-        here = tensors()
-        mine = [spec for spec, _ in compared if spec.name in here]
-        digests = device_digests([here[spec.name] for spec in mine], self.device)
+        own_tensors = tensors()
+        own_specs = [spec for spec, _ in compared if spec.name in own_tensors]
+        digests = device_digests([own_tensors[spec.name] for spec in own_specs], self.device)
         values = torch.zeros(len(compared), dtype=torch.int64, device=self.device)
-        values[[i for i, (spec, _) in enumerate(compared) if spec.name in here]] = digests
+        values[[i for i, (spec, _) in enumerate(compared) if spec.name in own_tensors]] = digests
         texts = f"random numbers: {random}\n{self.settings.of_all()}", self.settings.of_stage()
         kinds = list(dict.fromkeys(groups for _, groups in compared))
         numbers = [_joined(values, [groups == kind for _, groups in compared]) for kind in kinds]
@@ -84,7 +97,7 @@ class SameState:
         self.pending = _Sent(where, work, rows, row, kinds, compared, values, texts, self.newest)
 
     def hear(self) -> None:
-        """Look at what ranks told last.
+        """Finish the pending comparison.
 
         Raises:
             RunError: QN404, see :meth:`look`.
@@ -93,31 +106,30 @@ class SameState:
             return
         sent, self.pending = self.pending, None
         sent.work.wait()
-        told = torch.stack(list(sent.rows)).tolist()
-        if any(_differ(told, i, groups) for i, groups in enumerate([*sent.kinds, *self._tellers()])):
+        table = torch.stack(list(sent.rows)).tolist()
+        if any(_differ(table, i, groups) for i, groups in enumerate([*sent.kinds, *self._tellers()])):
             raise self._error(sent)
         self.equal, self.clean = sent.where, sent.saved
 
     def _tellers(self) -> tuple[Groups, Groups]:
-        """Return who has the same settings: all ranks, and those of a pipeline stage, whose optimizers have the same
-        parameters."""
+        """Return the groups of ranks with the same settings, for the texts of all ranks and of pipeline stages."""
         axes = [name for name in self.mesh.names if name != "pp"]
         stages = dict.fromkeys(self.mesh.peers(rank, axes) for rank in range(self.mesh.size))
         return (tuple(range(self.mesh.size)),), tuple(stages)
 
     def _compared(self, program: DistributedProgram) -> list[tuple[StateSpec, Groups]]:
-        """Return what several ranks hold, and who holds the same."""
+        """Return the tensors that several ranks hold, and the groups of ranks that hold the same bits."""
         if id(program) not in self.groups:
-            found = []
+            compared = []
             for spec in program.state.values():
                 groups = _alike(spec, program, self.mesh, self.device) if spec.kind in ("parameter", "buffer") else ()
                 if groups:
-                    found.append((spec, groups))
-            self.groups[id(program)] = found
+                    compared.append((spec, groups))
+            self.groups[id(program)] = compared
         return self.groups[id(program)]
 
     def _error(self, sent: _Sent) -> RunError:
-        """Every rank asks the others for all that they hold, and says the same."""
+        """Return the error, the same on every rank, after gathering the digests and texts of all ranks."""
         rows = gather_row(sent.values.tolist(), self.device)
         lines: list[object] = []
         wrong: dict[tuple[str, tuple[tuple[int, ...], ...]], list[str]] = {}
@@ -131,9 +143,9 @@ class SameState:
             texts = tell(text, self.device)
             for ranks in groups:
                 usual, *others = split_ranks(ranks, [together(texts[rank]) for rank in ranks])
-                for odd in others:
-                    here, there = first_difference(texts[odd[0]], texts[usual[0]])
-                    lines.append(f"{some_ranks(odd)}: {here}; {some_ranks(usual)}: {there}")
+                for odd_ranks in others:
+                    own_line, usual_line = first_difference(texts[odd_ranks[0]], texts[usual[0]])
+                    lines.append(f"{some_ranks(odd_ranks)}: {own_line}; {some_ranks(usual)}: {usual_line}")
         lines = list(dict.fromkeys(map(str, lines)))
         lines.append(f"all ranks were equal {self.equal.removeprefix('at ')}")
         path = _path(self.clean)
@@ -143,14 +155,23 @@ class SameState:
 
 @dataclass(frozen=True)
 class _Sent:
-    """What ranks are telling of their state. ``kinds``: the groups of each number of a row but the last two,
-    which are of ``texts``; ``compared``: what ``values`` [n] are the digests of; ``saved``: the
-    newest checkpoint at that time."""
+    """A comparison that is being sent.
+
+    Attributes:
+        where: the run's name in messages.
+        work: the all-gather.
+        rows: of all ranks; filled by ``work``.
+        row: of this rank; must live until it is sent.
+        kinds: the groups of ranks that must agree on each number of a row, except for the last two, of ``texts``.
+        compared: the tensors whose digests are ``values`` [n].
+        texts: the settings of all ranks, and those of the pipeline stage.
+        saved: the newest checkpoint at that time.
+    """
 
     where: str
     work: dist.Work
     rows: Sequence[Tensor]
-    row: Tensor  # alive until it is sent
+    row: Tensor
     kinds: Sequence[Groups]
     compared: Sequence[tuple[StateSpec, Groups]]
     values: Tensor
@@ -159,7 +180,7 @@ class _Sent:
 
 
 def _alike(spec: StateSpec, program: DistributedProgram, mesh: Mesh, device: torch.device) -> Groups:
-    """Groups of ranks that hold the same bits of a tensor, if they work as they should.
+    """Return the groups of ranks that hold the same bits of a tensor unless something went wrong.
 
     On accelerators, kernels may add in any order: only ranks that apply the same sum of gradients hold the same bits.
     """
@@ -174,18 +195,18 @@ def _alike(spec: StateSpec, program: DistributedProgram, mesh: Mesh, device: tor
 
 
 def _joined(values: Tensor, chosen: Sequence[bool]) -> Tensor:
-    """One number for several digests [n]."""
+    """Return one digest of the chosen digests [n]."""
     factors = torch.arange(1, 2 * len(values), 2, device=values.device) * 0x9E3779B97F4A7C1
     return (values * factors)[torch.tensor(chosen, device=values.device)].sum()
 
 
-def _differ(told: Sequence[Sequence[int]], place: int, groups: Groups) -> bool:
-    return any(len({told[rank][place] for rank in ranks}) > 1 for ranks in groups)
+def _differ(table: Sequence[Sequence[int]], column: int, groups: Groups) -> bool:
+    return any(len({table[rank][column] for rank in ranks}) > 1 for ranks in groups)
 
 
 def _path(saved: Saved) -> str:
-    """Return where a checkpoint is, if it was written."""
+    """Return the path of a checkpoint if it was written, else ""."""
     if isinstance(saved, Future):
-        # as a Future: who looks here has not asked the user's question, see checkpoint.background
+        # call the base class's methods: this must not count as the user's request, see checkpoint.background
         return str(Future.result(saved)) if saved.done() and Future.exception(saved) is None else ""
     return "" if saved is None else str(saved)

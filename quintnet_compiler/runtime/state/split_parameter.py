@@ -1,4 +1,4 @@
-"""A module's parameter of which this process has a part, as an object that can be assigned to, copied and pickled."""
+"""A module's parameter of which this process has a part: its ``data`` can be set, and it can be copied and pickled."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from .state import without_offset
 
 
 class SplitParameter(DTensor):
-    """A parameter that is a DTensor. torch 2.13 assigns nothing in ``parameter.data = x`` of a DTensor, without an
-    error, and cannot copy one whose part begins within a larger memory, as those of ZeRO 1 and 2 do."""
+    """A parameter that is a DTensor.
+
+    In torch 2.13, ``parameter.data = x`` of a DTensor silently does nothing, and a DTensor whose part begins within a
+    larger memory (as with ZeRO 1 and 2) cannot be copied.
+    """
 
     __torch_function__ = plain_function
 
     @property
     def data(self) -> Tensor:
-        """The values, without autograd, in the memory of this parameter."""
+        """Return the values, without autograd, in the memory of this parameter."""
         return self.detach()
 
     @data.setter
     def data(self, x: Tensor) -> None:
-        """
+        """Replace the memory of this parameter by that of ``x``.
+
         Raises:
-            RunError: QN112 for what is no DTensor, or one of other parts, shape, dtype or device.
+            RunError: QN112 if ``x`` is not a DTensor of the same parts, shape, dtype and device.
         """
         replace_local_tensor(self, _part_for(self, x))
 
@@ -46,7 +50,7 @@ class SplitParameter(DTensor):
         return without_offset(super().detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplitParameter:
-        """Return a parameter with the same values, and without gradient, as that of a plain parameter does."""
+        """Return a parameter with the same values and without gradient, as for a plain parameter."""
         if id(self) not in memo:
             memo[id(self)] = split_parameter(self.detach().clone(), trainable=self.requires_grad)
         copied: SplitParameter = memo[id(self)]
@@ -64,7 +68,7 @@ def split_parameter(part: Tensor, *, trainable: bool) -> SplitParameter:
 
 
 def _part_for(parameter: SplitParameter, x: Tensor) -> Tensor:
-    """Return what this process has of ``x``."""
+    """Return this process's part of ``x``, after checking that it fits the parameter."""
     if not isinstance(x, DTensor):
         raise RunError(
             "QN112",
@@ -72,11 +76,11 @@ def _part_for(parameter: SplitParameter, x: Tensor) -> Tensor:
             f"{list(x.shape)} that is no DTensor",
             fix="module.load_state_dict(state), which takes this rank's part of whole tensors",
         )
-    mine, new = _described(parameter), _described(x)
-    if mine != new or x.device_mesh != parameter.device_mesh:
+    expected, actual = _described(parameter), _described(x)
+    if expected != actual or x.device_mesh != parameter.device_mesh:
         raise RunError(
             "QN112",
-            f"the data of a parameter that is {mine} was set to {new}",
+            f"the data of a parameter that is {expected} was set to {actual}",
             fix="keep averages as DTensors like the parameter: p.detach().clone(), torch.zeros_like(p)",
         )
     return local_tensor(x)

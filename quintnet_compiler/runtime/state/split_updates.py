@@ -1,4 +1,4 @@
-"""Optimizers whose update is another one where ranks have parts of parameters."""
+"""Refuse optimizers whose update would differ from the unsplit one where ranks have parts of parameters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from .module_parameters import local_of
 
 @cache
 def watch_optimizers() -> None:
-    """From now on, :func:`refuse_split_update` is asked before each step of an optimizer, and :class:`RandomDraws`
-    before and after it."""
+    """Register :func:`refuse_split_update` and :class:`RandomDraws` as hooks of every optimizer's step."""
     draws = RandomDraws()
     register_optimizer_step_pre_hook(refuse_split_update)
     register_optimizer_step_pre_hook(draws.before)
@@ -28,18 +27,24 @@ def watch_optimizers() -> None:
 
 
 class RandomDraws:
-    """Looks whether an optimizer draws random numbers where each rank would draw those of its parts."""
+    """Detects optimizers that draw random numbers where each rank would draw those of its own parts."""
 
     def __init__(self) -> None:
+        """Begin without states of random numbers."""
         self._states: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        closure = len(args) > 1 or kwargs  # which would run steps in between
-        if not closure and any(_elsewhere(p) for group in optimizer.param_groups for p in group["params"]):
+        """Remember the state of random numbers before the step of an optimizer of split parameters."""
+        closure = len(args) > 1 or kwargs  # a closure runs the program, which may draw numbers
+        if not closure and any(_is_split(p) for group in optimizer.param_groups for p in group["params"]):
             self._states[optimizer] = torch.get_rng_state()
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Raises: RunError QN113 if the step has drawn numbers."""
+        """Compare the state after the step.
+
+        Raises:
+            RunError: QN113 if the step has drawn random numbers.
+        """
         state = self._states.pop(optimizer, None)
         if state is not None and not torch.equal(state, torch.get_rng_state()):
             raise RunError(
@@ -50,16 +55,18 @@ class RandomDraws:
             )
 
 
-def _elsewhere(p: Tensor) -> bool:
-    """Return whether this rank has a part of the parameter, or other ranks have other parameters."""
+def _is_split(p: Tensor) -> bool:
+    """Return whether this rank has only a part of the parameter, or other ranks have other parameters."""
     if not isinstance(p, DTensor) or p.grad is None:
         return False
     return local_of(p).shape != p.shape or p.device_mesh.size() < dist.get_world_size()
 
 
 def refuse_split_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Muon orthogonalises a matrix by products in bfloat16, which are rounded otherwise if each rank has some terms of
-    them, and the iteration enlarges the difference to that of another update.
+    """Refuse Muon for split matrices.
+
+    Muon orthogonalizes a matrix by products in bfloat16. Sums over the ranks' terms are rounded differently, and the
+    iteration amplifies the difference into another update.
 
     Raises:
         RunError: QN113 by torch.optim.Muon of a matrix of which this rank has a part.

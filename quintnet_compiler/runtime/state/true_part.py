@@ -1,4 +1,4 @@
-"""A rank's part of a parameter without its padding: what optimizers, checkpoints and people see."""
+"""A rank's part of a parameter without its padding, as optimizers, checkpoints and users see it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from ...ir.program import Axis
 
 @dataclass(frozen=True)
 class TruePart:
-    """What of a rank's part is no padding, which is at the end of dims: ``positions``: for each dim, the global indices
-    that the rank has."""
+    """A rank's part of a tensor without the padding at the end of dims.
+
+    Attributes:
+        positions: for each dim, the global indices that the rank has.
+    """
 
     positions: tuple[Tensor, ...]
 
@@ -23,18 +26,18 @@ class TruePart:
     def of(
         cls, shape: Sequence[int], sharding: Sharding, axes: Sequence[Axis], coordinate: Mapping[str, int]
     ) -> TruePart:
-        """Of a tensor of global ``shape`` on the rank at ``coordinate``."""
-        ranks, places = [axis.size for axis in axes], [coordinate.get(axis.name, 0) for axis in axes]
-        found = slices.positions(shape, sharding, ranks, places)
-        return cls(tuple(indices[indices >= 0] for indices in found))
+        """Return the part of a tensor of global ``shape`` on the rank at ``coordinate``."""
+        ranks, coordinates = [axis.size for axis in axes], [coordinate.get(axis.name, 0) for axis in axes]
+        positions = slices.positions(shape, sharding, ranks, coordinates)
+        return cls(tuple(indices[indices >= 0] for indices in positions))
 
     def of_padded(self, x: Tensor) -> Tensor:
-        """``x`` without its padding, in its memory."""
+        """Return ``x`` without its padding, as a view."""
         return without_padding(x, [len(indices) for indices in self.positions])
 
 
 def without_padding(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """The beginning of ``x`` in every dim, in its memory."""
+    """Return the first ``shape`` elements of ``x`` in every dim, as a view."""
     for dim, size in enumerate(shape):
         if size < x.shape[dim]:
             x = x.narrow(dim, 0, size)
@@ -42,7 +45,7 @@ def without_padding(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def with_padding(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """``x`` with zeros at the end of every dim that is shorter; ``x`` itself if none is."""
+    """Return ``x`` with zeros at the end of dims that are shorter than ``shape``; ``x`` itself if none is."""
     if tuple(x.shape) == tuple(shape):
         return x
     longer = x.new_zeros(shape)

@@ -1,4 +1,4 @@
-"""An optimizer that sees whole parameters and gradients, for updates that are no functions of single elements."""
+"""An optimizer on whole parameters and gradients, for updates that are not elementwise."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ from ...core.errors import RunError
 from ..launch.calls import frequent
 from .plain_update import Make, plain_updates
 
-Pairs = Sequence[tuple[nn.Parameter, nn.Parameter]]  # the program's, and what the optimizer has in its place
+Pairs = Sequence[tuple[nn.Parameter, nn.Parameter]]  # the program's parameter, and the optimizer's in its place
 
 
 class WholeTensors(Protocol):
-    """Where parameters are whole."""
+    """Collects whole parameters on the ranks that own them."""
 
     @property
     def label(self) -> str:
-        """See :func:`..launch.calls.next_label`."""
+        """Return the label of collective calls, see :func:`..launch.calls.next_label`."""
         ...
 
     @property
     def apart(self) -> bool:
-        """Whether ranks are processes, each of which has some parameters whole."""
+        """Return whether ranks are separate processes, each of which owns some whole parameters."""
         ...
 
     def owner(self, parameter: nn.Parameter) -> int | None:
-        """The rank where it is whole; None if all ranks are in this process."""
+        """Return the rank where the parameter is whole; None if all ranks are in this process."""
         ...
 
     def here(self, parameter: nn.Parameter) -> bool:
-        """Return whether this process has it whole."""
+        """Return whether this process has the parameter whole."""
         ...
 
     def told(self, text: str) -> tuple[str, ...]:
-        """Every rank's text."""
+        """Return the texts of all ranks."""
         ...
 
     def stand_ins(self, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
-        """By id, whole parameters with the values of these; where another rank has them whole, of one element that is
-        expanded, on the device where they would be."""
+        """Return whole parameters with the values of these, by ``id()`` of these.
+
+        Those that another rank owns are one expanded element, on the device where the parameter would be.
+        """
         ...
 
     def collect(self, pairs: Pairs) -> None:
@@ -59,39 +61,40 @@ class WholeTensors(Protocol):
 
 
 class WholeOptimizer(torch.optim.Optimizer):
-    """What :meth:`quintnet.CompiledProgram.optimizer` returns. ``inner`` is the optimizer that was made.
+    """The optimizer that :meth:`quintnet.CompiledProgram.optimizer` returns. ``inner`` is the user's optimizer.
 
-    Options (``param_groups``) are those of ``inner``: a scheduler may change them. Its state is saved and loaded with
-    the program's.
+    Options (``param_groups``) are those of ``inner``; a scheduler may change them. The state is saved and loaded with
+    the program.
     """
 
     def __init__(self, parameters: Iterable[Any], make: Make, tensors: WholeTensors) -> None:
-        given = list(parameters)
-        grouped = bool(given) and isinstance(given[0], Mapping)
-        groups = [{**g, "params": list(g["params"])} for g in given] if grouped else [{"params": given}]
-        own = [p for group in groups for p in group["params"]]
-        self._tensors, made = tensors, tensors.stand_ins(own)
+        """Make the inner optimizer on whole parameters in place of ``parameters``, which may be groups."""
+        listed = list(parameters)
+        grouped = bool(listed) and isinstance(listed[0], Mapping)
+        groups = [{**g, "params": list(g["params"])} for g in listed] if grouped else [{"params": listed}]
+        originals = [p for group in groups for p in group["params"]]
+        self._tensors, stand_ins = tensors, tensors.stand_ins(originals)
         for group in groups:
-            group["params"] = [made[id(p)] for p in group["params"]]
+            group["params"] = [stand_ins[id(p)] for p in group["params"]]
         self.inner = make(groups if grouped else groups[0]["params"])
         self._make, self._groups = make, [dict(group) for group in groups] if grouped else None
         self._proven = False
-        of = {id(made[id(p)]): p for p in own}
-        known = [[x for x in group["params"] if id(x) in of] for group in self.inner.param_groups]
+        original = {id(stand_ins[id(p)]): p for p in originals}
+        own_params = [[x for x in group["params"] if id(x) in original] for group in self.inner.param_groups]
         self._closed = False
         super().__init__(
             [
-                {**group, "params": [of[id(x)] for x in params]}
-                for group, params in zip(self.inner.param_groups, known, strict=True)
+                {**group, "params": [original[id(x)] for x in params]}
+                for group, params in zip(self.inner.param_groups, own_params, strict=True)
             ],
             self.inner.defaults,
         )
         self._closed = True
-        self._pairs = [(of[id(x)], x) for params in known for x in params]
+        self._pairs = [(original[id(x)], x) for params in own_params for x in params]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of ``inner`` on whole tensors; each rank then has its parts of the results.
+        """Step ``inner`` on whole tensors, and give each rank its parts of the results.
 
         Raises:
             RunError: QN113 if there is a closure, or if the first update of a parameter is not that of a plain copy.
@@ -124,18 +127,18 @@ class WholeOptimizer(torch.optim.Optimizer):
         state = torch.get_rng_state()
         self.inner.step()
         drawn = not torch.equal(state, torch.get_rng_state())
-        trouble = _DRAWN if drawn else next((text for update in updates if (text := update.difference())), "")
-        told = next((text for text in self._tensors.told(trouble) if text), "")
-        if told:
-            raise RunError("QN113", told, fix=f"{_FIX}; or train without tp, pp and zero, with the optimizer itself")
+        own_message = _DRAWN if drawn else next((text for update in updates if (text := update.difference())), "")
+        message = next((text for text in self._tensors.told(own_message) if text), "")
+        if message:
+            raise RunError("QN113", message, fix=f"{_FIX}; or train without tp, pp and zero, with the optimizer itself")
         self._proven = True
 
     def train(self) -> None:
-        """As ``inner.train()``, if it has that (optimizers without a schedule)."""
+        """Call ``inner.train()``, if there is one (schedule-free optimizers)."""
         self._change_mode("train")
 
     def eval(self) -> None:
-        """As ``inner.eval()``, if it has that: parameters take the values that ``inner`` evaluates with."""
+        """Call ``inner.eval()``, if there is one: parameters take the values that ``inner`` evaluates with."""
         self._change_mode("eval")
 
     @torch.no_grad()
@@ -149,23 +152,23 @@ class WholeOptimizer(torch.optim.Optimizer):
             self._tensors.spread(self._pairs)
 
     def restore(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
-        """Take over the state of a parameter that is whole here."""
+        """Set the state of a parameter that this process has whole."""
         self.inner.state[self._whole[id(parameter)]] = self.state[parameter] = state
 
     def loaded(self) -> None:
-        """Every rank calls this when states were restored: a plain copy, to compare with, would not have these."""
+        """Skip the comparison of the first step after states were restored: a plain copy would not have them."""
         self._proven = True
 
     def here(self, parameter: nn.Parameter) -> bool:
-        """Whether this process has the parameter whole, and its state."""
+        """Return whether this process has the whole parameter and its state."""
         return self._tensors.here(parameter)
 
     def owner(self, parameter: nn.Parameter) -> int | None:
-        """The rank that has the parameter whole, and its state; None if all ranks are in this process."""
+        """Return the rank that has the whole parameter and its state; None if all ranks are in this process."""
         return self._tensors.owner(parameter)
 
     def home(self, parameter: nn.Parameter) -> torch.device:
-        """Where the optimizer has the parameter, and its state."""
+        """Return the device of the whole parameter and its state."""
         return self._whole[id(parameter)].device
 
     @property
@@ -178,16 +181,16 @@ class WholeOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of ``inner``, where all ranks are in this process.
+        """Return the state of ``inner``, where all ranks are in this process.
 
         Raises:
-            RunError: QN113 where they are not: each rank has other parameters' state.
+            RunError: QN113 where they are not: each rank has the state of other parameters.
         """
         self._require_one_process()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take over what :meth:`state_dict` of such an optimizer gave.
+        """Load the result of :meth:`state_dict` of such an optimizer.
 
         Raises:
             RunError: QN113, as :meth:`state_dict`.
