@@ -1,4 +1,4 @@
-"""What a process has begun in the background: it is finished before the process leaves its group, or ends."""
+"""Background work of a process, which is finished before the process leaves its group, or ends."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from typing import Protocol
 
 from ...core.errors import CheckpointWarning, QuintNetError
 
-PATIENCE = 600.0  # seconds that a process waits at its end for what is under way
+PATIENCE = 600.0  # seconds that a process waits at its end for background work
 
 
 class Unfinished(Protocol):
-    """Something under way in a thread."""
+    """Work that runs in a thread."""
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, and nobody needs to hear how."""
+        """Return whether it has ended without an error that is still to be raised."""
 
     def finish(self, seconds: float) -> None:
         """Wait until it has ended.
 
         Raises:
-            QuintNetError: if it takes longer than ``seconds``; or if it failed, and nobody has heard of that.
+            QuintNetError: if it takes longer than ``seconds``, or if it failed and the error was not raised yet.
         """
 
 
 def finish_at_exit(work: Unfinished) -> None:
     """Remember ``work`` until it has ended: see :func:`finish_all`. The interpreter's exit waits for it, too."""
-    there = _under_way(os.getpid())
-    there[:] = [one for one in there if not one.over]
-    there.append(work)
+    unfinished = _under_way(os.getpid())
+    unfinished[:] = [task for task in unfinished if not task.over]
+    unfinished.append(work)
 
 
 def finish_all(seconds: float) -> None:
-    """Wait until all that this process has under way has ended.
+    """Wait until all background work of this process has ended.
 
     Raises:
         QuintNetError: the first one, see :meth:`Unfinished.finish`.
     """
-    until, errors = time.monotonic() + seconds, list[QuintNetError]()
-    there = _under_way(os.getpid())
-    while there:
+    deadline, errors = time.monotonic() + seconds, list[QuintNetError]()
+    unfinished = _under_way(os.getpid())
+    while unfinished:
         try:
-            there.pop(0).finish(max(0.0, until - time.monotonic()))
+            unfinished.pop(0).finish(max(0.0, deadline - time.monotonic()))
         except QuintNetError as error:
             errors.append(error)
     if errors:
@@ -57,21 +57,23 @@ def finish_all(seconds: float) -> None:
 
 @lru_cache(maxsize=1)
 def _under_way(process: int) -> list[Unfinished]:
-    """That of this process: a forked one has nothing under way."""
+    """Return the list of a process's work, empty in a forked process, and have it finished at exit."""
 
     def end() -> None:
         if os.getpid() == process:
             finish_or_warn(PATIENCE)
 
-    # before threads of pools may not begin anything any more, which is long before atexit's functions
+    # runs before thread pools refuse new work, which is long before the functions of atexit
     register: Callable[[Callable[[], None]], object] = getattr(threading, "_register_atexit", atexit.register)
     register(end)
     return []
 
 
 def finish_or_warn(seconds: float) -> None:
-    """As :func:`finish_all`, with a warning instead of an error: where another error is under way, or nobody could
-    catch one."""
+    """Finish all work as :func:`finish_all` does, with a warning in place of an error.
+
+    It is used while another error is raised, and where nothing could catch one.
+    """
     try:
         finish_all(seconds)
     except QuintNetError as error:

@@ -1,8 +1,8 @@
-"""Whose turn it is: of the programs of one module, one thread at a time runs one.
+"""Locks that let one thread at a time run the programs of a module.
 
-A program runs in memory that is its own, on parameters and gradients that the module's programs share. Where all ranks
-are in this process, a second thread waits until the first is done. Where each rank is a process, threads would come in
-another order on each rank and take part in each other's communication: the second one is refused.
+The programs of a module share parameters and gradients. Where all ranks are in this process, a second thread waits for
+the first one. Where each rank is a process, threads would run in different orders on different ranks and mix up their
+communication, so the second thread is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ORDER = itertools.count()
 
 
 class Turn(Protocol):
-    """A context in which one thread is at a time; that thread as often as it likes."""
+    """A reentrant lock: a context that one thread at a time may enter."""
 
     def __enter__(self) -> object: ...
 
@@ -36,7 +36,7 @@ class Turn(Protocol):
 
 
 class HasTurn(Protocol):
-    """Is run by one thread at a time."""
+    """An object whose methods one thread at a time may run."""
 
     @property
     def _turn(self) -> Turn: ...
@@ -45,23 +45,25 @@ class HasTurn(Protocol):
 Self = TypeVar("Self", bound=HasTurn)
 
 
-class LocalTurn(type(threading.RLock())):  # type: ignore[misc]  # itself: each step takes it
-    """The turn of programs whose ranks are all in this process: threads wait for it."""
+class LocalTurn(type(threading.RLock())):  # type: ignore[misc]  # a subclass, because each step acquires it
+    """The lock of programs whose ranks are all in this process: threads wait for it."""
 
     def __init__(self) -> None:
+        """Number the lock, so that several are acquired in one order."""
         super().__init__()
         self.number = next(_ORDER)
 
     def fork(self) -> None:
-        """In a forked process: threads that were inside stayed behind."""
+        """Release the lock in a forked process, where threads that held it do not exist."""
         if not self._is_owned():
             self._at_fork_reinit()
 
 
 class LocalTurns:
-    """The turns of a program that shares parameters with several others, always taken in one order."""
+    """The locks of a program that shares parameters with several others, acquired in the order of their numbers."""
 
     def __init__(self, turns: Iterable[LocalTurn]) -> None:
+        """Sort the locks."""
         self.turns = sorted(turns, key=lambda turn: turn.number)
 
     def __enter__(self) -> None:
@@ -70,7 +72,7 @@ class LocalTurns:
             for turn in self.turns:
                 turn.__enter__()
                 taken += 1
-        except BaseException:  # Ctrl-C while it waits
+        except BaseException:  # for example KeyboardInterrupt while it waits
             self._leave(taken)
             raise
 
@@ -83,14 +85,16 @@ class LocalTurns:
 
 
 class WorldTurn:
-    """The turn of all programs of which each rank is a process: a second thread is refused."""
+    """The lock of all programs of which each rank is a process: a second thread is refused."""
 
     def __init__(self) -> None:
+        """Make the lock of this process."""
         self.process, self.thread = os.getpid(), 0
         self.lock = threading.RLock()
 
     def __enter__(self) -> None:
-        """
+        """Acquire the lock.
+
         Raises:
             RunError: QN113 in a second thread, and in a process that was forked from a rank.
         """
@@ -116,26 +120,32 @@ class WorldTurn:
 
 @dataclass
 class Turns:
-    """The turn of each module, parameter and buffer, as long as that lives."""
+    """The locks of modules, parameters and buffers, as long as those live.
+
+    Attributes:
+        guard: protects the others.
+        by_part: the lock of each module, parameter and buffer.
+        all: all locks.
+    """
 
     guard: threading.Lock = field(default_factory=threading.Lock)
-    known: Any = field(default_factory=WeakIdKeyDictionary)
+    by_part: Any = field(default_factory=WeakIdKeyDictionary)
     all: WeakSet[LocalTurn] = field(default_factory=WeakSet)
 
     def of(self, parts: Collection[object]) -> LocalTurn | LocalTurns:
-        """The turn of whoever reads ``parts``: a new one if nobody else does, those of all others otherwise."""
+        """Return the lock of programs that read ``parts``: a new one, or the locks of all programs that share some."""
         with self.guard:
-            turns: set[LocalTurn] = {turn for x in parts if (turn := self.known.get(x)) is not None}
+            turns: set[LocalTurn] = {turn for x in parts if (turn := self.by_part.get(x)) is not None}
             if not turns:
                 turns = {LocalTurn()}
                 self.all |= turns
             first = min(turns, key=lambda turn: turn.number)
             for x in parts:
-                self.known.setdefault(x, first)
+                self.by_part.setdefault(x, first)
         return first if len(turns) == 1 else LocalTurns(turns)
 
     def fork(self) -> None:
-        """In a forked process."""
+        """Release all locks in a forked process."""
         self.guard = threading.Lock()
         for turn in list(self.all):
             turn.fork()
@@ -143,46 +153,47 @@ class Turns:
 
 @cache
 def _turns() -> Turns:
-    made = Turns()
-    os.register_at_fork(after_in_child=made.fork)
-    return made
+    turns = Turns()
+    os.register_at_fork(after_in_child=turns.fork)
+    return turns
 
 
 def turn_of(modules: Sequence[nn.Module]) -> LocalTurn | LocalTurns:
-    """The turn of the programs that read ``modules``: that of all programs which share a parameter, a buffer or a part
-    of a module with them."""
+    """Return the lock of programs of ``modules``, shared by all that read the same parameter, buffer or submodule."""
     parts: dict[int, object] = {id(module): module for module in modules}
     for part in (part for module in modules for part in module.modules()):
-        own = [x for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
-        parts |= {id(x): x for x in (part, *own)} if own else {}
+        tensors = [x for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
+        parts |= {id(x): x for x in (part, *tensors)} if tensors else {}
     return _turns().of(parts.values())
 
 
 def all_turns(*turns: Turn) -> Turn:
-    """Several turns at once, whichever thread asks for which first."""
+    """Return a lock for several locks at once, without deadlock between threads that acquire the same ones."""
     world = next((turn for turn in turns if isinstance(turn, WorldTurn)), None)
     if world is not None:
         return world
-    here = [turn.turns if isinstance(turn, LocalTurns) else [turn] for turn in turns]
-    return LocalTurns({turn for some in here for turn in some if isinstance(turn, LocalTurn)})
+    groups = [turn.turns if isinstance(turn, LocalTurns) else [turn] for turn in turns]
+    return LocalTurns({turn for group in groups for turn in group if isinstance(turn, LocalTurn)})
 
 
 @cache
 def turn_of_world() -> WorldTurn:
-    """The turn of all programs of this process that communicate with other processes."""
+    """Return the lock of all programs of this process that communicate with other processes."""
     return WorldTurn()
 
 
 def in_turn(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Self, P], T]:
-    """A method that one thread at a time is in, see :class:`LocalTurn` and :class:`WorldTurn`."""
+    """Let one thread at a time run a method, see :class:`LocalTurn` and :class:`WorldTurn`."""
 
     @functools.wraps(method)
-    def alone(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def locked(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._turn:
             return method(self, *args, **kwargs)
 
-    return alone
+    return locked
 
 
 def _name(thread: int) -> str:
-    return next((repr(one.name) for one in threading.enumerate() if one.ident == thread), "another thread")
+    return next(
+        (repr(candidate.name) for candidate in threading.enumerate() if candidate.ident == thread), "another thread"
+    )

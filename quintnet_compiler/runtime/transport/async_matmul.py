@@ -1,4 +1,4 @@
-"""Products with slices that travel around a ring: one is multiplied while the next is on its way (Wang et al. 2023)."""
+"""Products with slices that are passed around a ring: one is multiplied while the next is sent (Wang et al. 2023)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .ring import Circle
 
 @dataclass(frozen=True)
 class Factor:
-    """What rows are multiplied by: a weight [in, out] (or ``transposed``: [out, in]), and a bias or None."""
+    """The weight [in, out] (or ``transposed``: [out, in]) and the bias [out], or None, of a linear layer."""
 
     weight: Tensor
     bias: Tensor | None
@@ -22,11 +22,11 @@ class Factor:
 
     @property
     def matrix(self) -> Tensor:
-        """The weight as [in, out]."""
+        """Return the weight as [in, out]."""
         return self.weight.t() if self.transposed else self.weight
 
     def write(self, x: Tensor, into: Tensor) -> None:
-        """``into`` [..., out] = ``x`` [..., in] times the weight."""
+        """Set ``into`` [..., out] to ``x`` [..., in] times the weight, plus the bias."""
         rows = x.reshape(-1, x.shape[-1])
         direct = into.is_contiguous()
         out = into.view(-1, into.shape[-1]) if direct else into.new_empty((len(rows), into.shape[-1]))
@@ -41,35 +41,38 @@ class Factor:
 def factors(
     weights: Sequence[Tensor], biases: Sequence[Tensor | None], transposed: Sequence[bool]
 ) -> tuple[Factor, ...]:
+    """Return the factors of these columns."""
     return tuple(Factor(*each) for each in zip(weights, biases, transposed, strict=True))
 
 
 def all_gather_matmul(
     circle: Circle, x: Tensor, dim: int, parts: int, factors: Sequence[Factor], keep: bool
 ) -> tuple[Tensor, ...]:
-    """Each factor's product with what joins all ranks' ``x`` as ``S(dim, parts)``, and (``keep``) that itself."""
+    """Return the products of all ranks' ``x``, gathered as ``S(dim, parts)``, and with ``keep`` the gathered value."""
     shape = [n * circle.size if d == dim else n for d, n in enumerate(x.shape)]
-    made = [x.new_empty((*shape[:-1], factor.matrix.shape[1])) for factor in factors]
+    products = [x.new_empty((*shape[:-1], factor.matrix.shape[1])) for factor in factors]
     whole = x.new_empty(shape) if keep else None
-    here = [x.contiguous()]
+    held = [x.contiguous()]
     for step in range(circle.size):
-        coming = circle.passed(here) if step < circle.size - 1 else None
+        coming = circle.passed(held) if step < circle.size - 1 else None
         owner = (circle.index - step) % circle.size
-        piece = torch.unflatten(here[0], dim, (parts, -1))
-        for factor, out in zip(factors, made, strict=True):
+        piece = torch.unflatten(held[0], dim, (parts, -1))
+        for factor, out in zip(factors, products, strict=True):
             factor.write(piece, slices.slot(out, dim, parts, circle.size, owner))
         if whole is not None:
             slices.slot(whole, dim, parts, circle.size, owner).copy_(piece)
         if coming is not None:
-            here = coming()
-    return (*made, whole) if whole is not None else tuple(made)
+            held = coming()
+    return (*products, whole) if whole is not None else tuple(products)
 
 
 def matmul_reduce_scatter(
     circle: Circle, xs: Sequence[Tensor], dim: int, parts: int, factors: Sequence[Factor]
 ) -> Tensor:
-    """This rank's slice, as ``S(dim, parts)``, of the sum over ranks of each of ``xs`` times its factor. A slice's sums
-    travel to the rank that it belongs to, and each rank that they visit adds its own."""
+    """Return this rank's slice, as ``S(dim, parts)``, of the sum over ranks and ``xs`` of products with the factors.
+
+    The sum of a slice is passed around the ring to its owner, and each rank on the way adds its own term.
+    """
     arriving: Callable[[], list[Tensor]] | None = None
     for step in range(circle.size):
         owner = (circle.index - 1 - step) % circle.size

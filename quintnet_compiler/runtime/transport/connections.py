@@ -1,8 +1,8 @@
-"""The process groups over which stages of a pipeline send: one for each channel, pair of ranks, and direction.
+"""The process groups of sends between pipeline stages: one for each channel, pair of ranks, and direction.
 
-NCCL carries out all transfers of a communicator in the order in which they were issued, whichever way they go, so two
-directions or channels that share one can wait for each other forever. And it makes communicators when they are first
-used, where both hosts must arrive: a rank that posts a receive early would wait there for one that waits elsewhere
+NCCL carries out the transfers of a communicator in the order in which they were issued, in both directions, so two
+directions or channels that share one can deadlock. It also creates a communicator at its first use, where both ranks
+must arrive: a rank that posts a receive early would block there
 (https://github.com/pytorch/pytorch/issues/108378). So every connection has a group of its two ranks, and all are made
 in one order on all ranks before the first step.
 """
@@ -23,7 +23,7 @@ from .transport import GRADIENTS, VALUES
 
 
 class Connection(NamedTuple):
-    """One way from rank ``source`` to rank ``target``, for values or for gradients."""
+    """A connection from rank ``source`` to rank ``target``, for values or for gradients."""
 
     channel: int
     source: int
@@ -31,7 +31,7 @@ class Connection(NamedTuple):
 
 
 def connections_of(schedule: Schedule, mesh: Mesh) -> list[Connection]:
-    """All that the ranks of a mesh use under ``schedule``, in the order in which they are connected.
+    """Return the connections that the ranks of a mesh use under ``schedule``, in the order in which they are made.
 
     >>> from ...schedules.kinds import one_f_one_b
     >>> from ...schedules.schedule import chain, with_transfers
@@ -40,46 +40,47 @@ def connections_of(schedule: Schedule, mesh: Mesh) -> list[Connection]:
     [(0, 2), (1, 3), (2, 0), (3, 1)]
     """
     ways = {
-        (VALUES if action.op is Op.SEND_FORWARD else GRADIENTS, place, schedule.placement[action.peer])
-        for place, row in enumerate(schedule.actions)
+        (VALUES if action.op is Op.SEND_FORWARD else GRADIENTS, stage, schedule.placement[action.peer])
+        for stage, row in enumerate(schedule.actions)
         for action in row
         if action.op in SEND.values()
     }
-    found = set()
+    connections = set()
     for rank in range(mesh.size):
-        here = mesh.coordinate(rank)
+        coordinate = mesh.coordinate(rank)
         for channel, source, target in ways:
-            if here.get("pp", 0) == source:
-                found.add(Connection(channel, rank, mesh.rank({**here, "pp": target})))
-    return sorted(found)
+            if coordinate.get("pp", 0) == source:
+                connections.add(Connection(channel, rank, mesh.rank({**coordinate, "pp": target})))
+    return sorted(connections)
 
 
 class Connections:
-    """Those of one rank."""
+    """The connections of one rank."""
 
     def __init__(self) -> None:
+        """Begin without connections."""
         self.rank = dist.get_rank()
-        self.known: set[Connection] = set()
+        self.added: set[Connection] = set()  # of all ranks
         self.group: dict[Connection, dist.ProcessGroup] = {}
         self.link: dict[Connection, MemoryLink | None] = {}  # of processes of one host
 
     def add(self, connections: Iterable[Connection], device: torch.device) -> None:
         """Connect these, for tensors on ``device``. Every rank must call this with the same ones in the same order."""
-        for one in connections:
-            if one in self.known:
+        for connection in connections:
+            if connection in self.added:
                 continue
-            self.known.add(one)
-            group = new_group([one.source, one.target])
-            if self.rank in (one.source, one.target):
-                self.group[one] = group
-                self._connect(one, device)
-                self.link[one] = link(group, both=False) if dist.get_backend(group) == "gloo" else None
+            self.added.add(connection)
+            group = new_group([connection.source, connection.target])
+            if self.rank in (connection.source, connection.target):
+                self.group[connection] = group
+                self._connect(connection, device)
+                self.link[connection] = link(group, both=False) if dist.get_backend(group) == "gloo" else None
 
-    def _connect(self, one: Connection, device: torch.device) -> None:
+    def _connect(self, connection: Connection, device: torch.device) -> None:
         first = torch.zeros(1, device=device)
-        if self.rank == one.source:
-            work = dist.isend(first, one.target, group=self.group[one])
+        if self.rank == connection.source:
+            work = dist.isend(first, connection.target, group=self.group[connection])
         else:
-            work = dist.irecv(first, one.source, group=self.group[one])
+            work = dist.irecv(first, connection.source, group=self.group[connection])
         if work is not None:
             work.wait()

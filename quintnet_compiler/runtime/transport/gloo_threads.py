@@ -1,4 +1,4 @@
-"""How the system schedules the threads with which gloo reads."""
+"""The scheduling policy of gloo's reader threads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ NAME = "gloo_tcp_loop"  # of the thread that reads the connections of a process 
 
 
 def lower_gloo_thread_priority() -> None:
-    """Let gloo's readers wait until a core is free, as Linux's batch threads do (``sched(7)``): their share stays.
+    """Let gloo's reader threads wait until a core is free, as batch threads on Linux (``sched(7)``) do.
 
-    What a rank writes wakes the reader at the other end, which would take the writer's core from it at once, and poll
-    there as long as the writer, which has not gone on, holds the lock of its connection. A thread that has another
-    policy than the usual one keeps it; so do all where the system is not Linux."""
+    A rank's message wakes the reader at the other end. With the usual policy it would take over the writer's core, and
+    poll while the preempted writer still holds the lock of its connection. Batch threads get the same share of time.
+    Threads with another policy than the usual one, and other systems than Linux, are left alone.
+    """
     threads = Path("/proc/self/task")
     if sys.platform != "linux" or not threads.is_dir():
         return

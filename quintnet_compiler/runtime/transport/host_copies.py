@@ -1,4 +1,4 @@
-"""Copies between an accelerator and pinned memory of its host, each way on a stream of its own."""
+"""Copies between an accelerator and pinned host memory, on one stream for each direction."""
 
 from __future__ import annotations
 
@@ -10,79 +10,83 @@ from torch import Tensor
 
 from .transport import Pending
 
-PLAIN = ("cpu", "meta")  # devices whose memory is the host's, or nobody's
+PLAIN = ("cpu", "meta")  # devices without memory apart from the host's
 
 
 @dataclass(frozen=True)
 class HostCopies:
-    """What generated code calls to move a value. The host waits for nothing: what computes behind a wait runs after the
-    copy, and memory is free for others from there on.
+    """Offloads and fetches values for generated code, without blocking the host.
 
-    Pinned memory comes from PyTorch's caching allocator, which hands it out again when the copies that read it are
-    over. Where there is no accelerator, a copy is a plain one.
+    A wait lets the computing stream, not the host, wait for a copy; the source's memory is free from then on. Pinned
+    memory comes from PyTorch's caching allocator, which reuses it after the copies that read it. Without an
+    accelerator, values are cloned.
     """
 
     streams: dict[tuple[torch.device, str], torch.Stream] = field(default_factory=dict)
 
     def copy_out(self, x: Tensor, at: int) -> Tensor:
-        made: Tensor = self.start_copy_out(x, at)()
-        return made
+        """Return a copy in host memory."""
+        copied: Tensor = self.start_copy_out(x, at)()
+        return copied
 
     def copy_in(self, x: Tensor, device: torch.device, at: int) -> Tensor:
-        made: Tensor = self.start_copy_in(x, device, at)()
-        return made
+        """Return a copy on ``device``."""
+        copied: Tensor = self.start_copy_in(x, device, at)()
+        return copied
 
     def start_copy_out(self, x: Tensor, at: int) -> Pending:
+        """Start a copy to host memory."""
         if x.device.type in PLAIN:
-            made = x.clone(memory_format=torch.preserve_format)
-            return lambda: made
+            copied = x.clone(memory_format=torch.preserve_format)
+            return lambda: copied
         return self.start_into(torch.empty_like(x, device="cpu", pin_memory=True), x)
 
-    def start_into(self, to: Tensor, x: Tensor) -> Pending:
-        """As ``start_copy_out``, to memory of the host that there is."""
+    def start_into(self, target: Tensor, x: Tensor) -> Pending:
+        """Start a copy to ``target``, in host memory."""
         if x.device.type in PLAIN:
-            made = to.copy_(x)
-            return lambda: made
-        return self._copied(to, x, x.device, "out")
+            copied = target.copy_(x)
+            return lambda: copied
+        return self._copied(target, x, x.device, "out")
 
     def start_copy_in(self, x: Tensor, device: torch.device, at: int) -> Pending:
+        """Start a copy to ``device``."""
         if device.type in PLAIN or x.device.type == "meta":
-            made = x.clone(memory_format=torch.preserve_format)
-            return lambda: made
-        room = torch.empty_like(x, device=device)
-        return self._copied(room, x, room.device, "in")
+            copied = x.clone(memory_format=torch.preserve_format)
+            return lambda: copied
+        target = torch.empty_like(x, device=device)
+        return self._copied(target, x, target.device, "in")
 
     def settle(self) -> None:
         """Have the host wait for all copies."""
         for stream in self.streams.values():
             stream.synchronize()
 
-    def _copied(self, to: Tensor, x: Tensor, device: torch.device, way: str) -> Pending:
-        """``to``, once it has what ``x`` has now; both live until then."""
+    def _copied(self, target: Tensor, x: Tensor, device: torch.device, way: str) -> Pending:
+        """Start a copy from ``x`` to ``target``, and return what waits for it; both live until then."""
         computing = torch.accelerator.current_stream(device)
         stream = self.stream(device, way)
         stream.wait_stream(computing)
         with stream:
-            to.copy_(x, non_blocking=True)
+            target.copy_(x, non_blocking=True)
         done = stream.record_event()
         held = [x]
 
         def wait() -> Tensor:
             torch.accelerator.current_stream(device).wait_event(done)
             held.clear()
-            return to
+            return target
 
         return wait
 
     def stream(self, device: torch.device, way: str) -> torch.Stream:
-        """Of copies one way."""
+        """Return the stream of copies in one direction."""
         if (device, way) not in self.streams:
             self.streams[device, way] = torch.Stream(device=device)
         return self.streams[device, way]
 
 
 def host_room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of the host for what ``device`` copies, pinned if that is another one; none for a device without any."""
+    """Return uninitialized host memory for copies from ``device``, pinned for accelerators; meta for a meta device."""
     if device.type == "meta":
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=device.type not in PLAIN)

@@ -1,4 +1,4 @@
-"""8-bit floating-point numbers on their way between ranks: as bytes, since gloo and older NCCL have no such dtype."""
+"""Send 8-bit floating-point numbers between ranks as bytes, since gloo and older NCCL have no such dtypes."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ from .transport import Pending
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether a dtype is one of floating-point numbers of 8 bits."""
+    """Return whether a dtype is an 8-bit floating-point one."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The same memory, as bytes where it holds numbers of 8 bits."""
+    """Return a view as bytes of a tensor of 8-bit floating-point numbers, another tensor unchanged."""
     return x.view(torch.uint8) if is_narrow(x.dtype) else x
 
 
 def moved_as_bytes(begin: Callable[..., Pending]) -> Callable[..., Pending]:
-    """As ``begin``, a collective that moves what it is given and computes nothing, for numbers of 8 bits, too."""
+    """Return ``begin``, a collective that only moves data, extended to 8-bit floating-point numbers."""
 
-    def begun(x: Any, *how: Any, **more: Any) -> Pending:
+    def begun(x: Any, *args: Any, **options: Any) -> Pending:
         first = x if isinstance(x, Tensor) else next(iter(x), None)
         if not (isinstance(first, Tensor) and is_narrow(first.dtype)):
-            return begin(x, *how, **more)
-        given = as_bytes(x) if isinstance(x, Tensor) else [as_bytes(one) for one in x]
-        wait = begin(given, *how, **more)
+            return begin(x, *args, **options)
+        data = as_bytes(x) if isinstance(x, Tensor) else [as_bytes(part) for part in x]
+        wait = begin(data, *args, **options)
 
         def arrived() -> Any:
-            made = wait()
-            return made.view(first.dtype) if isinstance(made, Tensor) else tuple(one.view(first.dtype) for one in made)
+            result = wait()
+            return (
+                result.view(first.dtype)
+                if isinstance(result, Tensor)
+                else tuple(part.view(first.dtype) for part in result)
+            )
 
         return arrived
 

@@ -1,9 +1,8 @@
-"""Attention to sequences that a ring of ranks holds: keys and values travel, queries stay (Liu et al. 2023).
+"""Ring attention: keys and values are passed around a ring of ranks, queries stay (Liu et al. 2023).
 
-A rank holds one run of positions, or those that a plan assigns to it: equally much work for all ranks (for one
-document as Brandon et al. 2023 have it, see :mod:`...ops.attention.ring_plan`). Every pair of a run of queries and one
-of keys is a block, of which only those that are seen at all are computed; ids of all positions, which say so, are on
-every rank.
+A rank holds one run of positions, or the runs that a plan assigns to it, so that all ranks have equal work (for one
+document as in Brandon et al. 2023, see :mod:`...ops.attention.ring_plan`). A pair of a run of queries and a run of keys
+is a block; blocks that are masked as a whole are skipped. Every rank has the ids of all positions, which decide that.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ POSITIONS = 2  # the dim of positions in q, k and v
 
 @dataclass(frozen=True)
 class Circle:
-    """One rank's place in a ring: ``index`` of the ``size`` ranks of an axis."""
+    """A rank's place in a ring: ``index`` among the ``size`` ranks of an axis."""
 
     transport: Transport
     axis: str
@@ -34,7 +33,7 @@ class Circle:
     at: int
 
     def passed(self, xs: Sequence[Tensor], back: int = -1) -> Callable[[], list[Tensor]]:
-        """Begin to send ``xs`` to the next rank (or ``back`` by so many) and to receive as they come."""
+        """Start to send ``xs`` to the next rank (or ``back`` by so many ranks), and to receive those of another."""
         if back % self.size == 0:
             return lambda: list(xs)
         sources = tuple((i + back) % self.size for i in range(self.size))
@@ -44,14 +43,16 @@ class Circle:
 
 @dataclass(frozen=True)
 class Ring(Circle):
-    """What a ring's attention is. ``runs``: the runs of positions that each rank holds while attention runs."""
+    """A ring that computes attention. ``runs``: the runs of positions of each rank."""
 
     tiles: AttentionTiles
     runs: Sequence[Runs]
 
     def blocks(self, owner: int, ids: Ids, of: int | None = None) -> Iterator[tuple[int, int, Block]]:
-        """The blocks of this rank's queries (or of those of rank ``of``) and ``owner``'s keys that are seen: places of
-        both runs among theirs."""
+        """Yield the blocks of this rank's queries (or of rank ``of``) and ``owner``'s keys that are not masked.
+
+        Each comes with the indices of its runs of queries and keys.
+        """
         for i, (row, rows) in enumerate(self.runs[self.index if of is None else of]):
             for j, (col, cols) in enumerate(self.runs[owner]):
                 block = Block(row, rows, col, cols)
@@ -59,8 +60,9 @@ class Ring(Circle):
                     yield i, j, block
 
     def steps(self, ids: Ids) -> int:
-        """For how many steps any rank sees anything: all of them, but few where a window or documents are short. All
-        ranks find the same.
+        """Return the number of steps in which some rank has a block, the same on all ranks.
+
+        It is the size of the ring, and less where a window or documents are short.
 
         >>> from quintnet_compiler.ops.attention.blocks import Sight
         >>> Ring(None, "cp", 8, 0, 0, AttentionTiles(1.0, Sight(True, 5), 1), runs_of(None, 8, 4)).steps(Ids())
@@ -72,21 +74,21 @@ class Ring(Circle):
         return 1
 
     def parts(self, x: Tensor, owner: int | None = None) -> Sequence[Tensor]:
-        """``x``, of this rank or of ``owner``, by runs."""
+        """Return ``x``, of this rank or of ``owner``, split into its runs."""
         sizes = [count for _, count in self.runs[self.index if owner is None else owner]]
         return torch.split(x, sizes, POSITIONS)
 
 
 def runs_of(plan: Tensor | None, size: int, length: int) -> list[Runs]:
-    """The runs of the ranks of a ring that hold ``length`` positions each; without a plan (or its values) in order."""
+    """Return the runs of a ring's ranks with ``length`` positions each; in order without a plan (or its values)."""
     held: Held = [[rank] for rank in range(size)] if plan is None or plan.is_meta else plan.tolist()
     return positions_of(held, length // len(held[0]))
 
 
-def ring_forward(ring: Ring, given: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """The attention of this rank's queries, and each one's log of its sum of exponentials (in the runs' order)."""
-    q, k, v = given.q, given.k, given.v
-    ids = given.ids
+def ring_forward(ring: Ring, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Return the attention of this rank's queries, and the log-sum-exp of each, in the order of the runs."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    ids = inputs.ids
     travelling = [k, v]
     queries = ring.parts(q)
     totals = [Total(x, v.shape[3]) for x in queries]
@@ -104,15 +106,15 @@ def ring_forward(ring: Ring, given: AttentionInputs) -> tuple[Tensor, Tensor]:
 
 
 def ring_backward(
-    ring: Ring, given: AttentionInputs, grad: Tensor, out: Tensor, lse: Tensor
+    ring: Ring, inputs: AttentionInputs, grad: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v. Those of keys and values travel with them, and at last home."""
-    wide = widened(given.q.dtype)
-    q, k, v = given.q, given.k, given.v
-    ids = given.ids
+    """Return the gradients of q, k and v. Those of keys and values are passed around with them, and to their owner."""
+    wide = widened(inputs.q.dtype)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    ids = inputs.ids
     travelling = [k, v]
-    asked = list(zip(*(ring.parts(x) for x in (grad, q, out, lse)), strict=True))
-    for_queries = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in ring.parts(q)]
+    query_parts = list(zip(*(ring.parts(x) for x in (grad, q, out, lse)), strict=True))
+    query_grads = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in ring.parts(q)]
     gathered: list[Tensor] = []
     arriving: Callable[[], list[Tensor]] | None = None
     steps = ring.steps(ids)
@@ -120,18 +122,18 @@ def ring_backward(
         coming = ring.passed(travelling) if step < steps - 1 else None
         owner = (ring.index - step) % ring.size
         keys, values = (ring.parts(x, owner) for x in travelling)
-        for_keys, for_values = (
+        key_grads, value_grads = (
             [torch.zeros(x.shape, dtype=wide, device=x.device) for x in xs] for xs in (keys, values)
         )
         for i, j, block in ring.blocks(owner, ids):
-            into = for_queries[i], for_keys[j], for_values[j]
-            grad_, q_, out_, lse_ = asked[i]
-            ring.tiles.backward(block, grad_, q_, out_, lse_, keys[j], values[j], ids, into)
-        terms = [torch.cat(xs, POSITIONS) if len(xs) > 1 else xs[0] for xs in (for_keys, for_values)]
+            targets = query_grads[i], key_grads[j], value_grads[j]
+            grad_, q_, out_, lse_ = query_parts[i]
+            ring.tiles.backward(block, grad_, q_, out_, lse_, keys[j], values[j], ids, targets)
+        terms = [torch.cat(xs, POSITIONS) if len(xs) > 1 else xs[0] for xs in (key_grads, value_grads)]
         gathered = terms if arriving is None else [a + b for a, b in zip(arriving(), terms, strict=True)]
         arriving = ring.passed(gathered) if step < steps - 1 else ring.passed(gathered, back=step)
         if coming is not None:
             travelling = coming()
     assert arriving is not None
     dk, dv = (x.to(k.dtype) for x in arriving())
-    return torch.cat(for_queries, POSITIONS).to(q.dtype), dk, dv
+    return torch.cat(query_grads, POSITIONS).to(q.dtype), dk, dv

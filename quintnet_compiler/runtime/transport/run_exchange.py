@@ -1,4 +1,4 @@
-"""Runs of positions on their way to the ranks that compute attention for them, and back."""
+"""Send runs of positions to the ranks that compute attention for them, and back."""
 
 from __future__ import annotations
 
@@ -12,26 +12,32 @@ from .transport import Pending, Transport
 
 
 class RunExchange:
-    """One rank's side. A plan (:mod:`...ops.attention.ring_plan`) says on every rank which runs all of them compute:
-    nobody asks how many come. Where all runs stay, ranks do not meet."""
+    """One rank's exchange of runs.
+
+    Every rank has the plan (:mod:`...ops.attention.ring_plan`) of the runs that each rank computes, so that sizes need
+    not be exchanged. Where all runs stay, there is no communication.
+    """
 
     def __init__(self, transport: Transport, mesh: Mesh, coordinate: Mapping[str, int]) -> None:
+        """Exchange over the axes of ``mesh``, as the rank at ``coordinate``."""
         self.transport, self.mesh, self.coordinate = transport, mesh, coordinate
 
     def send_runs(self, x: Tensor, axis: str, dim: int, plan: Tensor, at: int) -> Tensor:
-        """The runs that this rank computes, of those of ``dim`` that all ranks of the axis have."""
-        made: Tensor = self.start_send_runs(x, axis, dim, plan, at)()
-        return made
+        """Return the runs of ``dim`` that this rank computes, from all ranks of the axis."""
+        runs: Tensor = self.start_send_runs(x, axis, dim, plan, at)()
+        return runs
 
     def start_send_runs(self, x: Tensor, axis: str, dim: int, plan: Tensor, at: int) -> Pending:
+        """Start :meth:`send_runs`."""
         return self._start(x, axis, dim, plan, at, home=False)
 
     def return_runs(self, x: Tensor, axis: str, dim: int, plan: Tensor, at: int) -> Tensor:
-        """What became of a rank's own runs, in their order."""
-        made: Tensor = self.start_return_runs(x, axis, dim, plan, at)()
-        return made
+        """Return the results for this rank's own runs, in their order, from the ranks that computed them."""
+        runs: Tensor = self.start_return_runs(x, axis, dim, plan, at)()
+        return runs
 
     def start_return_runs(self, x: Tensor, axis: str, dim: int, plan: Tensor, at: int) -> Pending:
+        """Start :meth:`return_runs`."""
         return self._start(x, axis, dim, plan, at, home=True)
 
     def _start(self, x: Tensor, axis: str, dim: int, plan: Tensor, at: int, *, home: bool) -> Pending:
@@ -60,5 +66,5 @@ class RunExchange:
 
 
 def _by_rank(runs: Sequence[int], ranks: Mapping[int, int], here: int) -> list[int]:
-    """Those that are another rank's, in the order of ranks, and of positions."""
+    """Return the runs of other ranks, in the order of ranks and then of positions."""
     return sorted((run for run in runs if ranks[run] != here), key=lambda run: (ranks[run], run))

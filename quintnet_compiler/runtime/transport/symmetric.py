@@ -1,5 +1,7 @@
-"""torch's fused kernels for products with slices that other ranks hold: devices of one machine read them from each
-other's memory, by copy engines or multicast, while they multiply (``torch.distributed._symmetric_memory``)."""
+"""torch's fused kernels of products with slices of other ranks (``torch.distributed._symmetric_memory``).
+
+Devices of one machine read the slices from each other's memory, by copy engines or multicast, while they multiply.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,11 @@ from .async_matmul import Factor
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels for the ranks of a process group, by its name. None where they have no such product: several terms of
-    a scatter, a bias that is scattered, or slices in several parts."""
+    """The kernels for the ranks of a process group, by its name.
+
+    The methods return None for products that the kernels do not support: several terms of a scatter, a bias that is
+    scattered, or slices in several parts.
+    """
 
     group: str
     gather: Callable[..., Any]
@@ -28,37 +33,39 @@ class Kernels:
     def all_gather_matmul(
         self, x: Tensor, dim: int, parts: int, factors: Sequence[Factor], keep: bool
     ) -> tuple[Tensor, ...] | None:
-        """As :func:`.async_matmul.all_gather_matmul`."""
+        """Compute :func:`.async_matmul.all_gather_matmul`."""
         if parts > 1:
             return None
         matrices = [factor.matrix for factor in factors]
-        whole, made = self.gather(x.contiguous(), matrices, dim, self.group, return_A=keep)
-        pairs = zip(made, factors, strict=True)
-        found = [out if factor.bias is None else out + factor.bias for out, factor in pairs]
-        return tuple(x.contiguous() for x in (*found, *([whole] if keep else [])))
+        whole, products = self.gather(x.contiguous(), matrices, dim, self.group, return_A=keep)
+        pairs = zip(products, factors, strict=True)
+        outputs = [out if factor.bias is None else out + factor.bias for out, factor in pairs]
+        return tuple(x.contiguous() for x in (*outputs, *([whole] if keep else [])))
 
     def matmul_reduce_scatter(
         self, xs: Sequence[Tensor], dim: int, parts: int, factors: Sequence[Factor]
     ) -> Tensor | None:
-        """As :func:`.async_matmul.matmul_reduce_scatter`."""
+        """Compute :func:`.async_matmul.matmul_reduce_scatter`."""
         if parts > 1 or len(xs) > 1 or factors[0].bias is not None:
             return None
         return self.scatter(xs[0].contiguous(), factors[0].matrix, "sum", dim, self.group).contiguous()
 
 
 def kernels_of(group: dist.ProcessGroup, device: torch.device) -> Kernels | None:
-    """The kernels for ``group``, if each of its ranks has a device of this machine, and all can read each other's
-    memory. Every rank of the group must ask."""
+    """Return the kernels for ``group``, or None; every rank of the group must call this.
+
+    There are kernels if each rank has another device of this machine, and all can read each other's memory.
+    """
     if device.type != "cuda":
         return None
     places: list[Any] = [None] * group.size()
     dist.all_gather_object(places, (socket.gethostname(), device.index), group=group)
     hosts, indices = {host for host, _ in places}, [index for _, index in places]
     others = [index for index in indices if index != device.index]
-    near = len(hosts) == 1 and len(set(indices)) == len(indices)
-    near = near and all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
+    connected = len(hosts) == 1 and len(set(indices)) == len(indices)
+    connected = connected and all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
     agreed: list[Any] = [None] * group.size()
-    dist.all_gather_object(agreed, near, group=group)
+    dist.all_gather_object(agreed, connected, group=group)
     if not all(agreed):
         return None
     use_symmetric_memory(group)
@@ -66,5 +73,5 @@ def kernels_of(group: dist.ProcessGroup, device: torch.device) -> Kernels | None
 
 
 def fused_kernels(group: dist.ProcessGroup) -> Kernels:
-    """torch's own, which it has on CUDA devices (and for shapes alone)."""
+    """Return torch's kernels, which exist for CUDA devices and the meta device."""
     return Kernels(group.group_name, *symmetric_matmuls())

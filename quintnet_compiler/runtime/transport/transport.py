@@ -1,4 +1,4 @@
-"""What a rank program asks of the world around it."""
+"""The interface of a rank's communication."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VALUES, GRADIENTS = 0, 1  # the two channels between stages
 
 
 class Transport(Protocol):
-    """Communication of one rank, by axis name. ``at`` is the number of the call's place in the program.
+    """Communication of one rank, by axis name. ``at`` is the index of the call in the program.
 
     Collectives return a new tensor of the conversion's result; ``dim`` and ``parts`` are those of ``S(dim, parts)``.
     """
@@ -26,45 +26,57 @@ class Transport(Protocol):
     rank: int
 
     def run(self, collective: str, *args: Any) -> Any:
-        """Carry out a collective of :data:`...ops.collectives.COLLECTIVES`, with the arguments of its operator but the
-        size of the axis, and ``at``. ``gather_state`` gathers in the memory of ``x`` where that has room for the
-        result; ``all_reduce_`` may add up there. Also ``exchange_rows(x, sends, receives, axis, at)``: to each rank of
-        the axis its run of rows of ``x``, in order; returns what comes from each, in order (None: as many as there
-        are, for shapes alone)."""
+        """Carry out a collective of :data:`...ops.collectives.COLLECTIVES`.
+
+        ``args``: the arguments of its operator without the size of the axis, and ``at``. ``gather_state`` gathers in
+        the memory of ``x`` if that has room for the result; ``all_reduce_`` may reduce in place.
+
+        Another one is ``exchange_rows(x, sends, receives, axis, at)``: each rank of the axis is sent its run of rows of
+        ``x``, in order; returns the rows from each rank, in order. Counts are None for shapes alone.
+        """
         ...
 
     def start(self, collective: str, *args: Any) -> Pending:
-        """Begin what :meth:`run` carries out. What it reads must not change until it is waited
-        for; it lives until then. Ranks must start collectives of an axis in the same order, and may wait in any."""
+        """Start what :meth:`run` carries out.
+
+        Inputs live, and must not change, until the wait. Ranks must start collectives of an axis in the same order,
+        and may wait for them in any order.
+        """
         ...
 
     def begin_gather(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
     ) -> tuple[tuple[Tensor, ...], Callable[[], Any]]:
-        """Begin ``gather_states``: its results, which have no values before the function that comes with them has
-        returned."""
+        """Start ``gather_states``; return its results, and what waits until they have values."""
         ...
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
-        """Begin to replace ``x`` by that of another rank: the i-th of the axis gets what its ``sources[i]``-th has."""
+        """Start a permutation: the i-th rank of the axis gets the ``x`` of its ``sources[i]``-th rank."""
         ...
 
     def kernels(self, axis: str, device: torch.device) -> Kernels | None:
-        """Kernels that multiply what other ranks of the axis hold, if ``device`` has some for them."""
+        """Return fused kernels for products with slices of the axis's ranks, if ``device`` has some."""
         ...
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
-        """Begin to add up ``x`` over ``ranks`` in place."""
+        """Start an all-reduce of ``x`` over ``ranks``, in place."""
         ...
 
     def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
-        """Begin to add up the flat ``x`` over ``ranks`` in place, each rank its run of it: of as many equal runs as
-        there are ranks, the one at its place among them. The others are lost."""
+        """Start a reduce-scatter of the flat ``x`` over ``ranks``, in place: each rank's run is at its old place.
+
+        The runs are equally long, in the order of ``ranks``; those of other ranks are overwritten.
+        """
         ...
 
     def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:
-        """``x`` of rank ``source``; elsewhere ``x`` gives the shape and is overwritten."""
+        """Return the ``x`` of rank ``source``; on other ranks ``x`` gives the shape, and is overwritten."""
         ...
 
-    def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait: ...
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait: ...
+    def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
+        """Start to send ``x`` to a rank."""
+        ...
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
+        """Start to receive a tensor from a rank."""
+        ...
