@@ -42,8 +42,8 @@ from quintnet_compiler.ir.plan import Plan, read_plan
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.planner.build import Builder
 from quintnet_compiler.planner.evaluate import evaluate
-from quintnet_compiler.planner.places import Place
-from quintnet_compiler.planner.planning import Planner, PricedCluster
+from quintnet_compiler.planner.places import Place, PricedCluster
+from quintnet_compiler.planner.planning import Planner
 from quintnet_compiler.planner.stage_units import StageUnit
 
 DEVICES = ("a100-80", "a100-40", "a800", "h100", "h800")
@@ -248,7 +248,7 @@ def price(run: Run) -> Prices:
     batch = plain_batch({"input_ids": ids, "labels": ids})
     captured = capture(module.build(), batch, None, once=True)
     machine = PricedCluster(cluster)
-    planner = Planner.of(captured, FlatBatch.of(batch).rows, machine, plan, RULES)
+    planner = Planner.from_captured(captured, FlatBatch.of(batch).rows, machine, plan, RULES)
     own = planner.estimate()
     costs = SourceCosts(cluster, kernels=run.layout.kernels)
     builder = Builder(planner.folded, plan, RULES, machine.prices, costs)

@@ -137,7 +137,7 @@ class Prices:
     def functions(self, choice: Choice, /) -> Choice:
         return choice
 
-    def news(self) -> Sequence[Choice]:
+    def new_functions(self) -> Sequence[Choice]:
         return ()
 
     def seconds(self, choice: Choice, /) -> float:
@@ -149,7 +149,7 @@ class Prices:
             return 0.999 * microbatches * self.run.model.layers / choice.pp * self.layer(alike)
         return 0.0
 
-    def closer(self, choice: Choice, step: int, /) -> float:
+    def closer_seconds(self, choice: Choice, step: int, /) -> float:
         return self.seconds(choice)
 
     def bytes(self, choice: Choice, /) -> float:
@@ -160,9 +160,9 @@ class Prices:
     def closer_bytes(self, choice: Choice, step: int, /) -> float:
         return self.bytes(choice)
 
-    guess = seconds
+    rough_seconds = seconds
 
-    def alike(self, choice: Choice, /) -> tuple[Hashable, ...]:
+    def similarity(self, choice: Choice, /) -> tuple[Hashable, ...]:
         """A guess is wrong by what a pipeline waits, and state that is sliced."""
         pipeline = choice.pp, choice.vpp
         sliced = *pipeline, choice.zero

@@ -30,7 +30,8 @@ from quintnet_compiler.ir.builder import GraphBuilder
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.vector_jacobian import VectorJacobian
-from quintnet_compiler.planner.planning import Planner, PricedCluster
+from quintnet_compiler.planner.places import PricedCluster
+from quintnet_compiler.planner.planning import Planner
 
 from .models import WIDTH, Mixture
 from .one_operator import Input, Sample
@@ -195,7 +196,9 @@ def test_estimates_are_of_the_clusters_own_operators() -> None:
     )
     assert 0 < h100.seconds < a100.seconds
     cluster = quintnet.Cluster("a100", gpus_per_node=2)
-    planner = Planner.of(capture(model, IDS, once=True), 8, PricedCluster(cluster), Plan.model_validate(plan), RULES)
+    planner = Planner.from_captured(
+        capture(model, IDS, once=True), 8, PricedCluster(cluster), Plan.model_validate(plan), RULES
+    )
     program = planner.folded.program
     assert program.absent == A100_80.gpu != AbsentGpu()
     assert {x.device.type for node in program.graph.nodes if node.op != "output" for x in values(node)} == {"cuda"}

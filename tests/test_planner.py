@@ -38,7 +38,8 @@ from quintnet_compiler.passes.stages.partition import balanced_starts
 from quintnet_compiler.passes.strategies.rule_book import RuleBook
 from quintnet_compiler.planner.evaluate import evaluate
 from quintnet_compiler.planner.layouts import layouts, slicings
-from quintnet_compiler.planner.planning import Planner, PricedCluster, faster
+from quintnet_compiler.planner.places import PricedCluster
+from quintnet_compiler.planner.planning import Planner, faster
 from quintnet_compiler.planner.search import SearchEffort
 
 from .models import CASES, GPT, build
@@ -92,7 +93,7 @@ CLUSTERS = {
 def _planner(model: str, cluster: str) -> Planner:
     module, batch = MODELS[model]()
     loss = CASES[model].loss_fn if model in CASES else None
-    return Planner.of(capture(module, batch, loss), ROWS, PricedCluster(CLUSTERS[cluster]), Plan(), RULES)
+    return Planner.from_captured(capture(module, batch, loss), ROWS, PricedCluster(CLUSTERS[cluster]), Plan(), RULES)
 
 
 @pytest.mark.slow
@@ -145,9 +146,9 @@ def test_no_layout_costs_less_than_its_bounds(model: str, cluster: str) -> None:
                 continue
             seconds, size = min(one.seconds for one in ways), min(one.memory_bytes for one in ways)
             steps = range(bounds.steps)
-            assert max(bounds.seconds(layout), *(bounds.closer(layout, step) for step in steps)) <= seconds
+            assert max(bounds.seconds(layout), *(bounds.closer_seconds(layout, step) for step in steps)) <= seconds
             assert max(bounds.bytes(layout), *(bounds.closer_bytes(layout, step) for step in steps)) <= size
-            tight += bounds.closer(layout, steps[-1]) > 0.5 * seconds
+            tight += bounds.closer_seconds(layout, steps[-1]) > 0.5 * seconds
         assert tight > len(everything) / 4
 
 

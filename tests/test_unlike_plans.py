@@ -16,7 +16,7 @@ import quintnet
 from quintnet import Cluster, CompileError, Mesh
 from quintnet_compiler.cost_models.hardware import HARDWARE
 from quintnet_compiler.planner.asking import Questions
-from quintnet_compiler.planner.bounds import LessSplit
+from quintnet_compiler.planner.bounds import LayoutBounds
 from quintnet_compiler.planner.layouts import layouts
 from quintnet_compiler.planner.places import Slowdown
 
@@ -109,14 +109,16 @@ def test_no_layout_costs_less_than_its_bounds() -> None:
     slower = Slowdown(pricing.build, cluster, planner.machine.fastest)
     assert slower(found.found.ranked[0].layout, 1) > slower(found.found.ranked[0].layout, 2) > 1.2
     routed, rows = 0, planner.workload.rows
-    bounds = LessSplit(slower.least, planner.machine.fastest, planner.parameter_bytes(), routed, rows, slower)
+    bounds = LayoutBounds(
+        slower.fastest_units, planner.machine.fastest, planner.parameter_bytes(), routed, rows, slower
+    )
     best, most = math.inf, 0.92 * planner.machine.memory_bytes
     everything = list(layouts(planner.limits()))
     bounds.narrow(everything)
     for layout in everything:
         one = pricing(layout)
         for step in range(bounds.steps):
-            assert max(bounds.seconds(layout), bounds.closer(layout, step)) <= one.seconds
+            assert max(bounds.seconds(layout), bounds.closer_seconds(layout, step)) <= one.seconds
             assert max(bounds.bytes(layout), bounds.closer_bytes(layout, step)) <= one.claimed_bytes
         best = min(best, one.seconds if one.claimed_bytes <= most else math.inf)
     assert found.found.ranked[0].seconds == best

@@ -21,9 +21,11 @@ from ..ir.batch_form import BatchForm, FlatBatch, RowsElsewhere, plain_batch
 from ..ir.plan import Plan, check_host_parameters, check_plan, read_plan
 from ..ops.rules.notation import Rule, user_rules
 from ..ops.rules.table import RULES
-from ..planner.asking import Question, listed, plan_model
+from ..planner.asking import Question, plan_model
+from ..planner.compare import listed
 from ..planner.estimate import Estimate
-from ..planner.planning import RESERVE, Planner, PricedCluster
+from ..planner.places import RESERVED_SHARE, PricedCluster
+from ..planner.planning import Planner
 from ..planner.report import PlanReport
 from ..planner.search import Objective, SearchEffort
 from ..planner.workload import Goal, tokens_of, with_length
@@ -50,7 +52,7 @@ def plan(
     seconds: float = SearchEffort.seconds,
     tokens: float | None = None,
     price: float | None = None,
-    reserve: float = RESERVE,
+    reserve: float = RESERVED_SHARE,
     backend: EngineName = "eager",
     among: Mapping[str, Sequence[Any]] | None = None,
     progress: bool | None = None,
@@ -163,7 +165,7 @@ def estimate(
 
 def _planner(
     model: nn.Module, cluster: Cluster, batch: Any, loss_fn: LossFn | None, pinned: Plan, rules: Sequence[Rule],
-    goal: Goal, backend: str, reserve: float = RESERVE,
+    goal: Goal, backend: str, reserve: float = RESERVED_SHARE,
 ) -> Planner:  # fmt: skip
     if not isinstance(cluster, Cluster):
         raise CompileError(
@@ -185,7 +187,9 @@ def _planner(
     found = FlatBatch.of(batch)
     machine = PricedCluster(cluster, unknown, reserve, backend == REPLAYS)
     tokens = tokens_of(found.leaves)
-    return Planner.of(captured, captured.form.rows_in(batch), machine, pinned, book, tokens, goal, found.leaves)
+    return Planner.from_captured(
+        captured, captured.form.rows_in(batch), machine, pinned, book, tokens, goal, found.leaves
+    )
 
 
 def _with_rings_in_order(planner: Planner, among: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -14,7 +14,7 @@ from ..cost_models.cluster import Cluster
 from ..ir.plan import read_plan
 from ..planner.compare import Versus
 from ..planner.curves import ParetoFront, ScalingCurve, Sweep
-from ..planner.planning import RESERVE
+from ..planner.places import RESERVED_SHARE
 from ..planner.search import Objective, SearchEffort
 from .answer import Answer
 from .inputs.options import Gpu, GpusPerNode, Json, Nodes, PrecisionOption, Price, Set, Target, Tokens, settings_of
@@ -34,7 +34,9 @@ def plan(
     ] = "time",
     tokens: Tokens = None,
     price: Price = None,
-    reserve: Annotated[float, typer.Option(help="the share of a device's memory that plans leave free")] = RESERVE,
+    reserve: Annotated[
+        float, typer.Option(help="the share of a device's memory that plans leave free")
+    ] = RESERVED_SHARE,
     top: Annotated[int, typer.Option(min=1, help="how many plans to show")] = 5,
     work: Annotated[
         float, typer.Option(min=1, help="how many operators to compile in the search; the same plan on every machine")

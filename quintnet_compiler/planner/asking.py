@@ -1,4 +1,4 @@
-"""A search for plans, and the further questions that its report answers by searching again."""
+"""Search for plans, and answer the further questions of its report by searching again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -16,7 +15,7 @@ from ..ir.plan import Plan, read_plan
 from .compare import Alternative, Versus
 from .curves import SWEPT, ParetoFront, ScalingCurve, ScalingPoint, Sweep, SweepPoint, undominated
 from .estimate import Estimate
-from .host_memory import OFFLOADS, HostMemory, possible
+from .host_memory import OFFLOADS, HostMemory, is_possible
 from .layouts import Layout
 from .planning import Planner, Pricing
 from .report import PlanReport
@@ -24,14 +23,10 @@ from .search import Objective, SearchEffort, SearchResult
 
 Progress = Callable[[int, int], None]
 MEMORY_SLACK = 0.25  # plans for little memory are the fastest that take at most so much more than the least
-NEARLY = 0.03  # prices are no more exact: what is slower by no more, and simpler, is said, too
-STEPS = (0.2, 0.1, 0.03)  # by how much the next point of a front takes less memory; the smaller where nothing else fits
-LISTED = (
-    "precision", "loss_chunks", "async_tp", "offload", "reduce_dtype", "sum_dtype", "sequence_parallel",
-    "reshard_after_forward", "overlap", "context_load_balance",
-)  # fmt: skip
-# What is tried in turn where nothing fits
-RESORTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+SIMPLER_SLOWDOWN = 0.03  # a simpler plan is reported if it is slower by no more: prices are no more exact
+FRONT_MEMORY_STEPS = (0.2, 0.1, 0.03)  # shares of memory that the next point of a front saves, the first that fits
+# Decisions that save memory, tried in turn where nothing fits
+MEMORY_SAVERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "losses are computed in 8 parts (loss_chunks)": {"loss_chunks": 8},
         "losses are computed in 64 parts (loss_chunks)": {"loss_chunks": 64},
@@ -42,12 +37,12 @@ RESORTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )  # fmt: skip
-SIZES = (0.25, 0.5, 1, 2, 4)  # of a scaling curve, times the cluster
+SCALING_FACTORS = (0.25, 0.5, 1, 2, 4)  # sizes of a scaling curve, as multiples of the cluster
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be the least, and how long to search.
+    """An objective to minimise, and how long to search.
 
     Raises:
         CompileError: QN216 for an objective that there is not.
@@ -58,24 +53,24 @@ class Question:
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):
-            known = ", ".join(get_args(Objective))
-            raise CompileError("QN216", f"there is no objective {self.objective!r}", fix=f"use one of {known}")
+            objectives = ", ".join(get_args(Objective))
+            raise CompileError("QN216", f"there is no objective {self.objective!r}", fix=f"use one of {objectives}")
 
-    def value(self, found: Estimate) -> float:
-        """What is to be the least."""
+    def value(self, estimate: Estimate) -> float:
+        """Return what is minimised."""
         if self.objective == "memory":
-            return found.claimed_bytes
-        return found.seconds * (found.layout.mesh.size if self.objective == "cost" else 1)
+            return estimate.claimed_bytes
+        return estimate.seconds * (estimate.layout.mesh.size if self.objective == "cost" else 1)
 
     @property
     def shorter(self) -> SearchEffort:
-        """For one of several searches."""
+        """Return the effort of one of several searches."""
         return SearchEffort(self.effort.work / 2, self.effort.seconds / 2)
 
     def search(
         self, planner: Planner, top_k: int = 1, progress: Progress | None = None, pricing: Pricing | None = None
     ) -> SearchResult[Layout, Estimate]:
-        """The best layouts. For memory: the fastest of those that take at most a quarter more than the least.
+        """Return the best layouts. For memory: the fastest of those that take at most a quarter more than the least.
 
         Raises:
             CompileError: QN210 if an operator has no price.
@@ -89,16 +84,23 @@ class Question:
             return least
         most = (1 + MEMORY_SLACK) * least.ranked[0].claimed_bytes
         effort = replace(self.effort, seconds=max(0.0, until - time.monotonic()))
-        found = planner.search(top_k, "time", effort, progress, pricing=pricing, memory_bytes=most)
-        if not found.ranked:  # out of time
+        fastest = planner.search(top_k, "time", effort, progress, pricing=pricing, memory_bytes=most)
+        if not fastest.ranked:  # out of time
             return least
-        return found if least.complete else replace(found, ended=least.ended)
+        return fastest if least.complete else replace(fastest, ended=least.ended)
 
 
 @dataclass(frozen=True)
 class Questions:
-    """Further questions about the model of ``planner``, whose ``best`` layout is known; ``pricing``: what else is;
-    ``of_length``: a planner for rows of so many positions."""
+    """Further questions about a model.
+
+    Attributes:
+        planner: the planner of the model.
+        question: what was searched.
+        best: the estimate of the best layout.
+        pricing: of all layouts that were priced.
+        of_length: returns a planner for rows of a number of positions.
+    """
 
     planner: Planner
     question: Question
@@ -107,54 +109,56 @@ class Questions:
     of_length: Callable[[int], Planner] | None = field(default=None, repr=False)
 
     def known(self) -> tuple[Estimate, ...]:
-        """All that was priced, whether it fits or not."""
+        """Return all estimates, of layouts that do not fit too."""
         return tuple(self.pricing.known.values())
 
     def why_not(self, decisions: Mapping[str, Any]) -> Versus:
-        """See :meth:`.report.PlanReport.why_not`."""
-        given = {**self.planner.pinned.model_dump(exclude_unset=True), **decisions}
-        made = self.question.search(replace(self.planner, pinned=read_plan(given)))
-        if made.ranked:
-            return Versus(self.best, made.ranked[0])
-        return Versus(self.best, None, _why(made, self.question.effort))
+        """Answer :meth:`.report.PlanReport.why_not`."""
+        document = {**self.planner.pinned.model_dump(exclude_unset=True), **decisions}
+        result = self.question.search(replace(self.planner, pinned=read_plan(document)))
+        if result.ranked:
+            return Versus(self.best, result.ranked[0])
+        return Versus(self.best, None, result.failure(self.question.effort))
 
     def front(self) -> ParetoFront:
-        """See :meth:`.report.PlanReport.front`."""
-        planner, question, found, proven = self.planner, self.question, [self.best], True
+        """Answer :meth:`.report.PlanReport.front`."""
+        planner, question, points, proven = self.planner, self.question, [self.best], True
         if question.objective != "time":
             fastest = planner.search(1, "time", question.shorter, pricing=self.pricing)
-            found, proven = list(fastest.ranked), fastest.complete
+            points, proven = list(fastest.ranked), fastest.complete
         smaller = True
         while smaller:
             smaller = False
-            for step in STEPS if found else ():
-                limit = (1 - step) * found[-1].claimed_bytes
-                made = planner.search(1, "time", question.shorter, pricing=self.pricing, memory_bytes=limit)
-                proven &= made.complete
-                if made.ranked:
-                    found, smaller = [*found, made.ranked[0]], True
+            for step in FRONT_MEMORY_STEPS if points else ():
+                limit = (1 - step) * points[-1].claimed_bytes
+                result = planner.search(1, "time", question.shorter, pricing=self.pricing, memory_bytes=limit)
+                proven &= result.complete
+                if result.ranked:
+                    points, smaller = [*points, result.ranked[0]], True
                     break
-                if made.ended == "time":
+                if result.ended == "time":
                     break
-        return ParetoFront(tuple(undominated([*found, self.best])), planner.machine.memory_bytes, proven)
+        return ParetoFront(tuple(undominated([*points, self.best])), planner.machine.memory_bytes, proven)
 
     def scaling(self, devices: Sequence[int] | None) -> ScalingCurve:
-        """See :meth:`.report.PlanReport.scaling`."""
+        """Answer :meth:`.report.PlanReport.scaling`."""
         cluster, effort, points = self.planner.machine.cluster, self.question.shorter, []
-        sizes = devices or [int(times * cluster.size) for times in SIZES if cluster.has_part(times * cluster.size)]
+        sizes = devices or [
+            int(times * cluster.size) for times in SCALING_FACTORS if cluster.has_part(times * cluster.size)
+        ]
         for size in sizes:
             if size == cluster.size and self.question.objective == "time":
                 points.append(ScalingPoint(size, self.best))
                 continue
             machine = replace(self.planner.machine, cluster=cluster.sized(size))
-            made = replace(self.planner, machine=machine).search(1, "time", effort)
-            why = "" if made.ranked else _why(made, effort)
-            points.append(ScalingPoint(size, made.ranked[0] if made.ranked else None, why))
+            result = replace(self.planner, machine=machine).search(1, "time", effort)
+            why = "" if result.ranked else result.failure(effort)
+            points.append(ScalingPoint(size, result.ranked[0] if result.ranked else None, why))
         kinds = " and ".join(device.name for device, _ in cluster.kinds)
         return ScalingCurve(kinds, tuple(points))
 
     def sweep(self, argument: str, amounts: Sequence[float]) -> Sweep:
-        """See :meth:`.report.PlanReport.sweep`."""
+        """Answer :meth:`.report.PlanReport.sweep`."""
         if argument not in SWEPT:
             raise CompileError("QN216", f"{argument!r} cannot be varied", fix=f"use one of {', '.join(SWEPT)}")
         question, points = replace(self.question, effort=self.question.shorter), []
@@ -164,9 +168,9 @@ class Questions:
                 kind = "a number" if argument == "network" else "a whole number"
                 raise CompileError("QN216", f"{argument}={amount!r}", fix=f"give {kind} above 0")
             try:
-                made = question.search(self._varied(argument, amount))
-                why = "" if made.ranked else _why(made, question.effort)
-                points.append(SweepPoint(amount, made.ranked[0] if made.ranked else None, why))
+                result = question.search(self._varied(argument, amount))
+                why = "" if result.ranked else result.failure(question.effort)
+                points.append(SweepPoint(amount, result.ranked[0] if result.ranked else None, why))
             except CompileError as error:
                 points.append(SweepPoint(amount, None, f"{error.code} {error.message}"))
         return Sweep(argument, tuple(points))
@@ -177,39 +181,39 @@ class Questions:
         if argument == "devices":
             return replace(planner, machine=replace(machine, cluster=cluster.sized(int(amount))))
         if argument == "network":
-            other = Cluster(
+            slower = Cluster(
                 cluster.device, cluster.nodes, cluster.gpus_per_node, network_bytes_per_second=amount,
                 rail=cluster.rail, oversubscription=cluster.oversubscription,
             )  # fmt: skip
-            return replace(planner, machine=replace(machine, cluster=other))
+            return replace(planner, machine=replace(machine, cluster=slower))
         if argument == "length":
             if self.of_length is None:
                 raise CompileError("QN216", "a batch without tokens has no length", fix="vary `rows`")
             return self.of_length(int(amount))
         captured, tokens = planner.folded.program.captured, load.tokens * int(amount) // load.rows
-        return Planner.of(captured, int(amount), machine, planner.pinned, planner.rules, tokens, load.goal)
+        return Planner.from_captured(captured, int(amount), machine, planner.pinned, planner.rules, tokens, load.goal)
 
     def beside(self, cluster: Cluster, price: float | None) -> Versus:
-        """See :meth:`.report.PlanReport.beside`."""
+        """Answer :meth:`.report.PlanReport.beside`."""
         planner = self.planner
         if not isinstance(cluster, Cluster):
             said = f"a {type(cluster).__name__} is not a cluster"
             raise CompileError("QN201", said, fix='pass quintnet.Cluster("h100", nodes=8)')
         machine = replace(planner.machine, cluster=cluster)
         goal = replace(planner.workload.goal, price=price)
-        there = Planner.of(
+        other = Planner.from_captured(
             planner.folded.program.captured, planner.workload.rows, machine, planner.pinned, planner.rules,
             planner.workload.tokens, goal,
         )  # fmt: skip
-        made, names = self.question.search(there), (planner.machine.name, machine.name)
-        if made.ranked:
-            return Versus(self.best, made.ranked[0], names=names)
-        return Versus(self.best, None, _why(made, self.question.effort), names)
+        result, names = self.question.search(other), (planner.machine.name, machine.name)
+        if result.ranked:
+            return Versus(self.best, result.ranked[0], names=names)
+        return Versus(self.best, None, result.failure(self.question.effort), names)
 
 
 @dataclass(frozen=True)
 class _Searched:
-    """What a search with certain ``decisions`` found."""
+    """A search with certain ``decisions``, and its result."""
 
     decisions: Mapping[str, Any]
     planner: Planner
@@ -217,65 +221,49 @@ class _Searched:
     found: SearchResult[Layout, Estimate]
 
     @classmethod
-    def of(
+    def with_decisions(
         cls, planner: Planner, decisions: Mapping[str, Any], question: Question, top_k: int, progress: Progress | None
     ) -> _Searched:
-        here = planner.deciding(decisions) if decisions else planner
-        pricing = here.pricing()
-        return cls(decisions, here, pricing, question.search(here, top_k, progress, pricing))
+        """Search with further decisions."""
+        decided = planner.deciding(decisions) if decisions else planner
+        pricing = decided.pricing()
+        return cls(decisions, decided, pricing, question.search(decided, top_k, progress, pricing))
 
     def alternative(self, effort: SearchEffort) -> Alternative:
         if self.found.ranked:
             return Alternative(self.decisions, self.found.ranked[0])
-        return Alternative(self.decisions, None, _why(self.found, effort))
-
-
-def listed(among: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]]:
-    """Every combination of the values that are listed.
-
-    Raises:
-        CompileError: QN216 for a decision that cannot be listed, or has no values.
-    """
-    for name, given in (among or {}).items():
-        if name not in LISTED:
-            raise CompileError(
-                "QN216",
-                f"among={{{name!r}: ...}}",
-                fix=f"list values of {', '.join(LISTED)}; layouts are searched anyway",
-            )
-        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-            raise CompileError("QN216", f"among={{{name!r}: {given!r}}}", fix="give a tuple of values")
-    names = list(among or {})
-    return [dict(zip(names, values, strict=True)) for values in product(*(among or {}).values())] if names else []
+        return Alternative(self.decisions, None, self.found.failure(effort))
 
 
 def plan_model(
     planner: Planner, question: Question, *, top_k: int, progress: Progress | None = None,
     of_length: Callable[[int], Planner] | None = None, among: Sequence[Mapping[str, Any]] = (),
 ) -> PlanReport:  # fmt: skip
-    """Search, and say what came of it; if nothing fits, again with what saves memory (:data:`RESORTS`), where the plan
-    leaves that open. ``of_length``: see :class:`Questions`; ``among``: see :func:`listed`; each gets a search of its
-    own, and the plans are those of the best.
+    """Search for plans, and report them.
+
+    If nothing fits, search again with :data:`MEMORY_SAVERS`, where the plan leaves these open. ``of_length``: see
+    :class:`Questions`; ``among``: see :func:`listed`: each combination gets its own search, and the plans are those of
+    the best.
 
     Raises:
         CompileError: QN212 if nothing fits, with the smallest change that makes it fit; or if time ran out before
             anything was found.
     """
     started, notes = time.monotonic(), list[str]()
-    every, alternatives = _all_searched(planner, question, top_k, progress, among)
-    fitting = [one for one in every if one.found.ranked]
-    first = every[0]
+    searches, alternatives = _search_all(planner, question, top_k, progress, among)
+    fitting = [search for search in searches if search.found.ranked]
+    first = searches[0]
     if not fitting and not first.found.complete:
-        message = unfinished(first.found, question.effort)
+        message = first.found.unfinished(question.effort)
         raise CompileError("QN212", message, fix="search longer (seconds=), or pin the mesh")
     if not fitting:
-        found_again = _with_a_resort(first, question, top_k, progress)
-        if found_again is None:
+        saver = _search_with_savers(first, question, top_k, progress)
+        if saver is None:
             raise _infeasible(first.planner, first.found, question.effort)
-        fitting, notes = [found_again[0]], [f"{found_again[1]}: nothing fits without"]
-    best = min(fitting, key=lambda one: question.value(one.found.ranked[0]))
-    weighed = HostMemory(best.planner, best.pricing, best.found, question.objective, question.effort.work)
-    if (outside := weighed.better(top_k)) is not None:
+        fitting, notes = [saver[0]], [f"{saver[1]}: nothing fits without"]
+    best = min(fitting, key=lambda search: question.value(search.found.ranked[0]))
+    host_memory = HostMemory(best.planner, best.pricing, best.found, question.objective, question.effort.work)
+    if (outside := host_memory.better(top_k)) is not None:
         best = _Searched({**best.decisions, **outside.decisions}, outside.planner, outside.pricing, outside.found)
         notes.append(outside.note)
     decisions, planner, pricing, found = best.decisions, best.planner, best.pricing, best.found
@@ -285,14 +273,10 @@ def plan_model(
         return of_length(length).deciding(decisions) if decisions else of_length(length)
 
     if planner.machine.unlike and "pp" not in planner.pinned.mesh:
-        # so that the report can say what ranks that wait for each other would take: one stage lies on all kinds
-        whole = replace(
-            planner, pinned=planner.pinned.changed({"mesh": {**planner.pinned.mesh, "pp": 1}}, keep_open=True)
-        )
-        whole.search(1, "time", SearchEffort(question.effort.work / 4, question.effort.seconds / 4), pricing=pricing)
+        _price_single_stages(planner, question.effort, pricing)
     if lengths := planner.pinned.documents:
         notes.append(f"rows are taken to hold documents of {min(lengths):,} to {max(lengths):,} positions")
-    plans, machine = tuple(planner.complete(one) for one in found.ranked), planner.machine
+    plans, machine = tuple(planner.complete(estimate) for estimate in found.ranked), planner.machine
     simpler = _simpler(planner, question, found.ranked[0], pricing)
     if question.objective == "memory":
         notes.append(
@@ -306,90 +290,91 @@ def plan_model(
     )  # fmt: skip
 
 
-def _all_searched(
+def _price_single_stages(planner: Planner, effort: SearchEffort, pricing: Pricing) -> None:
+    """Price layouts of one stage on all kinds of devices, so that the report can compare ranks that wait for others."""
+    mesh = {**planner.pinned.mesh, "pp": 1}
+    single = replace(planner, pinned=planner.pinned.changed({"mesh": mesh}, keep_open=True))
+    single.search(1, "time", SearchEffort(effort.work / 4, effort.seconds / 4), pricing=pricing)
+
+
+def _search_all(
     planner: Planner, question: Question, top_k: int, progress: Progress | None, among: Sequence[Mapping[str, Any]]
 ) -> tuple[list[_Searched], tuple[Alternative, ...]]:
+    """Search with each of the listed decisions."""
     if not among:
-        return [_Searched.of(planner, {}, question, top_k, progress)], ()
-    every: list[_Searched] = []
+        return [_Searched.with_decisions(planner, {}, question, top_k, progress)], ()
+    searches: list[_Searched] = []
     alternatives: list[Alternative] = []
     refused: list[CompileError] = []
     for decisions in among:
         try:
-            every.append(_Searched.of(planner, decisions, question, top_k, progress))
-            alternatives.append(every[-1].alternative(question.effort))
+            searches.append(_Searched.with_decisions(planner, decisions, question, top_k, progress))
+            alternatives.append(searches[-1].alternative(question.effort))
         except CompileError as error:
             refused.append(error)
             alternatives.append(Alternative(decisions, None, f"{error.code} {error.message}"))
-    if not every:
+    if not searches:
         raise refused[0]
-    return every, tuple(alternatives)
+    return searches, tuple(alternatives)
 
 
-def _with_a_resort(
+def _search_with_savers(
     tried: _Searched, question: Question, top_k: int, progress: Progress | None
 ) -> tuple[_Searched, str] | None:
-    """Where nothing fits: the best layouts with the first of :data:`RESORTS` with which anything does, and what it is.
-    Those that are decided already are left out."""
+    """Search with the first of :data:`MEMORY_SAVERS` with which any layout fits; return its description, too.
+
+    Those that the plan has decided are skipped.
+    """
     planner, useless = tried.planner, set(tried.planner.pinned.model_fields_set)
     rows = planner.folded.program.batch_size
     whole = Layout(1, 1, 1, 1, 1, 1, rows, "all_gather", (), "1f1b", 1, "none", 0, ("dp",))
-    for said, decisions in RESORTS.items():
-        if useless & decisions.keys() or not possible(decisions.get("offload", ()), planner.pinned):
+    for name, decisions in MEMORY_SAVERS.items():
+        if useless & decisions.keys() or not is_possible(decisions.get("offload", ()), planner.pinned):
             continue
-        here = planner.deciding(decisions)
-        pricing = here.pricing()
+        decided = planner.deciding(decisions)
+        pricing = decided.pricing()
         if decisions.keys() == {"loss_chunks"} and pricing.build(whole) == tried.pricing.build(whole):
             useless.add("loss_chunks")  # there is no such loss
             continue
-        found = question.search(here, top_k, progress, pricing)
-        on_hosts = tuple(one for one in found.ranked if one.host_bytes <= here.machine.host_bytes)
+        result = question.search(decided, top_k, progress, pricing)
+        on_hosts = tuple(estimate for estimate in result.ranked if estimate.host_bytes <= decided.machine.host_bytes)
         if on_hosts:
-            found = replace(found, ranked=on_hosts)
-            return _Searched({**tried.decisions, **decisions}, here, pricing, found), said
+            result = replace(result, ranked=on_hosts)
+            return _Searched({**tried.decisions, **decisions}, decided, pricing, result), name
     return None
 
 
 def _simpler(planner: Planner, question: Question, best: Estimate, pricing: Pricing) -> Estimate | None:
-    """Of all that was priced, fits, and is nearly as good as ``best``, the one with the fewest parts; None where it has
-    no fewer than ``best``."""
+    """Return the simplest layout that was priced, fits, and is nearly as fast as ``best``; None if that is ``best``."""
     if question.objective != "time":
         return None
     most = planner.machine.memory_bytes * (1 - planner.machine.reserve)
-    near = [e for e in pricing.known.values() if e.seconds <= (1 + NEARLY) * best.seconds and e.memory_bytes <= most]
-    found = min(near, key=lambda e: (e.layout.parts, e.seconds, e.layout), default=best)
-    return found if found.layout.parts < best.layout.parts else None
+    near = [
+        e
+        for e in pricing.known.values()
+        if e.seconds <= (1 + SIMPLER_SLOWDOWN) * best.seconds and e.memory_bytes <= most
+    ]
+    simplest = min(near, key=lambda e: (e.layout.complexity, e.seconds, e.layout), default=best)
+    return simplest if simplest.layout.complexity < best.layout.complexity else None
 
 
-def unfinished(found: SearchResult[Layout, Estimate], effort: SearchEffort) -> str:
-    """That time ran out before anything was found."""
-    seen = f"{len(found.rejected)} do not, and {found.left} were not looked at"
-    return f"in {effort.seconds:.3g} s no layout was found that fits: {seen}"
+def _infeasible(planner: Planner, result: SearchResult[Layout, Estimate], effort: SearchEffort) -> CompileError:
+    """Return the error that nothing fits, with the first change with which another search finds a plan.
 
-
-def _why(found: SearchResult[Layout, Estimate], effort: SearchEffort) -> str:
-    """Why nothing was found."""
-    if not found.complete:
-        return unfinished(found, effort)
-    nearest = min(found.rejected, key=lambda one: one.lacks, default=None)
-    return f"{nearest.layout}: {nearest.reason}" if nearest else "no such layout"
-
-
-def _infeasible(planner: Planner, found: SearchResult[Layout, Estimate], effort: SearchEffort) -> CompileError:
-    """Nothing fits: free what is pinned, one decision at a time, and then take more devices; the first change that
-    another search finds a plan for is the suggestion."""
-    closest = min(found.rejected, key=lambda one: one.lacks, default=None)
+    Pinned decisions are freed one at a time, and then devices are added.
+    """
+    closest = min(result.rejected, key=lambda rejected: rejected.lacks, default=None)
     message = "no layout of this model fits this cluster"
     if closest:
-        message += f": {closest.reason} ({closest.layout}), and {len(found.rejected) - 1} more"
+        message += f": {closest.reason} ({closest.layout}), and {len(result.rejected) - 1} more"
     for name, text in (
         ("recompute", "let the planner recompute (leave `recompute` open)"),
         ("microbatches", "use smaller microbatches (leave `microbatches` open)"),
         ("mesh", "leave `mesh` open"),
     ):
         if name in planner.pinned.model_fields_set:
-            kept = planner.pinned.model_dump(include=planner.pinned.model_fields_set - {name})
-            freed = replace(planner, pinned=Plan.model_validate(kept))
+            decisions = planner.pinned.model_dump(include=planner.pinned.model_fields_set - {name})
+            freed = replace(planner, pinned=Plan.model_validate(decisions))
             if freed.search(1, "time", effort).ranked:
                 return CompileError("QN212", message, fix=text)
     cluster = planner.machine.cluster

@@ -1,14 +1,15 @@
-"""What a layout of a model costs at least, from layouts that split it less: no split makes work cheaper, or smaller,
-than its share."""
+"""Lower bounds of a layout's time and memory, from layouts that split the model less.
+
+No split makes work cheaper, or smaller, than its share of the unsplit work.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import islice
 from math import log, prod
 from types import MappingProxyType
 
@@ -16,390 +17,384 @@ from ..core.errors import CompileError
 from ..ir.cost_protocol import RankCosts
 from ..ir.plan import Offloaded
 from ..simulation.host_update import MOMENTS
-from .layouts import UNSPLIT, Again, Layout
-from .pipeline import StageWork, least_seconds, min_saved
+from .estimate import LowerBound, RankBound
+from .layouts import Layout, RecomputeMode
+from .pipeline import least_seconds, min_saved
 from .places import placement
 from .stage_units import StageUnit
-from .stages import Slices, Stages, cut, held_by, stage_work
+from .stages import Slices, StageBounds, cut, stage_bounds
 
-# What of its share a split model may lack. SLACK: stages are cut elsewhere, and a few values are saved only where they
-# are whole. NEAR: of time, where stages share all work evenly, as no cut does better.
-SLACK, NEAR = 0.95, 0.99
-STEPS = range(6)  # of closer bounds
-TWIN, LAST = STEPS[-2:]
-FEW = 8  # rows of a microbatch that are priced at most; what they cost more than their share, others cost, too
-NOTHING: Mapping[Layout, None] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class Least:
-    """Seconds of a step; bytes that every rank works with, and of a block's parameters. ``ranks``: of some, the bytes
-    that one saves, its share of the state, in times of the mean, and whether it may save all that before it has sums of
-    gradients; the fullest holds no less than any."""
-
-    seconds: float = 0.0
-    working: float = 0.0
-    block: float = 0.0
-    ranks: tuple[tuple[float, float, bool], ...] = ()
-
-    def parts(self, number: int) -> Least:
-        """Of a model that is split over so many more ranks."""
-        ranks = tuple((saved / number, share, early) for saved, share, early in self.ranks)
-        return Least(self.seconds / number, self.working / number, self.block / number, ranks)
-
-    def bytes(self, state: float, sums: float) -> float:
-        """Of the fullest rank, where a rank holds ``state`` on average, and ``sums`` of gradients beside."""
-        found = (
-            share * state + (max(saved, share * sums) if early else saved + share * sums)
-            for saved, share, early in self.ranks
-        )
-        return self.working + max(found, default=state + sums)
+# Factors that keep the bounds valid, below the exact result.
+SPLIT_FACTOR = 0.95  # of a split model: stages are cut elsewhere, and a few values are saved only where they are whole
+TIME_FACTOR = 0.99  # of time where stages share all work evenly, as no cut does better
+STEPS = range(6)  # of closer bounds, see LayoutBounds.closer_seconds
+TWIN_STEP, LAST_STEP = STEPS[-2:]
+MAX_PRICED_ROWS = 8  # rows of the largest small microbatch that is priced
+NO_LAYOUTS: Mapping[Layout, None] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class StagesLeast:
-    """What stages do, and the least that any has of what it works with, of its largest block's parameters, and of
-    messages that it gets and sends. ``shares``: of the parameters, that each place has, in times of the mean."""
-
-    work: list[StageWork]
-    working: float
-    block: float
-    sent: float
-    shares: list[float]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """How many numbers a device stores for each element of a parameter, at least."""
+class DeviceState:
+    """The least numbers that devices store for each element of a parameter."""
 
     parameters: int = 1
     gradients: int = 1
     moments: int = MOMENTS
 
     @classmethod
-    def on_devices(cls, offload: tuple[Offloaded, ...]) -> Kept:
-        """What is not on hosts."""
+    def on_devices(cls, offload: tuple[Offloaded, ...]) -> DeviceState:
+        """Return what stays on devices when ``offload`` is on hosts."""
         if "parameters" in offload:
             return cls(0, 0, 0)
         return cls(moments=0) if "optimizer" in offload else cls()
 
 
-class LessSplit:
-    """Bounds for :func:`.search.search`. ``parameters``: bytes of all of them, ``experts``: of those of experts;
-    ``routed``: bytes of what a batch sends to experts and gets back; ``ways``: how else a layout may slice its
-    parameters; ``learned``: functions that were compiled, as it grows; ``kept``: what devices store;
-    ``slower``: see :class:`.places.Slowdown`; then stages may have any number of units."""
+class LayoutBounds:
+    """Bounds for :func:`.search.search`.
+
+    Attributes:
+        build: returns the units of a layout.
+        costs: prices of collectives and of the host.
+        parameters: bytes of all parameters.
+        routed: bytes that a batch sends to experts and receives from them.
+        batch: rows of the global batch.
+        slowdown: see :class:`.places.Slowdown`; with it, stages may have any number of units.
+        experts: bytes of the experts' parameters.
+        slicings: returns the ways in which a layout may slice its parameters.
+        known_functions: layouts whose functions are compiled; it grows during the search.
+        device_state: what devices store for a parameter.
+    """
 
     def __init__(
         self, build: Callable[[Layout], Sequence[StageUnit]], costs: RankCosts, parameters: int, routed: int,
-        batch: int, slower: Callable[[Layout, int], float] | None = None, experts: int = 0,
-        ways: Callable[[Layout], Iterable[Layout]] = lambda layout: (layout,),
-        learned: Mapping[Layout, None] = NOTHING, *, kept: Kept = Kept(),
+        batch: int, slowdown: Callable[[Layout, int], float] | None = None, experts: int = 0,
+        slicings: Callable[[Layout], Iterable[Layout]] = lambda layout: (layout,),
+        known_functions: Mapping[Layout, None] = NO_LAYOUTS, *, device_state: DeviceState = DeviceState(),
     ) -> None:  # fmt: skip
-        self.slower = slower
         self.build, self.costs, self.parameters, self.routed, self.batch = build, costs, parameters, routed, batch
-        self.experts, self.ways, self.learned, self.kept = experts, ways, learned, kept
-        self.told = 0  # of what was learned
-        self.nearest: dict[tuple[Layout, int], Least] = {}
-        self.least: dict[Hashable, Least] = {}
-        self.stages: dict[Hashable, StagesLeast] = {}
-        self.moved: dict[Hashable, float] = {}
-        self.more: dict[int, float] = {}
+        self.slowdown, self.experts, self.slicings = slowdown, experts, slicings
+        self.known_functions, self.device_state = known_functions, device_state
+        self.reported = 0  # known functions that new_functions has returned
+        self.closer_bounds: dict[tuple[Layout, int], LowerBound] = {}
+        self.lower_bounds: dict[Hashable, LowerBound] = {}
+        self.stage_bounds: dict[Hashable, StageBounds] = {}
+        self.collective_seconds: dict[Hashable, float] = {}
+        self.overhead_rows: dict[int, float] = {}
         self.widest: dict[Hashable, Layout] = {}
         self.compiled: set[Layout] = set()  # of the widest
 
     @property
     def steps(self) -> int:
+        """Return the number of closer bounds."""
         return len(STEPS)
 
     def narrow(self, layouts: Iterable[Layout]) -> None:
-        """Bounds need only be true of these from now on: rows that no layout has in one microbatch bound none."""
+        """Restrict the bounds to ``layouts``: they may use the most rows that one of these has in a microbatch."""
         for layout in {layout.unsliced: None for layout in layouts}:
-            for step in STEPS[2:TWIN]:
-                key = self._kind(found := self._functions(layout, step))
-                if key not in self.widest or _useful(found) > _useful(self.widest[key]):
-                    self.widest[key] = found
+            for step in STEPS[2:TWIN_STEP]:
+                functions = self._less_split(layout, step)
+                key = self._split_key(functions)
+                if key not in self.widest or _bounding_rank(functions) > _bounding_rank(self.widest[key]):
+                    self.widest[key] = functions
 
-    def alike(self, layout: Layout) -> tuple[Hashable, ...]:
-        """One pipeline of one build, as deep as it may be; one build; one split; that whatever is computed again. A
-        model in one stage is like no pipeline: it holds one microbatch, and nothing waits."""
-        split = self._split_of(layout)
+    def similarity(self, layout: Layout) -> tuple[Hashable, ...]:
+        """Return keys of layouts with the same pipeline and functions, the same functions, and the same split.
+
+        The split counts with and without what is recomputed. A model in one stage resembles no pipeline: it holds one
+        microbatch, and nothing waits.
+        """
+        experts = layout.experts, layout.dp if layout.experts else 0
+        split = layout.tp, layout.cp, layout.ep, layout.context, *experts, layout.pp == 1
         build = *split, layout.recompute, layout.rows
         pipeline = layout.schedule, layout.virtual_stages, layout.microbatches / layout.pp
         return (*build, *pipeline), build, (*split, layout.recompute), split
 
     def functions(self, layout: Layout) -> Layout:
+        """Return the layout that stands for all with the same functions."""
         return layout.inside
 
-    def news(self) -> Sequence[Layout]:
-        found = list(islice(self.learned, self.told, None))
-        self.told += len(found)
-        return found
-
-    @staticmethod
-    def _split_of(layout: Layout) -> tuple[Hashable, ...]:
-        experts = layout.experts, layout.dp if layout.experts else 0
-        return layout.tp, layout.cp, layout.ep, layout.context, *experts, layout.pp == 1
+    def new_functions(self) -> Sequence[Layout]:
+        """Return the functions that became known since the previous call."""
+        functions = list(islice(self.known_functions, self.reported, None))
+        self.reported += len(functions)
+        return functions
 
     def seconds(self, layout: Layout) -> float:
-        """The unsplit model's share, in as many stages, and what slices of its state move."""
-        return self._with(self._unsplit(layout).seconds / (layout.tp * layout.cp), NEAR * self._sliced(layout))
+        """Return a bound from the unsplit model's share in as many stages, and from what slices of its state move."""
+        share = self._unsplit_bound(layout).seconds / (layout.tp * layout.cp)
+        return self._combined(share, TIME_FACTOR * self._slicing_seconds(layout))
 
-    def closer(self, layout: Layout, step: int) -> float:
-        """The share of the model that is split as it is, with the communication of splits, in as many rows as any
-        layout with these splits has: one compilation bounds all of them. First without cp and without recomputing,
-        which costs only time; then without recomputing, if that was compiled; without cp; as it is; then with the rows
-        of ``layout``, from the functions of its twin, if these were compiled; and last from its own."""
-        return self._with(self._nearer(layout, step).seconds, NEAR * self._sliced(layout))
+    def closer_seconds(self, layout: Layout, step: int) -> float:
+        """Return a bound from a model that is split like ``layout``, with the communication of its splits.
 
-    def _with(self, work: float, moved: float) -> float:
-        """At least, if the two may run beside each other."""
-        return max(work, moved) if self.costs.overlaps else work + moved
+        It has as many rows in a microbatch as any layout with these splits, so that one compilation bounds them all.
+        The steps: without cp and recomputing (which costs only time); without recomputing, if that was compiled;
+        without cp; with both; with the rows of ``layout``, from the functions of its twin (see :func:`_twin`), if these
+        were compiled; and last from its own functions.
+        """
+        seconds = self._closer_bound(layout, step).seconds
+        return self._combined(seconds, TIME_FACTOR * self._slicing_seconds(layout))
+
+    def _combined(self, work: float, communication: float) -> float:
+        """Return the least seconds of both, which overlap where the device can do that."""
+        return max(work, communication) if self.costs.overlaps else work + communication
 
     def bytes(self, layout: Layout) -> float:
-        """The state, and the unsplit model's share of what is saved and worked with."""
-        found, parts = self._unsplit(layout), layout.tp * layout.cp
-        whole = found.block * layout.pp / self._split(layout) if layout.zero == 3 else 0.0
-        return found.parts(parts).bytes(*self.state(layout)) + whole
+        """Return a bound from the state, and the unsplit model's share of saved values and temporary memory."""
+        bound = self._unsplit_bound(layout)
+        gathered = bound.block_bytes * layout.pp / self._parameter_parts(layout) if layout.zero == 3 else 0.0
+        return bound.over_ranks(layout.tp * layout.cp).fullest_rank_bytes(*self.state(layout)) + gathered
 
     def closer_bytes(self, layout: Layout, step: int) -> float:
-        """The state, and the share of what is saved and worked with by the model that is split as it is."""
-        if step < 2 and layout.recompute != "none":  # which takes less memory
+        """Return a bound from the state, and saved values and temporary memory of a model split like ``layout``."""
+        if step < 2 and layout.recompute != "none":  # it takes less memory than what these steps bound
             return self.bytes(layout)
-        found = self._nearer(layout, step)
-        return found.bytes(*self.state(layout)) + (found.block if layout.zero == 3 else 0.0)
+        bound = self._closer_bound(layout, step)
+        return bound.fullest_rank_bytes(*self.state(layout)) + (bound.block_bytes if layout.zero == 3 else 0.0)
 
-    def guess(self, layout: Layout) -> float:
-        """With what splits move, roughly: a block's input, added up over tp and gathered over cp twice, and the rows of
-        experts once, there and back, in every pass. And with what few rows cost more than their share of many."""
-        if not self._unsplit(layout).seconds:
+    def rough_seconds(self, layout: Layout) -> float:
+        """Return a rough step time: the bound, corrected for few rows, and the communication of splits.
+
+        In every pass a block's input is reduced over tp and gathered over cp twice, and the rows of experts are sent
+        and returned once.
+        """
+        if not self._unsplit_bound(layout).seconds:
             return 0.0
         over = layout.experts or ("ep",)
         ranks = prod(layout.size(axis) for axis in over) if self.routed else 1
         size = sum(unit.received for unit in self.build(self._whole(layout.recompute)) if unit.begin)
-        moved = 2 * self._group("all_reduce", size, layout, ("tp",))
-        moved += 2 * self._group("all_gather", size, layout, ("cp",))
+        moved = 2 * self._group_seconds("all_reduce", size, layout, ("tp",))
+        moved += 2 * self._group_seconds("all_gather", size, layout, ("cp",))
         # sizes are those of all ranks together; rows travel whole, or in slices that are gathered over tp
-        slices = ranks * self._group("all_to_all", self.routed // layout.tp, layout, over)
-        slices += self._group("all_gather", self.routed, layout, ("tp",))
-        moved += min(ranks * self._group("all_to_all", self.routed, layout, over), slices)
+        slices = ranks * self._group_seconds("all_to_all", self.routed // layout.tp, layout, over)
+        slices += self._group_seconds("all_gather", self.routed, layout, ("tp",))
+        moved += min(ranks * self._group_seconds("all_to_all", self.routed, layout, over), slices)
         passes = (3 if layout.recompute == "full" else 2) * layout.microbatches / layout.pp
-        few = self._few(layout.rows * ranks / layout.tp)  # as many rows as an expert sees, in equal shares
-        return few * self.seconds(layout) + passes * layout.rows / (self.batch * layout.cp) * moved
+        factor = self._few_rows_factor(layout.rows * ranks / layout.tp)  # rows of an expert, in equal shares
+        return factor * self.seconds(layout) + passes * layout.rows / (self.batch * layout.cp) * moved
 
-    def _few(self, rows: float) -> float:
-        """How much more a row costs in a microbatch of so many than in one of all: what a kernel takes however few rows
-        there are is spread over them. Less than one row counts as one."""
+    def _few_rows_factor(self, rows: float) -> float:
+        """Return how much more a row costs in a microbatch of ``rows`` than in the whole batch.
+
+        The fixed time of kernels is spread over the rows. Less than one row counts as one.
+        """
         rows = max(rows, 1.0)
-        low, high = self._more(1), self._more(self.few)
-        return 1 + (low + (min(1.0, log(rows) / log(self.few)) * (high - low) if self.few > 1 else 0.0)) / rows
+        low, high, most = self._overhead_rows(1), self._overhead_rows(self.small_rows), self.small_rows
+        overhead = low + (min(1.0, log(rows) / log(most)) * (high - low) if most > 1 else 0.0)
+        return 1 + overhead / rows
 
-    def _more(self, rows: int) -> float:
-        """The rows that the time of kernels is worth before they compute any, in a microbatch of so many."""
-        if rows not in self.more:
+    def _overhead_rows(self, rows: int) -> float:
+        """Return the fixed time of kernels in a microbatch of ``rows``, in rows that take as long."""
+        if rows not in self.overhead_rows:
             whole = self._whole("none").sharded
-            some = _twin(replace(whole, rows=rows, microbatches=self.batch // rows))
-            self.more[rows] = 0.0
+            small = _twin(replace(whole, rows=rows, microbatches=self.batch // rows))
+            self.overhead_rows[rows] = 0.0
             with suppress(CompileError):
-                least, found = (sum(unit.seconds for unit in self.build(one)) / one.rows for one in (whole, some))
-                self.more[rows] = rows * max(0.0, found / least - 1)
-        return self.more[rows]
+                row_of_whole, row_of_small = (
+                    sum(unit.seconds for unit in self.build(layout)) / layout.rows for layout in (whole, small)
+                )
+                self.overhead_rows[rows] = rows * max(0.0, row_of_small / row_of_whole - 1)
+        return self.overhead_rows[rows]
 
     @cached_property
-    def few(self) -> int:
-        """Rows of a microbatch that are priced beside one: the most, up to a few, that an unsplit model has, whose
-        functions others have, too."""
-        found = self.widest.get(self._kind(self._whole("none")))
-        return found.rows if found and found.rows <= FEW else next(n for n in range(FEW, 0, -1) if self.batch % n == 0)
+    def small_rows(self) -> int:
+        """Return the rows of the small microbatch that is priced besides a single row.
 
-    def _group(self, name: str, size: float, layout: Layout, over: tuple[str, ...]) -> float:
-        """Seconds of all bytes at once, so that what a call takes however small it is does not count."""
+        The most that an unsplit model has, up to :data:`MAX_PRICED_ROWS`: other layouts share its functions.
+        """
+        widest = self.widest.get(self._split_key(self._whole("none")))
+        if widest and widest.rows <= MAX_PRICED_ROWS:
+            return widest.rows
+        return next(n for n in range(MAX_PRICED_ROWS, 0, -1) if self.batch % n == 0)
+
+    def _group_seconds(self, name: str, size: float, layout: Layout, over: tuple[str, ...]) -> float:
+        """Return the seconds of a collective of all bytes at once, so that the latency of calls does not count."""
         over = tuple(axis for axis in over if layout.size(axis) > 1)
         if not over or not size:
             return 0.0
         key = name, size, over, layout.dp, layout.ep, layout.cp, layout.tp
-        if key not in self.moved:
-            self.moved[key] = self.costs.group_seconds(name, size, layout.mesh.peers(0, over))
-        return self.moved[key]
+        if key not in self.collective_seconds:
+            self.collective_seconds[key] = self.costs.group_seconds(name, size, layout.mesh.peers(0, over))
+        return self.collective_seconds[key]
 
-    def _split(self, layout: Layout) -> int:
-        """In how many parts parameters may be, but for slices of state."""
+    def _parameter_parts(self, layout: Layout) -> int:
+        """Return the most parts in which parameters can be, without ZeRO."""
         spread = layout.ep * prod(layout.size(axis) for axis in layout.experts) if self.experts else 1
         return layout.tp * layout.pp * spread
 
     def state(self, layout: Layout) -> tuple[float, float]:
-        """Parameters and moments, and gradients, split as far as anything can be."""
-        spread = {"ep", *layout.experts}
-        apart = prod(layout.size(axis) for axis in spread)
+        """Return bytes of parameters and moments, and of gradients, split as far as anything can be."""
+        expert_axes = {"ep", *layout.experts}
+        expert_parts = prod(layout.size(axis) for axis in expert_axes)
 
-        def copies(zero: int, *others: str) -> float:
+        def slice_share(zero: int, *others: str) -> float:
             slices = prod(layout.size(axis) for axis in layout.zero_axes if axis not in others)
             return 1 / (slices if layout.zero >= zero else 1)
 
-        one, two, three = (
-            ((self.parameters - self.experts) * copies(zero) + self.experts * copies(zero, *spread) / apart)
-            / (layout.tp * layout.pp)
-            for zero in (1, 2, 3)
-        )
-        return self.kept.parameters * three + self.kept.moments * one, self.kept.gradients * two
+        def sliced_bytes(zero: int) -> float:
+            """Return bytes of one number for each element of the parameters, which this stage of ZeRO slices."""
+            dense = (self.parameters - self.experts) * slice_share(zero)
+            return (dense + self.experts * slice_share(zero, *expert_axes) / expert_parts) / (layout.tp * layout.pp)
 
-    def _sliced(self, layout: Layout) -> float:
-        """Seconds of a stage's gradients that are scattered, and parameters gathered, for each microbatch, where slices
-        are over the ranks that are fastest."""
+        stored = self.device_state
+        state = stored.parameters * sliced_bytes(3) + stored.moments * sliced_bytes(1)
+        return state, stored.gradients * sliced_bytes(2)
+
+    def _slicing_seconds(self, layout: Layout) -> float:
+        """Return seconds of a step's reduce-scatters and all-gathers of slices, over the ranks that are fastest."""
         if layout.zero < 2:
             return 0.0
-        size = self.parameters // self._split(layout)
-        return layout.microbatches * min(self._each_time(size, one) for one in self.ways(layout))
+        size = self.parameters // self._parameter_parts(layout)
+        return layout.microbatches * min(self._microbatch_slicing_seconds(size, way) for way in self.slicings(layout))
 
-    def _each_time(self, size: int, layout: Layout) -> float:
+    def _microbatch_slicing_seconds(self, size: int, layout: Layout) -> float:
         over = tuple(axis for axis in layout.zero_axes if not self.experts or axis not in ("ep", *layout.experts))
-        scatter, gather = (self._group(name, size, layout, over) for name in ("reduce_scatter", "all_gather"))
+        scatter, gather = (self._group_seconds(name, size, layout, over) for name in ("reduce_scatter", "all_gather"))
         return scatter + (2 * gather if layout.zero == 3 else 0.0)
 
-    def _whole(self, recompute: Again) -> Layout:
-        """The whole batch at once on each stage: more rows never take more time or memory each."""
+    def _whole(self, recompute: RecomputeMode) -> Layout:
+        """Return the layout with the whole batch at once on each stage: more rows never cost more per row."""
         return Layout(1, 1, 1, 1, 1, 1, self.batch, "all_gather", (), "1f1b", 1, recompute, 0, ())
 
-    def _unsplit(self, layout: Layout) -> Least:
-        key = layout.recompute, *self._often(layout)
-        return self._kept(key, lambda: replace(self._whole(layout.recompute), pp=layout.pp), layout)
+    def _unsplit_bound(self, layout: Layout) -> LowerBound:
+        key = layout.recompute, *self._pipeline_key(layout)
+        return self._cached_bound(key, replace(self._whole(layout.recompute), pp=layout.pp), layout)
 
-    def _nearer(self, layout: Layout, step: int) -> Least:
-        """See :meth:`closer`; zeros where nothing is known. The same for all that store parameters otherwise."""
+    def _closer_bound(self, layout: Layout, step: int) -> LowerBound:
+        """Return the bound of a step, see :meth:`closer_seconds`; zeros where there is none.
+
+        It is the same for all layouts that differ only in how they slice parameters.
+        """
         key = layout.unsliced, step
-        if key in self.nearest:
-            return self.nearest[key]
-        less = self._functions(layout, step)
-        if step == TWIN and not self._bounds(less, layout):
-            return Least()
-        if step < TWIN:
-            less = self._widest(less)
+        if key in self.closer_bounds:
+            return self.closer_bounds[key]
+        less = self._less_split(layout, step)
+        if step == TWIN_STEP and not self._twin_bounds(less, layout):
+            return LowerBound()
+        if step < TWIN_STEP:
+            less = self._with_most_rows(less)
             if less.rows < layout.rows or (step == 1 and less.inside not in self.compiled):
-                return Least()
+                return LowerBound()
             self.compiled.add(less.inside)
-        found = self._kept((less.inside, *self._often(layout)), lambda: less, layout)
-        self.nearest[key] = found if less.cp == layout.cp else found.parts(layout.cp)
-        return self.nearest[key]
+        bound = self._cached_bound((less.inside, *self._pipeline_key(layout)), less, layout)
+        self.closer_bounds[key] = bound if less.cp == layout.cp else bound.over_ranks(layout.cp)
+        return self.closer_bounds[key]
 
     @staticmethod
-    def _functions(layout: Layout, step: int) -> Layout:
-        """What of ``layout`` a step of the closer bounds splits. But for the last, backwards are in one piece, which
-        communicates beside more."""
-        if step in (TWIN, LAST):
-            return layout.unsliced if step == LAST else _twin(layout.unsliced)
-        again = layout.recompute if step >= 2 else "none"
-        if step in (1, 3):
-            return replace(layout.unsliced, schedule="1f1b", virtual_stages=1, recompute=again)
-        experts = tuple(axis for axis in layout.experts if axis != "cp")
-        return replace(
-            layout.unsliced, schedule="1f1b", virtual_stages=1, cp=1, context="all_gather", experts=experts,
-            recompute=again,
-        )  # fmt: skip
+    def _less_split(layout: Layout, step: int) -> Layout:
+        """Return the layout whose functions bound ``layout`` in a step.
 
-    def _bounds(self, twin: Layout, layout: Layout) -> bool:
-        """Whether the functions of the twin are known, and bound those of the layout: they may only communicate over
-        two data ranks where those do so over as many or more."""
-        if twin == layout.unsliced or twin.inside not in self.learned:
+        Backwards are one function in all steps but the last two: then more communication overlaps.
+        """
+        if step == LAST_STEP:
+            return layout.unsliced
+        if step == TWIN_STEP:
+            return _twin(layout.unsliced)
+        recompute = layout.recompute if step >= 2 else "none"
+        same_split = replace(layout.unsliced, schedule="1f1b", virtual_stages=1, recompute=recompute)
+        if step in (1, 3):
+            return same_split
+        experts = tuple(axis for axis in layout.experts if axis != "cp")
+        return replace(same_split, cp=1, context="all_gather", experts=experts)
+
+    def _twin_bounds(self, twin: Layout, layout: Layout) -> bool:
+        """Return whether the functions of the twin are known, and bound those of ``layout``.
+
+        They may only communicate over two data ranks where those do so over as many or more.
+        """
+        if twin == layout.unsliced or twin.inside not in self.known_functions:
             return False
         with suppress(CompileError):
             return layout.dp > 1 or not any(unit.communication.get("dp") for unit in self.build(twin))
         return False
 
     @staticmethod
-    def _kind(layout: Layout) -> Hashable:
+    def _split_key(layout: Layout) -> Hashable:
         dp = layout.dp if "dp" in layout.experts else 0
         return layout.tp, layout.cp, layout.ep, layout.context, layout.experts, dp, layout.recompute
 
-    def _widest(self, layout: Layout) -> Layout:
-        """With as many rows in a microbatch as any layout with its splits, or all of them."""
-        found = self.widest.get(self._kind(layout))
-        if found is None:
+    def _with_most_rows(self, layout: Layout) -> Layout:
+        """Return ``layout`` with as many rows in a microbatch as any layout with its splits, or the whole batch."""
+        widest = self.widest.get(self._split_key(layout))
+        if widest is None:
             dp = layout.dp if "dp" in layout.experts else 1
             return replace(layout, dp=dp, microbatches=1, rows=self.batch // (dp * layout.ep))
-        return replace(layout, dp=found.dp, microbatches=found.microbatches, rows=found.rows)
+        return replace(layout, dp=widest.dp, microbatches=widest.microbatches, rows=widest.rows)
 
     @staticmethod
-    def _often(layout: Layout) -> tuple[Hashable, ...]:
+    def _pipeline_key(layout: Layout) -> tuple[Hashable, ...]:
         return layout.pp, layout.schedule, layout.virtual_stages, layout.microbatches, layout.rows
 
-    def _kept(self, key: Hashable, less: Callable[[], Layout], layout: Layout) -> Least:
-        """Of ``less`` with as many microbatches of as many rows as ``layout``; zeros where the model cannot be split
-        so."""
-        if key not in self.least:
-            self.least[key] = Least()
+    def _cached_bound(self, key: Hashable, less: Layout, layout: Layout) -> LowerBound:
+        """Return the bound of ``layout`` from the functions of ``less``; zeros where these cannot be compiled."""
+        if key not in self.lower_bounds:
+            self.lower_bounds[key] = LowerBound()
             with suppress(CompileError):
-                self.least[key] = self._least(less(), layout)
-        return self.least[key]
+                self.lower_bounds[key] = self._lower_bound(less, layout)
+        return self.lower_bounds[key]
 
-    def _least(self, less: Layout, layout: Layout) -> Least:
-        """Of stages for more rows than ``layout`` has, or less split than it, its share of the time and memory."""
-        found = self._stages(less, layout)
-        share, often = layout.rows / less.rows, (layout.schedule, layout.pp, layout.microbatches)
-        same = less in (layout.unsliced, _twin(layout.unsliced)) and not self.slower  # cut in the same places, too
-        slack, near = (1.0, 1.0) if same else (SLACK, NEAR)
-        even = layout.microbatches * sum(stage.seconds for stage in found.work) / layout.pp
-        seconds, saved = max(near * even, slack * least_seconds(*often, found.work)), min_saved(*often, found.work)
-        # as many microbatches as a rank holds at once, whose backwards are one function
-        whole = layout.virtual_stages == 1 and layout.schedule in UNSPLIT
-        held = zip(saved, found.work, strict=False)
-        early = [whole and most >= layout.microbatches * stage.saved for most, stage in held]
-        shares = found.shares if same else [min(1.0, slack * one) for one in found.shares]
-        mean = sum(saved) / layout.pp, 1.0  # wherever stages are cut
-        if self.slower:
-            mean, saved = (sum(stage.saved for stage in found.work) / len(found.work), 1.0), []
-            devices = sum(unit.forward + unit.backward for unit in self.build(less))  # no host is slower for them
+    def _lower_bound(self, less: Layout, layout: Layout) -> LowerBound:
+        """Return the share of ``layout`` in what stages of ``less`` cost, which has more rows or is split less."""
+        stages, pipeline = self._stages(less, layout), (layout.schedule, layout.pp, layout.microbatches)
+        is_exact = less in (layout.unsliced, _twin(layout.unsliced)) and not self.slowdown  # cut in the same places
+        memory_factor, time_factor = (1.0, 1.0) if is_exact else (SPLIT_FACTOR, TIME_FACTOR)
+        even = layout.microbatches * sum(stage.seconds for stage in stages.work) / layout.pp
+        seconds = max(time_factor * even, memory_factor * least_seconds(*pipeline, stages.work))
+        if self.slowdown:
+            devices = sum(unit.forward + unit.backward for unit in self.build(less))  # the slowdown is without hosts
             even = layout.microbatches * devices / layout.pp
-            seconds = max(seconds, SLACK * even * self.slower(less, layout.pp))
-        ranks = [(*mean, any(early)), *zip(saved, shares, early, strict=False)]
-        working = found.working + min(2, layout.microbatches) * found.sent
-        return Least(
-            share * seconds, slack * share * working, slack * found.block,
-            tuple((slack * share * bytes, state, first) for bytes, state, first in ranks),
+            seconds = max(seconds, SPLIT_FACTOR * even * self.slowdown(less, layout.pp))
+        share = layout.rows / less.rows
+        memory_share = memory_factor * share
+        ranks = self._rank_bounds(stages, layout, is_exact)
+        working = stages.working_bytes + min(2, layout.microbatches) * stages.message_bytes
+        return LowerBound(
+            share * seconds, memory_share * working, memory_factor * stages.block_bytes,
+            tuple(replace(rank, saved_bytes=memory_share * rank.saved_bytes) for rank in ranks),
         )  # fmt: skip
 
-    def _stages(self, less: Layout, layout: Layout) -> StagesLeast:
-        """Of the functions of ``less`` in the stages of ``layout``."""
+    def _rank_bounds(self, stages: StageBounds, layout: Layout, is_exact: bool) -> list[RankBound]:
+        """Return bounds of the mean over ranks, and of each rank where stages have about the same units."""
+        saved = min_saved(layout.schedule, layout.pp, layout.microbatches, stages.work)
+        # a rank that holds all microbatches at once, and whose backwards are one function each
+        saves_first = [
+            layout.has_whole_backwards and size >= layout.microbatches * stage.saved
+            for size, stage in zip(saved, stages.work, strict=False)
+        ]
+        if self.slowdown:
+            mean = sum(stage.saved for stage in stages.work) / len(stages.work)
+            return [RankBound(mean, 1.0, any(saves_first))]
+        shares = stages.parameter_shares
+        if not is_exact:
+            shares = [min(1.0, SPLIT_FACTOR * share) for share in shares]
+        mean_bound = RankBound(sum(saved) / layout.pp, 1.0, any(saves_first))  # wherever stages are cut
+        return [mean_bound, *map(RankBound, saved, shares, saves_first)]
+
+    def _stages(self, less: Layout, layout: Layout) -> StageBounds:
+        """Return the bounds of the functions of ``less`` in the stages of ``layout``."""
         less = replace(less, pp=layout.pp, virtual_stages=layout.virtual_stages)
-        built = self.build(less)
+        units = self.build(less)
         less = replace(less, schedule=layout.schedule)
-        key = less.inside, *placement(less), id(built)
-        if key not in self.stages:
-            self.stages[key] = _stages_least(
-                cut(built, less, self.costs), Slices(less, self.costs, less.mesh), min if self.slower else max
+        key = less.inside, *placement(less), id(units)
+        if key not in self.stage_bounds:
+            self.stage_bounds[key] = stage_bounds(
+                cut(units, less, self.costs), Slices(less, self.costs, less.mesh), min if self.slowdown else max
             )
-        return self.stages[key]
+        return self.stage_bounds[key]
 
 
 def _twin(layout: Layout) -> Layout:
-    """What has as many rows in a microbatch, on two data ranks: most layouts have its functions. They are those of
-    ``layout``, but for communication over data ranks. Itself where there is no other."""
-    often = layout.dp * layout.microbatches
-    if "dp" in layout.experts or often % 2 or often < 4:
+    """Return a layout with as many rows in a microbatch on two data ranks, whose functions most layouts share.
+
+    They differ from those of ``layout`` in the communication over data ranks alone. Without such a layout, return
+    ``layout`` itself.
+    """
+    rank_microbatches = layout.dp * layout.microbatches
+    if "dp" in layout.experts or rank_microbatches % 2 or rank_microbatches < 4:
         return layout
-    return replace(layout, dp=2, microbatches=often // 2)
+    return replace(layout, dp=2, microbatches=rank_microbatches // 2)
 
 
-def _useful(functions: Layout) -> tuple[int, bool]:
-    """Of functions that bound others: those for more rows, and of these such as many layouts have."""
+def _bounding_rank(functions: Layout) -> tuple[int, bool]:
+    """Return a key that is larger for functions that bound more layouts: those of more rows, and shared by many."""
     return functions.rows, functions.dp > 1 < functions.microbatches
-
-
-def _stages_least(stages: Stages, slices: Slices, most: Callable[[Iterable[int]], int]) -> StagesLeast:
-    """``most``: of a stage's blocks, the one that counts."""
-    home = placement(slices.layout)
-    apart = [a != b for a, b in pairwise(home)]
-    sent = [stage[0].crossing if other else 0 for other, stage in zip(apart, stages[1:], strict=True)]
-    parts: list[list[StageUnit]] = [[] for _ in range(slices.layout.pp)]
-    for rank, stage in zip(home, stages, strict=True):
-        parts[rank] += stage
-    held = [sum(one.bytes for one in held_by(part, Counter())) for part in parts]
-    messages = [0] * slices.layout.pp
-    for rank, before, after in zip(home, [0, *sent], [*sent, 0], strict=True):
-        messages[rank] += before + after
-    return StagesLeast(
-        [stage_work(stage, True, slices, sent=after) for stage, after in zip(stages, [*sent, 0], strict=True)],
-        min(most(unit.working for unit in stage) for stage in stages),
-        min(most(sum(held.read for held in unit.parameters) for unit in stage) for stage in stages),
-        min(messages),
-        [len(held) * one / max(1, sum(held)) for one in held],
-    )

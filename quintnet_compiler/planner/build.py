@@ -1,4 +1,4 @@
-"""From a layout to its units: the folded model goes through the compiler's own passes, once per kind of layout."""
+"""Build the units of a layout: run the folded model through the compiler's passes, once per kind of layout."""
 
 from __future__ import annotations
 
@@ -36,16 +36,25 @@ from ..simulation.footprint import Footprints
 from .layouts import Layout
 from .stage_units import StageUnit, unit_boundaries, unit_work
 
-FEWEST = 40  # operators that compiling costs as much as, however few there are
-AGAIN = 0.3  # the share of compiling that what is recomputed changes
-Made = TypeVar("Made")
+MIN_COMPILE_OPS = 40  # operators added to the count of every compilation
+RECOMPUTE_COMPILE_SHARE = 0.3  # share of the compile time that another recompute mode takes
+T = TypeVar("T")
 
 
 @dataclass
 class Builder:
-    """Units of layouts, kept by what they depend on. Refusals are kept too. ``guessed``: operators whose price is a
-    bound. ``work``: operators that were compiled; ``learned``: functions whose units, or why there are none, are known,
-    in the order in which that came."""
+    """Units of layouts, cached by what they depend on; errors are cached too.
+
+    Attributes:
+        cost: prices by which shardings are chosen.
+        costs: prices of ranks.
+
+        found: the cache.
+        guessed: operators whose price is a bound.
+        solved: solutions of sharding problems.
+        work: operators that were compiled.
+        learned: functions that were compiled, or refused, in order.
+    """
 
     folded: Folded
     plan: Plan
@@ -60,41 +69,45 @@ class Builder:
     learned: dict[Layout, None] = field(default_factory=dict)
 
     def __call__(self, layout: Layout, costs: RankCosts | None = None, kind: Hashable = None) -> tuple[StageUnit, ...]:
-        """``costs``: in place of the builder's own, where a stage lies; ``kind``: what they are known by.
+        """Return the units of a layout.
+
+        ``costs``: replace those of the builder, for a place of unlike devices; ``kind``: the cache key of ``costs``.
 
         Raises:
             CompileError: whatever the compiler says of the layout.
         """
         if layout.ep > 1 and not self.has_experts:
             # ep is a second data axis, and functions are those of one axis as long as the two
-            one = replace(layout, ep=1, dp=layout.dp * layout.ep)
-            key = "hybrid", one.inside, kind
-            return self._kept(key, lambda: tuple(unit.over_two_axes() for unit in self(one, costs, kind)))
+            merged = replace(layout, ep=1, dp=layout.dp * layout.ep)
+            key = "hybrid", merged.inside, kind
+            return self._cached(key, lambda: tuple(unit.over_two_axes() for unit in self(merged, costs, kind)))
         inside = layout.inside
         if costs is None:
-            return self._kept(("units", inside), lambda: self._units(inside))
+            return self._cached(("units", inside), lambda: self._units(inside))
 
         def priced() -> tuple[StageUnit, ...]:
-            made, memory = self._kept(("made", inside), lambda: _with_memory(self._made(inside)))
-            return unit_work(made, self.folded, costs, memory)
+            program, memory = self._cached(("made", inside), lambda: _with_memory(self._compiled(inside)))
+            return unit_work(program, self.folded, costs, memory)
 
-        return self._kept(("units", inside, kind), priced)
+        return self._cached(("units", inside, kind), priced)
 
     def _units(self, inside: Layout) -> tuple[StageUnit, ...]:
         self.learned[inside] = None
-        return unit_work(self._made(inside), self.folded, self.costs)
+        return unit_work(self._compiled(inside), self.folded, self.costs)
 
     def deciding(self, plan: Plan) -> Builder:
-        """For a plan that differs in what passes behind the derivation decide, which is kept."""
-        kept: dict[Hashable, Any] = {key: made for key, made in self.found.items() if isinstance(key, Layout)}
-        return replace(self, plan=plan, found=kept, guessed=set(), learned={})
+        """Return a builder for a plan that differs in passes after differentiation; what these read is reused."""
+        reusable: dict[Hashable, Any] = {key: program for key, program in self.found.items() if isinstance(key, Layout)}
+        return replace(self, plan=plan, found=reusable, guessed=set(), learned={})
 
     @cached_property
     def has_experts(self) -> bool:
+        """Return whether the model has expert parameters."""
         return bool(expert_parameters(self.folded.program.graph))
 
     def check_prices(self) -> None:
-        """
+        """Check that all operators have prices.
+
         Raises:
             CompileError: QN210 with every operator of the model, or of its backward, that has no price.
         """
@@ -105,46 +118,47 @@ class Builder:
         _all_priced([n for n in nodes if n.op == "call_function" and not is_getitem(n)], self.costs.node_seconds)
 
     @property
-    def _each(self) -> float:
-        return FEWEST + len(self.folded.program.graph.nodes)
+    def _compile_work(self) -> float:
+        return MIN_COMPILE_OPS + len(self.folded.program.graph.nodes)
 
-    def _kept(self, key: Hashable, make: Callable[[], Made]) -> Made:
+    def _cached(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self.found:
             try:
                 self.found[key] = make()
             except CompileError as error:
                 self.found[key] = error
-        made: Made | CompileError = self.found[key]
-        if isinstance(made, CompileError):
-            raise made
-        return made
+        result: T | CompileError = self.found[key]
+        if isinstance(result, CompileError):
+            raise result
+        return result
 
-    def _made(self, layout: Layout) -> DistributedProgram:
-        differentiated = self._kept(layout.sharded, lambda: self._differentiated(layout.sharded))
+    def _compiled(self, layout: Layout) -> DistributedProgram:
+        differentiated = self._cached(layout.sharded, lambda: self._differentiated(layout.sharded))
         if layout.recompute != "none" or self.plan.reshard_after_forward:
             differentiated = Recompute(layout.recompute, self.plan.reshard_after_forward)(differentiated)
         mesh = self._mesh(layout)
-        each = _each_twice(layout, mesh["pp"]) if "activations" in self.plan.offload else _each_once(layout, mesh["pp"])
-        setting = replace(self._setting(layout.decided(self.plan), mesh, layout.microbatches), schedule=each)
+        order = _each_twice if "activations" in self.plan.offload else _each_once
+        schedule = order(layout, mesh["pp"])
+        setting = replace(self._setting(layout.decided(self.plan), mesh, layout.microbatches), schedule=schedule)
         differentiated = passed(
-            _Plain(), setting, differentiated, SumInPlace, after=Recompute, skip=(OffloadParameters,)
+            _UncheckedRunner(), setting, differentiated, SumInPlace, after=Recompute, skip=(OffloadParameters,)
         )
         self.guessed.update(guesses(differentiated.graph.nodes, self.costs))
-        self.work += AGAIN * self._each
+        self.work += RECOMPUTE_COMPILE_SHARE * self._compile_work
         busier, hot = self.plan.expert_imbalance, self.plan.hot_rows
-        return GenerateRanks(mesh, each, checked=False, expert_imbalance=busier, hot_rows=hot)(differentiated)
+        return GenerateRanks(mesh, schedule, checked=False, expert_imbalance=busier, hot_rows=hot)(differentiated)
 
     def _mesh(self, layout: Layout) -> Mesh:
-        """The layout's, with a stage for each unit."""
+        """Return the layout's mesh, with a stage for each unit."""
         sizes = {name: size for name, size in layout.mesh.axes if name != "pp"}
         return Mesh(pp=len(unit_boundaries(self.folded)) + 1, **sizes)
 
     def _differentiated(self, layout: Layout) -> DifferentiatedProgram:
         plan, mesh = layout.decided(self.plan), self._mesh(layout)
         setting = self._setting(plan, mesh, layout.microbatches)
-        found = self._passed(replace(setting, cut=CutStages(mesh["pp"], self.cost, unit_boundaries(self.folded))))
-        self.work += (1 - AGAIN) * self._each
-        return found
+        program = self._passed(replace(setting, cut=CutStages(mesh["pp"], self.cost, unit_boundaries(self.folded))))
+        self.work += (1 - RECOMPUTE_COMPILE_SHARE) * self._compile_work
+        return program
 
     def _setting(self, plan: Plan, mesh: Mesh, microbatches: int) -> PassSetting:
         program = self.folded.program
@@ -155,22 +169,30 @@ class Builder:
         )
 
     def _passed(self, setting: PassSetting) -> DifferentiatedProgram:
-        """The folded model behind the compiler's passes. What slices of ZeRO and parameters on hosts cost is priced
-        without a graph, from the parameters of a stage (:mod:`.stages`)."""
-        found: DifferentiatedProgram = passed(
-            _Plain(), setting, self.folded.program, Differentiate, after=LowerPrecision, skip=(ShardParameters,)
+        """Return the folded model after the compiler's passes.
+
+        ZeRO and parameters on hosts are priced without a graph, from the parameters of a stage (:mod:`.stages`).
+        """
+        program: DifferentiatedProgram = passed(
+            _UncheckedRunner(),
+            setting,
+            self.folded.program,
+            Differentiate,
+            after=LowerPrecision,
+            skip=(ShardParameters,),
         )
-        return found
+        return program
 
 
-class _Plain:
-    """Applies passes, and leaves their checks to the compiler: a plan that is chosen is compiled again."""
+class _UncheckedRunner:
+    """Runs passes without their checks: the compiler compiles and checks the chosen plan again."""
 
     def __call__(self, step: Pass, program: Any) -> Any:
+        """Run a pass."""
         return step(program)
 
-    def check(self, prove: Callable[..., None], *given: Any) -> None:
-        pass
+    def check(self, prove: Callable[..., None], *arguments: Any) -> None:
+        """Skip a check."""
 
 
 def _all_priced(nodes: Iterable[fx.Node], price: Callable[[fx.Node], float]) -> None:
@@ -195,20 +217,22 @@ def _with_memory(program: DistributedProgram) -> tuple[DistributedProgram, Footp
 
 
 def device_of(gpu: AbsentGpu | None) -> torch.device:
-    """Where programs of a cluster run: on its GPUs, whatever this machine has."""
+    """Return the device of a cluster's programs: its GPUs, whatever this machine has."""
     return CPU if gpu is None else CUDA
 
 
 def _each_once(layout: Layout, stages: int) -> Schedule:
-    """Each function once: enough to price them."""
+    """Return a schedule that runs each function once, which suffices to price them."""
     rows = tuple((Action(Op.FORWARD, stage, 0), *_backward(layout, stage, 0)) for stage in range(stages))
     return Schedule("one", layout.microbatches, tuple(range(stages)), rows)
 
 
 def _each_twice(layout: Layout, stages: int) -> Schedule:
-    """With another forward between that of a microbatch and its backward, on all stages but those of the last block and
-    of what follows: so what passes ask of a schedule, whether there is time for copies, is answered for each stage as
-    for its place in the model."""
+    """Return a schedule with another forward between a microbatch's forward and backward, except on the last stages.
+
+    Passes ask a schedule whether there is time for copies. So the answer is that for the stage's place in the model:
+    no for the last block and what follows it.
+    """
     rows = []
     for stage in range(stages):
         ahead = [Action(Op.FORWARD, stage, number) for number in range(2)]

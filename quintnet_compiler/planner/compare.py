@@ -1,21 +1,32 @@
-"""Two layouts beside each other: where the time and the memory of each go."""
+"""A comparison of two layouts: where each spends its time and memory."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import product
 from typing import Any
 
+from ..core.errors import CompileError
 from .estimate import Estimate, StageMemory, bytes_of, time_of
 from .workload import HOUR, rounded
+
+LISTABLE_DECISIONS = (
+    "precision", "loss_chunks", "async_tp", "offload", "reduce_dtype", "sum_dtype", "sequence_parallel",
+    "reshard_after_forward", "overlap", "context_load_balance",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Versus:
-    """``best`` and ``other``, part by part; ``refused``: why there is no other, or it cannot be used; ``names``: what
-    the two are called. ``str()`` for people, ``to_json()`` for programs."""
+    """Two layouts, part by part; ``str()`` for people, ``to_json()`` for programs.
+
+    Attributes:
+        refused: why there is no other layout, or why it cannot be used.
+        names: of the two, for people.
+    """
 
     best: Estimate
     other: Estimate | None
@@ -23,7 +34,7 @@ class Versus:
     names: tuple[str, str] = ("best", "other")
 
     def rows(self) -> Iterator[tuple[str, float, float]]:
-        """Parts, in seconds and bytes, of the best and of the other."""
+        """Yield names of parts with the seconds or bytes of both layouts."""
         if self.other is None:
             return
         a, b = self.best, self.other
@@ -40,7 +51,7 @@ class Versus:
             yield f"  of it {name}", size, fullest[1].parts[name]
 
     def figures(self) -> Iterator[tuple[str, float | None, float | None]]:
-        """What both are for who rents the devices; None for what is not known."""
+        """Yield names of figures with their values for both layouts; None where a value is unknown."""
         if self.other is None or not (self.best.workload and self.other.workload):
             return
         one, two = self.best.figures, self.other.figures
@@ -55,12 +66,12 @@ class Versus:
         yield "cost of training", one.train_cost, two.train_cost
 
     def numbers(self) -> dict[str, Any]:
-        """Everything of both, in seconds and bytes."""
+        """Return all fields of both, in seconds and bytes."""
         other = self.other.numbers() if self.other else None
         return {"best": self.best.numbers(), "other": other, "refused": self.refused, "names": list(self.names)}
 
     def to_json(self) -> str:
-        """:meth:`numbers` as JSON."""
+        """Return :meth:`numbers` as JSON."""
         return json.dumps(self.numbers(), indent=2)
 
     def __str__(self) -> str:
@@ -95,10 +106,11 @@ class Alternative:
 
     @property
     def name(self) -> str:
+        """Return the decisions as text."""
         return ", ".join(f"{name}={value}" for name, value in self.decisions.items())
 
     def numbers(self) -> dict[str, Any]:
-        """Everything, in seconds and bytes."""
+        """Return all fields, in seconds and bytes."""
         found = self.found.numbers() if self.found else None
         return {"decisions": dict(self.decisions), "plan": found, "why_not": self.why}
 
@@ -106,6 +118,25 @@ class Alternative:
         if self.found is None:
             return f"{self.name}: {self.why}"
         return f"{self.name}: {time_of(self.found.seconds)}, {bytes_of(self.found.memory_bytes)}, {self.found.layout}"
+
+
+def listed(among: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]]:
+    """Return every combination of the listed values.
+
+    Raises:
+        CompileError: QN216 for a decision that cannot be listed, or has no values.
+    """
+    for name, values in (among or {}).items():
+        if name not in LISTABLE_DECISIONS:
+            raise CompileError(
+                "QN216",
+                f"among={{{name!r}: ...}}",
+                fix=f"list values of {', '.join(LISTABLE_DECISIONS)}; layouts are searched anyway",
+            )
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise CompileError("QN216", f"among={{{name!r}: {values!r}}}", fix="give a tuple of values")
+    names = list(among or {})
+    return [dict(zip(names, values, strict=True)) for values in product(*(among or {}).values())] if names else []
 
 
 def _hours(seconds: float | None) -> float | None:

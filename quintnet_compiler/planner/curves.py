@@ -1,4 +1,4 @@
-"""Plans along a line: time against memory, against the number of devices, against one argument that is varied."""
+"""Curves of plans: time against memory, against the number of devices, and against one argument."""
 
 from __future__ import annotations
 
@@ -16,21 +16,27 @@ from .workload import rounded
 
 @dataclass(frozen=True)
 class ParetoFront:
-    """Plans of which none is beaten in both time and memory by another, the fastest first; each takes at least a fifth
-    less memory than the one before, or as much less as any. ``memory_bytes``: of a device. ``proven``: whether every
-    search was complete; else there may be better ones."""
+    """Plans of which none is beaten in both time and memory by another, the fastest first.
+
+    Each takes at least a fifth less memory than the previous one, or as much less as any plan.
+
+    Attributes:
+        points: the plans.
+        memory_bytes: of a device.
+        proven: whether every search was complete; otherwise there may be better plans.
+    """
 
     points: tuple[Estimate, ...]
     memory_bytes: float
     proven: bool
 
     def numbers(self) -> dict[str, Any]:
-        """Everything, in seconds and bytes."""
-        points = [one.numbers() for one in self.points]
+        """Return all fields, in seconds and bytes."""
+        points = [point.numbers() for point in self.points]
         return {"memory_bytes": self.memory_bytes, "proven": self.proven, "front": points}
 
     def to_json(self) -> str:
-        """:meth:`numbers` as JSON."""
+        """Return :meth:`numbers` as JSON."""
         return json.dumps(self.numbers(), indent=2)
 
     def __str__(self) -> str:
@@ -39,7 +45,7 @@ class ParetoFront:
         return "\n".join([head, *aligned(cells_of(self.points))])
 
     def svg(self) -> str:
-        """A picture: memory to the right, time upwards."""
+        """Return a picture: memory to the right, time upwards."""
         return front_svg(self.points)
 
     def _repr_html_(self) -> str:
@@ -61,24 +67,28 @@ P = TypeVar("P", bound=_Point)
 
 
 def _numbers(points: Sequence[P], named: Callable[[P], dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**named(one), "plan": one.found.numbers() if one.found else None, "why_not": one.why} for one in points]
+    return [
+        {**named(point), "plan": point.found.numbers() if point.found else None, "why_not": point.why}
+        for point in points
+    ]
 
 
 def _table(points: Sequence[P], head: Sequence[str], named: Callable[[P], Sequence[str]]) -> list[tuple[str, ...]]:
-    """Rows of the points that have a layout, below names; none without such a point."""
-    some = [one for one in points if one.found]
-    if not some:
+    """Return rows of the points that have a layout, below a row of names; nothing without such a point."""
+    found_points = [point for point in points if point.found]
+    if not found_points:
         return []
-    first, *rows = cells_of([one.found for one in some if one.found])
-    return [(*head, *first), *((*named(one), *row) for one, row in zip(some, rows, strict=True))]
+    first, *rows = cells_of([point.found for point in found_points if point.found])
+    return [(*head, *first), *((*named(point), *row) for point, row in zip(found_points, rows, strict=True))]
 
 
 def _speeds(points: Sequence[P], at: Callable[[P], float], said: Callable[[P], str]) -> tuple[list[Mark], str]:
-    """Marks of how much is done a second, and of what."""
-    some = [(one, one.found) for one in points if one.found]
-    unit = some[0][1].figures.unit if some else "row"
+    """Return marks of the throughput of points, and the unit."""
+    pairs = [(point, point.found) for point in points if point.found]
+    unit = pairs[0][1].figures.unit if pairs else "row"
     marks = [
-        Mark(at(one), speed := e.figures.per_second, f"{said(one)}: {rounded(speed)}/s, {e.layout}") for one, e in some
+        Mark(at(point), speed := e.figures.per_second, f"{said(point)}: {rounded(speed)}/s, {e.layout}")
+        for point, e in pairs
     ]
     return marks, f"{unit}s a second"
 
@@ -101,44 +111,48 @@ class ScalingCurve:
 
     @property
     def efficiency(self) -> dict[int, float]:
-        """Speed of each number of devices over that of the fewest, for each device."""
-        found = [(one.devices, one.found.seconds * one.devices) for one in self.points if one.found]
-        return {devices: min(found)[1] / spent for devices, spent in found}
+        """Return the throughput of each device, relative to the fewest devices, by number of devices."""
+        device_seconds = [(point.devices, point.found.seconds * point.devices) for point in self.points if point.found]
+        return {devices: min(device_seconds)[1] / spent for devices, spent in device_seconds}
 
     def numbers(self) -> dict[str, Any]:
-        """Everything, in seconds and bytes."""
+        """Return all fields, in seconds and bytes."""
         shares = self.efficiency
-        points = _numbers(self.points, lambda one: {"devices": one.devices, "efficiency": shares.get(one.devices)})
+        points = _numbers(
+            self.points, lambda point: {"devices": point.devices, "efficiency": shares.get(point.devices)}
+        )
         return {"device": self.device, "scaling": points}
 
     def to_json(self) -> str:
-        """:meth:`numbers` as JSON."""
+        """Return :meth:`numbers` as JSON."""
         return json.dumps(self.numbers(), indent=2)
 
     def _cells(self) -> list[tuple[str, ...]]:
         shares = self.efficiency
         return _table(
-            self.points, ("devices", "efficiency"), lambda one: (str(one.devices), f"{shares[one.devices]:.0%}")
+            self.points, ("devices", "efficiency"), lambda point: (str(point.devices), f"{shares[point.devices]:.0%}")
         )
 
     def __str__(self) -> str:
         lines = [f"the same batch on more or fewer {self.device}"]
         lines += aligned(self._cells())
-        return "\n".join([*lines, *(f"{one.devices} devices: {one.why}" for one in self.points if not one.found)])
+        return "\n".join(
+            [*lines, *(f"{point.devices} devices: {point.why}" for point in self.points if not point.found)]
+        )
 
     def svg(self) -> str:
-        """A picture: devices to the right, speed upwards, and what as many times the fewest would reach."""
-        marks, unit = _speeds(self.points, lambda one: one.devices, lambda one: f"{one.devices} devices")
+        """Return a picture: devices to the right, throughput upwards, and a line of perfect scaling."""
+        marks, unit = _speeds(self.points, lambda point: point.devices, lambda point: f"{point.devices} devices")
         return points_svg(marks, "devices", unit, proportional=True)
 
     def _repr_html_(self) -> str:
         if not self._cells():
-            return table(["devices", "why not"], [(one.devices, one.why) for one in self.points])
+            return table(["devices", "why not"], [(point.devices, point.why) for point in self.points])
         head, *rows = self._cells()
         return f"{self.svg()}{table(head, rows, f'One batch on {self.device}')}"
 
 
-# What can be varied, and what its values are.
+# Arguments that can be varied, and the meaning of their values.
 SWEPT: Mapping[str, str] = MappingProxyType(
     {
         "devices": "devices of the cluster",
@@ -160,54 +174,58 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The best plans for several values of ``argument`` (a key of ``SWEPT``). ``str()`` for people, ``to_json()`` for
-    programs."""
+    """The best plans for several values of ``argument`` (a key of ``SWEPT``).
+
+    ``str()`` for people, ``to_json()`` for programs.
+    """
 
     argument: str
     points: tuple[SweepPoint, ...]
 
     def numbers(self) -> dict[str, Any]:
-        """Everything, in seconds and bytes."""
-        return {"argument": self.argument, "sweep": _numbers(self.points, lambda one: {"value": one.value})}
+        """Return all fields, in seconds and bytes."""
+        return {"argument": self.argument, "sweep": _numbers(self.points, lambda point: {"value": point.value})}
 
     def to_json(self) -> str:
-        """:meth:`numbers` as JSON."""
+        """Return :meth:`numbers` as JSON."""
         return json.dumps(self.numbers(), indent=2)
 
     def _cells(self) -> list[tuple[str, ...]]:
-        return _table(self.points, (self.argument,), lambda one: (f"{one.value:,g}",))
+        return _table(self.points, (self.argument,), lambda point: (f"{point.value:,g}",))
 
     def __str__(self) -> str:
         lines = [f"the best plan for each of several {SWEPT[self.argument]}", *aligned(self._cells())]
-        return "\n".join([*lines, *(f"{self.argument} {one.value:,g}: {one.why}" for one in self.points if one.why)])
+        return "\n".join(
+            [*lines, *(f"{self.argument} {point.value:,g}: {point.why}" for point in self.points if point.why)]
+        )
 
     def svg(self) -> str:
-        """A picture: the argument to the right, speed upwards."""
-        marks, unit = _speeds(self.points, lambda one: one.value, lambda one: f"{one.value:,g}")
+        """Return a picture: the argument to the right, throughput upwards."""
+        marks, unit = _speeds(self.points, lambda point: point.value, lambda point: f"{point.value:,g}")
         return points_svg(marks, SWEPT[self.argument], unit)
 
     def _repr_html_(self) -> str:
         if not self._cells():
-            return table([self.argument, "why not"], [(one.value, one.why) for one in self.points])
+            return table([self.argument, "why not"], [(point.value, point.why) for point in self.points])
         head, *rows = self._cells()
         return f"{self.svg()}{table(head, rows, f'The best plan for each of several {SWEPT[self.argument]}')}"
 
 
-def undominated(found: Sequence[Estimate]) -> list[Estimate]:
-    """Those that no other beats in both time and memory, the fastest first."""
-    kept: list[Estimate] = []
-    for one in sorted(found, key=lambda e: (e.seconds, e.memory_bytes)):
-        if not kept or one.memory_bytes < kept[-1].memory_bytes:
-            kept.append(one)
-    return kept
+def undominated(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Return the estimates that no other beats in both time and memory, the fastest first."""
+    front: list[Estimate] = []
+    for estimate in sorted(estimates, key=lambda e: (e.seconds, e.memory_bytes)):
+        if not front or estimate.memory_bytes < front[-1].memory_bytes:
+            front.append(estimate)
+    return front
 
 
 def front_svg(front: Sequence[Estimate], others: Sequence[Estimate] = ()) -> str:
-    """A picture: memory to the right, time upwards; a line through ``front``."""
-    first, more = ([_mark(one) for one in kind] for kind in (front, others))
+    """Return a picture: memory to the right, time upwards; a line through ``front``."""
+    first, more = ([_mark(estimate) for estimate in kind] for kind in (front, others))
     return points_svg(first, "GiB on the fullest rank", "seconds of a step", others=more)
 
 
-def _mark(one: Estimate) -> Mark:
-    said = f"{time_of(one.seconds)}, {bytes_of(one.memory_bytes)}: {one.layout}"
-    return Mark(one.memory_bytes / 2**30, one.seconds, said)
+def _mark(estimate: Estimate) -> Mark:
+    said = f"{time_of(estimate.seconds)}, {bytes_of(estimate.memory_bytes)}: {estimate.layout}"
+    return Mark(estimate.memory_bytes / 2**30, estimate.seconds, said)

@@ -1,10 +1,10 @@
-"""What a layout costs: time and memory, for people and for programs."""
+"""The time and memory of a layout, for people and for programs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -15,9 +15,17 @@ from .workload import Figures, Workload, rounded
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on a rank of each place in the pipeline, at the moment of a step in which they are the most together.
-    ``settled``: all gradients, as they are when a step ends; ``host``: what is on its host of parameters, gradients and
-    the optimizer."""
+    """Peak memory of a rank, in bytes.
+
+    Attributes:
+        parameters: stored, and copies that operators read.
+        gradients: at the peak.
+        optimizer: state of the optimizer.
+        saved: values for backwards, at the peak.
+        working: temporary memory.
+        settled: all gradients, at the end of a step.
+        host: parameters, gradients and optimizer state on the host.
+    """
 
     parameters: int
     gradients: int
@@ -29,19 +37,27 @@ class StageMemory:
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """What is on the device at that moment, by name."""
+        """Return device memory at the peak, by name."""
         return {name: size for name, size in vars(self).items() if name not in ("settled", "host")}
 
     @property
     def total(self) -> int:
+        """Return device memory at the peak."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class PlaceLoad:
-    """One place of a pipeline on a cluster of several kinds of devices: which ``devices`` its ranks lie on, how many
-    ``units`` (blocks, and what lies between them) they run in ``seconds`` of a step, and how many bytes each of them
-    may hold. ``room``, ``alone``: see :class:`.places.Place`."""
+    """One place of a pipeline on a cluster of several kinds of devices.
+
+    Attributes:
+        devices: of its ranks.
+        units: the number of blocks, and of parts between blocks, that they run.
+        seconds: of a step in which they are busy.
+        memory_bytes: what each of them may hold.
+        room: see :class:`.places.Place`.
+        alone: see :class:`.places.Place`.
+    """
 
     devices: str
     units: int
@@ -51,7 +67,7 @@ class PlaceLoad:
     alone: tuple[tuple[str, float], ...]
 
     def text(self, place: int, step: float, memory: StageMemory) -> str:
-        """A line for people."""
+        """Return a line for people; ``step``: seconds of a step."""
         line = f"place {place} on {self.devices}: {self.units} units, busy {self.seconds / step:.0%} of the step, "
         line += f"{bytes_of(memory.total)} of {bytes_of(self.memory_bytes)}"
         waits = [f"{name} would take {share:.0%} of that time alone" for name, share in self.alone if share < 0.995]
@@ -90,34 +106,34 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Return seconds of a step."""
         return self.pipeline + self.gradients + self.optimizer
 
     @property
     def memory_bytes(self) -> int:
-        """Of the rank that needs most."""
+        """Return peak memory of the rank that needs the most."""
         return max(stage.total for stage in self.memory)
 
     @property
     def host_bytes(self) -> int:
-        """Of the host's memory, but for saved values, of the rank that needs most."""
+        """Return host memory of the rank that needs the most, without saved values."""
         return max(stage.host for stage in self.memory)
 
     @property
     def claimed_bytes(self) -> float:
-        """Of the rank whose device is the fullest: as many as would fill the largest device of the cluster so far."""
+        """Return memory of the fullest rank, scaled to the largest device of the cluster."""
         if not self.places:
             return self.memory_bytes
         return max(stage.total * place.room for stage, place in zip(self.memory, self.places, strict=True))
 
     @property
     def exposed(self) -> float:
-        """Seconds that the busiest rank waits for communication."""
+        """Return seconds that the busiest rank waits for communication."""
         return sum(self.communication.values()) + self.gradients
 
     @property
     def figures(self) -> Figures:
-        """Tokens a second, model FLOP utilisation, energy, and what the goal takes and costs.
+        """Return throughput, model FLOP utilisation, energy, and time and cost of the goal.
 
         Raises:
             ValueError: without a workload.
@@ -127,7 +143,7 @@ class Estimate:
         return self.workload.figures(self.seconds, self.layout.mesh.size)
 
     def numbers(self) -> dict[str, Any]:
-        """Everything, in seconds and bytes; with the keys of :meth:`.workload.Figures.numbers`."""
+        """Return all fields, in seconds and bytes; with the keys of :meth:`.workload.Figures.numbers`."""
         return {
             "layout": str(self.layout),
             "step_seconds": self.seconds,
@@ -145,7 +161,7 @@ class Estimate:
         }
 
     def to_json(self) -> str:
-        """:meth:`numbers` as JSON."""
+        """Return :meth:`numbers` as JSON."""
         return json.dumps(self.numbers(), indent=2)
 
     def __str__(self) -> str:
@@ -175,16 +191,64 @@ class Estimate:
 
     @property
     def mixed(self) -> bool:
-        """Whether a place of the pipeline lies on several kinds of devices."""
+        """Return whether a place of the pipeline has several kinds of devices."""
         return any(one.alone for one in self.places)
 
     def places_text(self) -> list[str]:
-        """What lies where, for people: lines, if the cluster has several kinds of devices."""
+        """Return lines for people about each place, if the cluster has several kinds of devices."""
         rows = zip(self.places, self.memory, strict=False)
         return [one.text(number, self.seconds, memory) for number, (one, memory) in enumerate(rows)]
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
+
+
+@dataclass(frozen=True)
+class RankBound:
+    """A lower bound of what one rank holds.
+
+    Attributes:
+        saved_bytes: values that are saved for backwards.
+        state_share: parameters, gradients and optimizer state, as a multiple of the mean over ranks.
+        saves_before_gradients: whether all values may be saved before there are sums of gradients.
+    """
+
+    saved_bytes: float
+    state_share: float
+    saves_before_gradients: bool
+
+    def total_bytes(self, state: float, gradients: float) -> float:
+        """Return the bytes of the rank, where ranks hold ``state`` and sums of ``gradients`` on average."""
+        sums = self.state_share * gradients
+        peak = max(self.saved_bytes, sums) if self.saves_before_gradients else self.saved_bytes + sums
+        return self.state_share * state + peak
+
+
+@dataclass(frozen=True)
+class LowerBound:
+    """A lower bound of a layout's time and memory.
+
+    Attributes:
+        seconds: of a step.
+        working_bytes: temporary memory of every rank.
+        block_bytes: parameters of a block.
+        ranks: bounds of some ranks; the fullest rank holds no less than any.
+    """
+
+    seconds: float = 0.0
+    working_bytes: float = 0.0
+    block_bytes: float = 0.0
+    ranks: tuple[RankBound, ...] = ()
+
+    def over_ranks(self, number: int) -> LowerBound:
+        """Return the bound of a model that is split over ``number`` times as many ranks."""
+        ranks = tuple(replace(rank, saved_bytes=rank.saved_bytes / number) for rank in self.ranks)
+        return LowerBound(self.seconds / number, self.working_bytes / number, self.block_bytes / number, ranks)
+
+    def fullest_rank_bytes(self, state: float, gradients: float) -> float:
+        """Return the bytes of the fullest rank, where ranks hold ``state`` and sums of ``gradients`` on average."""
+        sizes = (rank.total_bytes(state, gradients) for rank in self.ranks)
+        return self.working_bytes + max(sizes, default=state + gradients)
 
 
 def _numbers(place: PlaceLoad) -> dict[str, Any]:
@@ -195,15 +259,17 @@ def _numbers(place: PlaceLoad) -> dict[str, Any]:
 
 
 def bytes_of(size: float) -> str:
+    """Return bytes for people: ``1.5 GiB`` or ``3.0 MiB``."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def time_of(seconds: float) -> str:
+    """Return seconds for people: ``1.25 s`` or ``3.5 ms``."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def cells_of(estimates: Sequence[Estimate]) -> list[tuple[str, ...]]:
-    """Estimates of one workload as rows of a table, below a row of names."""
+    """Return estimates of one workload as rows of a table, below a row of names."""
     first = estimates[0]
     head = ["step", "memory", "bubble", "exposed"]
     if first.workload:
@@ -221,6 +287,6 @@ def cells_of(estimates: Sequence[Estimate]) -> list[tuple[str, ...]]:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows as lines; their last cells are as long as they are."""
+    """Return rows as lines with aligned columns, except the last."""
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     return ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]) for row in rows]

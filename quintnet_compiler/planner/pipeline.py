@@ -1,4 +1,4 @@
-"""How long a pipeline takes and what its ranks hold, from the times of its stages and the order of a schedule."""
+"""Time and memory of a pipeline, from the times of its stages and the order of a schedule."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ V_SHAPED = ("zb-v", "dualpipe-v")
 
 @dataclass(frozen=True)
 class StageWork:
-    """One microbatch on one stage. Seconds of its forward, of the half of its backward that the stage before it waits
-    for, of the ``weight`` half, and of the way of its input between two ranks (``send``); bytes ``saved`` by the
-    forward for the backward."""
+    """The work of one microbatch on one stage.
+
+    Attributes:
+        forward: seconds.
+        backward: seconds of the half that the previous stage waits for.
+        weight: seconds of the half for parameters.
+        send: seconds of sending the stage's input between two ranks.
+        saved: bytes of the forward that the backward reads.
+    """
 
     forward: float
     backward: float
@@ -29,13 +35,19 @@ class StageWork:
 
     @property
     def seconds(self) -> float:
+        """Return seconds of forward and backward."""
         return self.forward + self.backward + self.weight
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """``seconds`` from the first forward to the last backward; ``saved``: bytes on each rank, at most; ``placement``:
-    the rank of each stage."""
+    """The run of a schedule.
+
+    Attributes:
+        seconds: from the first forward to the last backward.
+        saved: the most bytes that each rank holds for backwards.
+        placement: the rank of each stage.
+    """
 
     seconds: float
     saved: tuple[int, ...]
@@ -49,11 +61,10 @@ def pipeline(
 ) -> Pipeline:  # fmt: skip
     """Run the schedule ``name``: each action as soon as its rank is free and its values are there.
 
-    Beyond a few times the depth the order repeats every ``ranks`` microbatches, and for each such round the time of the
-    last is added, or of the busiest rank's work: half a percent from the truth at most (but where several stages of a
-    rank have rounds of unequal length, or the order is a synthesised one, there is no round to add).
-    ``placement``: of a synthesised order; None: any. Layouts that differ only in how they store parameters have the
-    same pipeline, which is run once.
+    Beyond a few times the depth the order repeats every ``ranks`` microbatches. For each such round the time of the
+    last one is added, or of the busiest rank's work: at most half a percent from the exact time. All microbatches run
+    where rounds have unequal length, or the order is synthesised. ``placement``: of a synthesised order; None: any.
+    Results are cached, as layouts that differ only in how they store parameters have the same pipeline.
 
     Raises:
         ScheduleError: QN208 for a number of stages per rank that the schedule does not have.
@@ -62,107 +73,116 @@ def pipeline(
     def times() -> list[StageTimes]:
         return [StageTimes(stage.forward, stage.backward, stage.weight) for stage in stages]
 
-    def of(count: int) -> tuple[float, tuple[int, ...], Schedule]:
+    def first_microbatches(count: int) -> tuple[float, tuple[int, ...], Schedule]:
         if name == SYNTHESIZED:
             schedule = schedule_of(name, ranks, count, virtual_stages, times, placement)
         else:
-            schedule = _named(name, ranks, count, virtual_stages)
+            schedule = _schedule(name, ranks, count, virtual_stages)
         return *_run(schedule, stages), schedule
 
-    enough = _enough(name, ranks, microbatches, virtual_stages)
-    if enough == microbatches:
-        seconds, saved, schedule = of(microbatches)
+    simulated = _simulated_microbatches(name, ranks, microbatches, virtual_stages)
+    if simulated == microbatches:
+        seconds, saved, schedule = first_microbatches(microbatches)
         return Pipeline(seconds, saved, schedule.placement)
-    (before, held, schedule), (after, more, _) = of(enough), of(enough + ranks)
-    rounds = (microbatches - enough) // ranks
-    saved = tuple(a + rounds * (b - a) for a, b in zip(held, more, strict=True))
+    seconds, saved, schedule = first_microbatches(simulated)
+    longer, more_saved, _ = first_microbatches(simulated + ranks)
+    rounds = (microbatches - simulated) // ranks
+    saved = tuple(a + rounds * (b - a) for a, b in zip(saved, more_saved, strict=True))
     busy = [0.0] * ranks
     for stage, rank in zip(stages, schedule.placement, strict=True):
         busy[rank] += ranks * stage.seconds
-    return Pipeline(before + rounds * max(after - before, *busy), saved, schedule.placement)
+    return Pipeline(seconds + rounds * max(longer - seconds, *busy), saved, schedule.placement)
 
 
-def _enough(name: str, ranks: int, microbatches: int, virtual_stages: int) -> int:
-    """How many microbatches are run before rounds are added; all where there are no rounds."""
-    enough = 3 * ranks + microbatches % ranks
+def _simulated_microbatches(name: str, ranks: int, microbatches: int, virtual_stages: int) -> int:
+    """Return the number of microbatches that run before rounds are added; all where there are no rounds."""
+    simulated = 3 * ranks + microbatches % ranks
     uneven = name == SYNTHESIZED or (virtual_stages > 1 and microbatches % ranks)
-    return microbatches if microbatches <= enough + ranks or uneven else enough
+    return microbatches if microbatches <= simulated + ranks or uneven else simulated
 
 
 def actions_run(name: str, ranks: int, microbatches: int, virtual_stages: int) -> int:
-    """About how many actions :func:`pipeline` runs."""
-    enough = _enough(name, ranks, microbatches, virtual_stages)
-    often = enough if enough == microbatches else 2 * enough + ranks
-    return often * ranks * virtual_stages * (2 if name in UNSPLIT else 3)
+    """Return about how many actions :func:`pipeline` runs."""
+    simulated = _simulated_microbatches(name, ranks, microbatches, virtual_stages)
+    total = simulated if simulated == microbatches else 2 * simulated + ranks
+    return total * ranks * virtual_stages * (2 if name in UNSPLIT else 3)
 
 
 @lru_cache(16)
 def clock(name: str, ranks: int, microbatches: int, virtual_stages: int) -> StepClock:
-    """Times many cuts at once, of as many microbatches as show which is the fastest; synthesised orders as 1F1B's."""
+    """Return a clock that times many cuts at once, with enough microbatches to rank them.
+
+    Synthesised orders are timed as 1F1B.
+    """
     name = name if name != SYNTHESIZED else "1f1b" if virtual_stages == 1 else "interleaved"
-    return StepClock(_named(name, ranks, _enough(name, ranks, microbatches, virtual_stages), virtual_stages))
+    simulated = _simulated_microbatches(name, ranks, microbatches, virtual_stages)
+    return StepClock(_schedule(name, ranks, simulated, virtual_stages))
 
 
 @lru_cache(16)
 def most_at_once(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
-    """How many microbatches each stage holds at most."""
-    few = microbatches if name == "gpipe" else _enough(name, ranks, microbatches, virtual_stages)
+    """Return the most microbatches that each stage holds at once."""
+    simulated = microbatches
+    if name != "gpipe":
+        simulated = _simulated_microbatches(name, ranks, microbatches, virtual_stages)
     name = name if name != SYNTHESIZED else "1f1b" if virtual_stages == 1 else "interleaved"
-    schedule = _named(name, ranks, few, virtual_stages)
-    homes = schedule.placement
+    schedule = _schedule(name, ranks, simulated, virtual_stages)
     return tuple(
-        most_held(schedule, lambda one, stage=stage: int(one == stage))[home]  # type: ignore[misc]
-        for stage, home in enumerate(homes)
+        most_held(schedule, lambda other, stage=stage: int(other == stage))[home]  # type: ignore[misc]
+        for stage, home in enumerate(schedule.placement)
     )
 
 
 @lru_cache(16)
-def _named(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
-    """Layouts that follow each other in a search have the same order."""
+def _schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
+    """Return a schedule; cached, as consecutive layouts of a search have the same."""
     return SCHEDULES[name](ranks, microbatches, virtual_stages)
 
 
 def least_seconds(name: str, ranks: int, microbatches: int, stages: Sequence[StageWork]) -> float:
-    """What no order undercuts: a rank's own work, after the first microbatch came to it through those before."""
-    split, found, before = name not in UNSPLIT, 0.0, 0.0
+    """Return a lower bound of any order: a rank's work, after the first microbatch passed the previous ranks."""
+    least, arrival = 0.0, 0.0
     for rank, first in enumerate(stages[:ranks]):
-        mine = [first, stages[-1 - rank]] if name in V_SHAPED else stages[rank::ranks]
-        found = max(found, microbatches * sum(stage.seconds for stage in mine) + before)
-        before += first.forward if split else first.seconds
-    return found
+        rank_stages = [first, stages[-1 - rank]] if name in V_SHAPED else stages[rank::ranks]
+        least = max(least, microbatches * sum(stage.seconds for stage in rank_stages) + arrival)
+        arrival += first.seconds if name in UNSPLIT else first.forward
+    return least
 
 
 def min_saved(name: str, ranks: int, microbatches: int, stages: Sequence[StageWork]) -> list[int]:
-    """Bytes that each rank holds at least."""
+    """Return the fewest bytes that each rank holds at its peak."""
 
-    def held(rank: int) -> Iterator[tuple[int, int]]:
-        """Stages, and how many microbatches of each are on the rank at once."""
-        if name in V_SHAPED:  # from where a microbatch turns there are as many more on the way to the end
+    def microbatches_at_once(rank: int) -> Iterator[tuple[int, int]]:
+        """Yield stages of a rank, and how many microbatches of each it holds at once."""
+        if name in V_SHAPED:  # after a microbatch turns, as many more follow on the way to the end
             yield from ((rank, 2 * ranks - 1 - rank), (-1 - rank, rank + 1))
         elif name == "interleaved":
-            left = 2 * (ranks - rank - 1) + len(stages) - ranks + 1  # Narayanan et al. 2021
+            remaining = 2 * (ranks - rank - 1) + len(stages) - ranks + 1  # Narayanan et al. 2021
             for stage in reversed(range(rank + ranks, len(stages), ranks)):
-                count = min(ranks, max(0, left - stage // ranks * ranks))
-                left -= count
+                count = min(ranks, max(0, remaining - stage // ranks * ranks))
+                remaining -= count
                 yield stage, count
-            yield rank, left
+            yield rank, remaining
         else:
-            most = {"gpipe": microbatches, "zb-h1": ranks, SYNTHESIZED: 1}
-            yield from ((stage, most.get(name, ranks - rank)) for stage in range(rank, len(stages), ranks))
+            counts = {"gpipe": microbatches, "zb-h1": ranks, SYNTHESIZED: 1}
+            yield from ((stage, counts.get(name, ranks - rank)) for stage in range(rank, len(stages), ranks))
 
-    return [sum(min(count, microbatches) * stages[stage].saved for stage, count in held(rank)) for rank in range(ranks)]
+    return [
+        sum(min(count, microbatches) * stages[stage].saved for stage, count in microbatches_at_once(rank))
+        for rank in range(ranks)
+    ]
 
 
 def _run(schedule: Schedule, stages: Sequence[StageWork]) -> tuple[float, tuple[int, ...]]:
-    """When the last action ends, and what each rank holds at most."""
+    """Return when the last action ends, and the most bytes that each rank holds."""
     times = {
         (index, op): seconds
-        for index, one in enumerate(stages)
+        for index, work in enumerate(stages)
         for op, seconds in (
-            (Op.FORWARD, one.forward),
-            (Op.BACKWARD, one.backward + one.weight),
-            (Op.BACKWARD_INPUT, one.backward),
-            (Op.BACKWARD_WEIGHT, one.weight),
+            (Op.FORWARD, work.forward),
+            (Op.BACKWARD, work.backward + work.weight),
+            (Op.BACKWARD_INPUT, work.backward),
+            (Op.BACKWARD_WEIGHT, work.weight),
         )
     }
     lines = simulate(

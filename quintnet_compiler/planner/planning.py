@@ -1,4 +1,4 @@
-"""The planner as a whole: a model, a batch and a cluster in, ranked plans out."""
+"""The planner: from a model, a batch and a cluster to ranked plans."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ from torch import fx
 from ..core.annotations import value, values
 from ..core.axes import AXES, SHARDED
 from ..core.errors import CompileError
-from ..cost_models.cluster import Cluster
-from ..cost_models.cluster_costs import ClusterCosts, FastestCosts
 from ..cost_models.collectives import bucket_bytes
-from ..cost_models.roofline import Roofline
-from ..ir.cost_protocol import CostModel, RankCosts
+from ..ir.cost_protocol import RankCosts
 from ..ir.plan import HOSTED, Plan, precision_of
 from ..ir.program import Captured
 from ..ops.attention.operator import attention
@@ -34,95 +31,28 @@ from ..passes.sharding.split_step_end import SplitStepEnd
 from ..passes.strategies.expert_axes import dispatched_bytes, expert_parameters
 from ..passes.strategies.hot_experts import check_hot_experts
 from ..passes.strategies.rule_book import RuleBook
-from .bounds import Kept, LessSplit
+from .bounds import DeviceState, LayoutBounds
 from .build import Builder, device_of
 from .estimate import Estimate
 from .evaluate import evaluate
-from .layouts import Again, Layout, Limits, divisors, layouts, slicings
+from .layouts import Layout, Limits, RecomputeMode, divisors, layouts, slicings
 from .pipeline import actions_run
-from .places import Place, Slowdown, placed
+from .places import PricedCluster, Slowdown
 from .search import Objective, SearchEffort, SearchResult, Wanted, search
 from .stage_units import unit_count
 from .workload import NO_GOAL, Goal, Workload
 
 aten = torch.ops.aten
-ORDERS = ("1f1b", "interleaved", "zb-h1", "zb-v")  # gpipe has the bubble of 1f1b, and holds more
-AGAIN: tuple[Again, ...] = ("none", "selective", "full")  # the less is computed again, the faster
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")  # gpipe has the bubble of 1f1b, and holds more
+RECOMPUTE_MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")  # the fastest first
 STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)
-ACTION = 0.002  # what it takes to run an action of a schedule, beside what it takes to compile an operator
-RESERVE = 0.08
-HOST = 2.5  # times the memory of a device: what a node's host has for each (3.1 in a DGX H100 or A100, 5 in GH200)
-SHORTEST = 4096  # positions of a sequence that cp leaves on a rank at least: fewer keep no kernel busy
-
-
-@dataclass(frozen=True)
-class PricedCluster:
-    """A cluster and its prices. ``unknown``: what operators without a price cost, see
-    :func:`..cost_models.operators.kernel_of`; ``reserve``: the share of a device's memory that plans leave free, for
-    the CUDA context, libraries and fragments; ``graphs``: whether kernels are replayed as CUDA graphs.
-
-    Raises:
-        CompileError: QN216 for a reserve that is no share.
-    """
-
-    cluster: Cluster
-    unknown: str = "error"
-    reserve: float = RESERVE
-    graphs: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.reserve < 1:
-            raise CompileError("QN216", f"reserve={self.reserve}", fix="give a share of memory, 0 or more and below 1")
-
-    @property
-    def name(self) -> str:
-        return self.cluster.name
-
-    @property
-    def memory_bytes(self) -> float:
-        """Of the largest device."""
-        return max(device.memory_bytes for device, _ in self.cluster.kinds)
-
-    @property
-    def host_bytes(self) -> float:
-        """Of a node's memory, for each of its devices."""
-        return HOST * self.memory_bytes
-
-    @cached_property
-    def costs(self) -> ClusterCosts:
-        return ClusterCosts(self.cluster, self.unknown, self.graphs)
-
-    @property
-    def prices(self) -> CostModel:
-        """By which splits of operators are chosen: of the slowest kind, as all ranks run the same program."""
-        slowest = min((device for device, _ in self.cluster.kinds), key=lambda one: one.flops_per_second("bf16"))
-        return Roofline(slowest, self.unknown)
-
-    @cached_property
-    def fastest(self) -> FastestCosts:
-        """What nothing undercuts, whichever devices it lies on."""
-        return FastestCosts.of_kinds(self.cluster, self.unknown, self.graphs)
-
-    @property
-    def unlike(self) -> bool:
-        """Whether places of a pipeline may lie on unlike nodes."""
-        return len(self.cluster.parts) > 1
-
-    def places(self, build: Builder, layout: Layout) -> list[Place]:
-        """What each place of the layout's pipeline lies on, with the model as it runs there.
-
-        Raises:
-            CompileError: whatever the compiler says of the layout.
-        """
-        if not self.unlike:
-            return [Place(build(layout), self.costs)] * layout.pp
-        found = [self.costs.at(layout.mesh, place) for place in range(layout.pp)]
-        return [placed(build, layout, one, self.memory_bytes, 1 - self.reserve) for one in found]
+ACTION_WORK = 0.002  # work of running an action of a schedule, relative to compiling an operator
+MIN_RANK_POSITIONS = 4096  # of a sequence split by cp: fewer keep no kernel busy
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """Estimates of layouts, each made once. An error is raised again each time."""
+    """Estimates of layouts, cached. An error is raised again each time."""
 
     build: Builder
     machine: PricedCluster
@@ -131,33 +61,38 @@ class Pricing:
     run: set[Hashable] = field(default_factory=set)
 
     def __call__(self, layout: Layout, begins: tuple[str, ...] = ()) -> Estimate:
-        """
+        """Return the estimate of a layout.
+
         Raises:
             CompileError: whatever the compiler says of the layout; as :func:`.evaluate.evaluate`.
         """
         if (layout, begins) not in self.known:
             places = self.machine.places(self.build, layout)
             actions = actions_run(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
-            self.build.work += ACTION * actions if self._runs(layout) else 0.0
+            self.build.work += ACTION_WORK * actions if self._is_new_pipeline(layout) else 0.0
             plan = self.build.plan
-            found = evaluate(places, layout, begins, plan.bucket_mib * 2**20, offload=plan.offload)
+            estimate = evaluate(places, layout, begins, plan.bucket_mib * 2**20, offload=plan.offload)
             guessed = tuple(sorted(self.build.guessed))
-            self.known[layout, begins] = replace(found, guessed=guessed, workload=self.workload)
+            self.known[layout, begins] = replace(estimate, guessed=guessed, workload=self.workload)
         return self.known[layout, begins]
 
-    def _runs(self, layout: Layout) -> bool:
-        """Whether the layout's pipeline has not been run for one that stores parameters otherwise."""
+    def _is_new_pipeline(self, layout: Layout) -> bool:
+        """Return whether no layout that differs only in how it stores parameters has run its pipeline; record it."""
         sliced = (layout.zero, layout.zero_axes, layout.ep) if layout.zero >= 2 else ()
         plain = replace(layout, zero=0, zero_axes=(), dp=layout.dp * layout.ep, ep=1)
-        new = (plain, sliced) not in self.run
+        is_new = (plain, sliced) not in self.run
         self.run.add((plain, sliced))
-        return new
+        return is_new
 
 
 @dataclass(frozen=True)
 class Planner:
-    """A model, captured and folded, on a machine. ``pinned``: decisions that are not the planner's any more;
-    ``workload``: what a step does."""
+    """A captured and folded model on a machine.
+
+    Attributes:
+        pinned: decisions that the user has made.
+        workload: the work of a step.
+    """
 
     folded: Folded
     machine: PricedCluster
@@ -166,12 +101,14 @@ class Planner:
     workload: Workload
 
     @classmethod
-    def of(
+    def from_captured(
         cls, captured: Captured, batch_size: int, machine: PricedCluster, pinned: Plan, rules: Mapping[Any, Rule],
         tokens: int = 0, goal: Goal = NO_GOAL, batch: Sequence[Any] = (),
     ) -> Planner:  # fmt: skip
-        """Fix the batch size, of so many tokens, and fold repeated blocks. ``batch``: the leaves of one, which has the
-        documents to expect where the plan does not say."""
+        """Fix the batch size, and fold repeated blocks.
+
+        ``tokens``: of a batch; ``batch``: the leaves of one, from which documents are read where the plan has none.
+        """
         gpu = machine.cluster.gpu
         normal = Normalize(batch_size, device_of(gpu), gpu, documents=pinned.documents)(captured)
         if "documents" not in pinned.model_fields_set and (documents := documents_in(normal, batch)):
@@ -185,35 +122,25 @@ class Planner:
         marks = {name: tuple(p for p in patterns if fnmatch.fnmatchcase(name, p)) for name in names}
         folded = FoldBlocks(marks)(program)
         kinds = [(part.device, part.count) for part in machine.cluster.parts]
-        return cls(folded, machine, pinned, rules, Workload.of(folded, tokens, kinds, goal))
+        return cls(folded, machine, pinned, rules, Workload.from_program(folded, tokens, kinds, goal))
 
     def deciding(self, decisions: Mapping[str, Any]) -> Planner:
-        """The same model on the same machine, with these decisions, too.
+        """Return a planner with further decisions.
 
         Raises:
             CompileError: QN207 for a value that a plan cannot have; whatever the compiler says of the precision.
         """
         pinned, load = self.pinned.changed(decisions, keep_open=True), self.workload
         captured = self.folded.program.captured
-        return Planner.of(captured, load.rows, self.machine, pinned, self.rules, load.tokens, load.goal)
+        return Planner.from_captured(captured, load.rows, self.machine, pinned, self.rules, load.tokens, load.goal)
 
     def limits(self, objective: Objective = "time") -> Limits:
-        """The space: what is pinned has one choice, the rest what divides. Where cost counts, fewer nodes may do, of
-        one kind."""
-        devices, batch, pinned = self.machine.cluster.size, self.folded.program.batch_size, self.pinned
-        given, cluster, again = pinned.model_fields_set, self.machine.cluster, pinned.recompute
-        fewer = objective == "cost" and not self.machine.unlike
-        nodes = divisors(cluster.nodes) if fewer else (cluster.nodes,)
-        ways = {
-            "tp": divisors(self.machine.cluster.gpus_per_node),
-            "cp": self._context_ways(),
-            "ep": self._expert_ways(),
-            "pp": divisors(devices),
-            "dp": divisors(devices),
-        }
-        if not pinned.mesh.keys() <= ways.keys():
-            other = ", ".join(pinned.mesh.keys() - ways.keys())
-            raise CompileError("QN201", f"the planner does not search over {other}", fix="compile on a mesh instead")
+        """Return the search space: one choice for what is pinned, and all that are possible for the rest.
+
+        For the objective ``"cost"``, fewer nodes of a cluster of one kind may be used.
+        """
+        batch, cluster = self.folded.program.batch_size, self.machine.cluster
+        axis_sizes, pinned = self._axis_sizes(), self.pinned
         if pinned.batch_statistics == "microbatch":
             raise CompileError(
                 "QN201",
@@ -221,62 +148,96 @@ class Planner:
                 "one result",
                 fix="compile on a mesh instead",
             )
-        if pinned.mesh:
-            ways = {axis: (pinned.mesh[axis],) if axis in pinned.mesh else found for axis, found in ways.items()}
-        kept = self.machine.unlike or pinned.mesh.keys() & {"dp", "ep"} or ways["ep"] != (1,)
-        stored = HOSTED if "parameters" in pinned.offload else (0, 1, 2, 3)
-        spread = (("dp",),) if len(ways["ep"]) > 1 and not pinned.mesh else ()
-        return Limits(
-            devices=tuple(cluster.size // cluster.nodes * n for n in nodes) if fewer else (cluster.size,),
+        chooses_mesh = not self.machine.unlike and not pinned.mesh.keys() & {"dp", "ep"} and axis_sizes["ep"] == (1,)
+        expert_axes: tuple[tuple[str, ...], ...] = ((),)
+        if len(axis_sizes["ep"]) > 1 and not pinned.mesh:
+            expert_axes = ((), ("dp",))
+        choices = Limits(
+            devices=(cluster.size,),
             batch=batch,
-            ways=ways,
-            contexts=(pinned.context,) if "context" in given else ("all_gather", "ulysses", "ring"),
-            experts=(pinned.experts,) if "experts" in given else ((), *spread),
-            schedules=(pinned.schedule,) if "schedule" in given else ORDERS,
-            virtual_stages=(pinned.virtual_stages,) if "virtual_stages" in given else STAGES_PER_RANK,
-            zero=(pinned.zero,) if "zero" in given else stored,
-            zero_axes=pinned.zero_axes if "zero_axes" in given else None,
-            recompute=(again,) if "recompute" in given and again != "auto" else AGAIN,
-            microbatches=(pinned.microbatches,) if "microbatches" in given else divisors(batch),
+            axis_sizes=axis_sizes,
+            contexts=("all_gather", "ulysses", "ring"),
+            experts=expert_axes,
+            schedules=SCHEDULES,
+            virtual_stages=STAGES_PER_RANK,
+            zero=HOSTED if "parameters" in pinned.offload else (0, 1, 2, 3),
+            zero_axes=pinned.zero_axes if "zero_axes" in pinned.model_fields_set else None,
+            recompute=RECOMPUTE_MODES,
+            microbatches=divisors(batch),
             units=unit_count(self.folded),
-            node=0 if kept else cluster.gpus_per_node,
+            node=cluster.gpus_per_node if chooses_mesh else 0,
         )
+        if objective == "cost" and not self.machine.unlike:
+            devices = tuple(cluster.size // cluster.nodes * nodes for nodes in divisors(cluster.nodes))
+            choices = replace(choices, devices=devices)
+        return replace(choices, **self._pinned_choices())
+
+    def _pinned_choices(self) -> dict[str, Any]:
+        """Return the only choice of each field of the search space that is pinned."""
+        fields = {
+            "context": "contexts", "experts": "experts", "schedule": "schedules", "virtual_stages": "virtual_stages",
+            "zero": "zero", "microbatches": "microbatches", "recompute": "recompute",
+        }  # fmt: skip
+        decided = {name: getattr(self.pinned, name) for name in fields if name in self.pinned.model_fields_set}
+        if decided.get("recompute") == "auto":
+            del decided["recompute"]
+        return {fields[name]: (decision,) for name, decision in decided.items()}
+
+    def _axis_sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the sizes that each axis may have.
+
+        Raises:
+            CompileError: QN201 for a pinned axis that the planner does not search over.
+        """
+        devices, mesh = self.machine.cluster.size, self.pinned.mesh
+        sizes = {
+            "tp": divisors(self.machine.cluster.gpus_per_node),
+            "cp": self._context_sizes(),
+            "ep": self._expert_sizes(),
+            "pp": divisors(devices),
+            "dp": divisors(devices),
+        }
+        if not mesh.keys() <= sizes.keys():
+            axes = ", ".join(mesh.keys() - sizes.keys())
+            raise CompileError("QN201", f"the planner does not search over {axes}", fix="compile on a mesh instead")
+        return {axis: (mesh[axis],) if axis in mesh else choices for axis, choices in sizes.items()}
 
     @property
     def splits_documents(self) -> bool:
-        """Whether a layout may split rows that hold several documents over ranks."""
-        most = max(self._context_ways())
+        """Return whether a layout may split rows that hold several documents over ranks."""
+        most = max(self._context_sizes())
         split = self.pinned.mesh.get("cp", 1 if self.pinned.mesh else most) > 1
         several = (len(ends) > 1 for ends in rows_of(self.pinned.documents, max(self._lengths, default=1)))
         return split and most > 1 and any(several)
 
     @cached_property
     def _lengths(self) -> list[int]:
-        """Of sequences that attend to themselves."""
+        """Return the lengths of sequences that attend to themselves."""
         targets = (attention, aten.scaled_dot_product_attention.default)
         nodes = [node for node in self.folded.program.graph.nodes if node.op == "call_function"]
         return [values(node)[0].shape[-2] for node in nodes if node.target in targets]
 
-    def _context_ways(self) -> tuple[int, ...]:
-        """Sizes that divide every sequence that attends to itself."""
+    def _context_sizes(self) -> tuple[int, ...]:
+        """Return the sizes of cp that divide every sequence that attends to itself."""
         if not self._lengths:
             return (1,)
-        most = max(1, min(self._lengths) // SHORTEST)
-        every = divisors(self.machine.cluster.size)
-        return tuple(n for n in every if n <= most and all(size % n == 0 for size in self._lengths))
+        most = max(1, min(self._lengths) // MIN_RANK_POSITIONS)
+        sizes = divisors(self.machine.cluster.size)
+        return tuple(n for n in sizes if n <= most and all(length % n == 0 for length in self._lengths))
 
-    def _expert_ways(self) -> tuple[int, ...]:
-        found = expert_parameters(self.folded.program.graph)
-        if not found:
+    def _expert_sizes(self) -> tuple[int, ...]:
+        nodes = expert_parameters(self.folded.program.graph)
+        if not nodes:
             return (1,)
-        counts = {values(node)[0].shape[0] for node in found}
+        counts = {values(node)[0].shape[0] for node in nodes}
         return tuple(n for n in divisors(self.machine.cluster.size) if all(count % n == 0 for count in counts))
 
     def builder(self) -> Builder:
         return Builder(self.folded, self.pinned, self.rules, self.machine.prices, self.machine.costs)
 
     def pricing(self) -> Pricing:
-        """
+        """Return empty estimates, after checking the prices.
+
         Raises:
             CompileError: QN210 if an operator has no price.
         """
@@ -294,86 +255,92 @@ class Planner:
         pricing: Pricing | None = None,
         memory_bytes: float = math.inf,
     ) -> SearchResult[Layout, Estimate]:
-        """The best layouts of those that take at most ``memory_bytes``, and leave the reserve. ``pricing``: of an
-        earlier search, with what is known from there.
+        """Return the best layouts that take at most ``memory_bytes`` and leave the reserve.
+
+        ``pricing``: the estimates of an earlier search, which are reused and added to.
 
         Raises:
             CompileError: QN210 if an operator has no price.
         """
         price = pricing or self.pricing()
-        build, before = price.build, price.build.work
+        build, work_before = price.build, price.build.work
         memory = min(memory_bytes, self.machine.memory_bytes * (1 - self.machine.reserve))
         limits = self.limits(objective)
         bounds = self.bounds(build, limits, memory)
 
         def best(layout: Layout) -> Estimate:
             first, *others = slicings(layout, limits)
-            found = [price(first)]
-            more = found[0].claimed_bytes - bounds.bytes(first)  # than its state, however that is sliced
-            found += [price(one) for one in others if objective == "memory" or bounds.bytes(one) + more <= memory]
-            fitting = [one for one in found if one.claimed_bytes <= memory] if objective != "memory" else []
-            return min(fitting, key=lambda one: one.seconds) if fitting else min(found, key=lambda e: e.claimed_bytes)
+            estimates = [price(first)]
+            excess = estimates[0].claimed_bytes - bounds.bytes(first)  # however its state is sliced
+            for other in others:
+                if objective == "memory" or bounds.bytes(other) + excess <= memory:
+                    estimates.append(price(other))
+            fitting = [estimate for estimate in estimates if estimate.claimed_bytes <= memory]
+            if fitting and objective != "memory":
+                return min(fitting, key=lambda estimate: estimate.seconds)
+            return min(estimates, key=lambda estimate: estimate.claimed_bytes)
 
-        def useful(layout: Layout) -> tuple[Layout, Estimate]:
-            for sooner in faster(layout, limits) if objective != "memory" else ():
-                if bounds.bytes(sooner) <= memory and best(sooner).claimed_bytes <= memory:
-                    return useful(sooner)
+        def fastest_variant(layout: Layout) -> tuple[Layout, Estimate]:
+            for variant in faster(layout, limits) if objective != "memory" else ():
+                if bounds.bytes(variant) <= memory and best(variant).claimed_bytes <= memory:
+                    return fastest_variant(variant)
             return layout, best(layout)
 
         return search(
             layouts(limits),
-            useful,
+            fastest_variant,
             bounds,
             Wanted(
                 top_k, objective, memory, time.monotonic() + effort.seconds,
-                lambda layout: layout.mesh.size, effort.work, effort.patience, lambda: build.work - before,
+                lambda layout: layout.mesh.size, effort.work, effort.patience, lambda: build.work - work_before,
             ),
             progress or (lambda done, total: None),
         )  # fmt: skip
 
-    def bounds(self, build: Builder, limits: Limits, memory: float) -> LessSplit:
-        """What layouts cost at least, of which each may slice its parameters as fits in ``memory``."""
+    def bounds(self, build: Builder, limits: Limits, memory: float) -> LayoutBounds:
+        """Return lower bounds of layouts; each may slice its parameters in any way that fits into ``memory``."""
         machine, program = self.machine, self.folded.program
         costs: RankCosts = machine.fastest if machine.unlike else machine.costs
-        slower = Slowdown(build, machine.cluster, machine.fastest) if machine.unlike else None
+        slowdown = Slowdown(build, machine.cluster, machine.fastest) if machine.unlike else None
         experts = expert_parameters(program.graph)
-        bounds = LessSplit(
-            slower.least if slower else build, costs, self.parameter_bytes(),
-            dispatched_bytes(program.graph, self.folded.repeats), program.batch_size, slower,
+        bounds = LayoutBounds(
+            slowdown.fastest_units if slowdown else build, costs, self.parameter_bytes(),
+            dispatched_bytes(program.graph, self.folded.repeats), program.batch_size, slowdown,
             self.parameter_bytes(experts),
-            lambda layout: [one for one in slicings(layout, limits) if bounds.bytes(one) <= memory] or [layout],
-            build.learned, kept=Kept.on_devices(self.pinned.offload),
+            lambda layout: [other for other in slicings(layout, limits) if bounds.bytes(other) <= memory] or [layout],
+            build.learned, device_state=DeviceState.on_devices(self.pinned.offload),
         )  # fmt: skip
         return bounds
 
-    def parameter_bytes(self, some: Container[fx.Node] | None = None) -> int:
-        """Of all parameters, or of ``some``, as ranks hold them."""
-        program, repeats = self.folded.program, self.folded.repeats
-        leaves = program.leaves.items()
-        kept = {n: found for n, found in leaves if found.kind == "parameter" and (some is None or n in some)}
-        held = {n: (found.held or value(n).dtype).itemsize for n, found in kept.items()}
-        return sum(value(n).numel() * size * repeats.get(n, 1) for n, size in held.items())
+    def parameter_bytes(self, nodes: Container[fx.Node] | None = None) -> int:
+        """Return bytes of all parameters, or of those of ``nodes``, as ranks hold them."""
+        total = 0
+        for node, spec in self.folded.program.leaves.items():
+            if spec.kind == "parameter" and (nodes is None or node in nodes):
+                itemsize = (spec.held or value(node).dtype).itemsize
+                total += value(node).numel() * itemsize * self.folded.repeats.get(node, 1)
+        return total
 
-    def complete(self, found: Estimate) -> Plan:
-        """The document of an estimate: its layout, where it cuts the model, and how gradients travel."""
-        plan = found.layout.decided(self.pinned).changed({"stages": found.begins})
+    def complete(self, estimate: Estimate) -> Plan:
+        """Return the plan of an estimate: its layout, where stages begin, and the size of gradient buckets."""
+        plan = estimate.layout.decided(self.pinned).changed({"stages": estimate.begins})
         if "activations" not in plan.offload:
             plan = plan.model_copy(update={"offload_folder": None})
-        given = "bucket_mib" in self.pinned.model_fields_set
-        return plan if given else plan.changed({"bucket_mib": self._bucket_mib(found)})
+        is_decided = "bucket_mib" in self.pinned.model_fields_set
+        return plan if is_decided else plan.changed({"bucket_mib": self._bucket_mib(estimate)})
 
-    def _bucket_mib(self, found: Estimate) -> float:
-        """Where most parameters' gradients are added up: over ranks that have other rows, or other positions."""
-        layout = found.layout
+    def _bucket_mib(self, estimate: Estimate) -> float:
+        """Return the bucket size for the ranks over which most gradients are reduced: data and context ranks."""
+        layout = estimate.layout
         ranks = layout.mesh.peers(0, [axis.name for axis in SHARDED if axis.role in ("data", "context")])
         if len(ranks) == 1:
             return self.pinned.bucket_mib
         name, costs = "reduce_scatter" if layout.zero else "all_reduce", self.machine.costs.at(layout.mesh, 0)
-        most = max(one.settled for one in found.memory)
+        most = max(stage.settled for stage in estimate.memory)
         return bucket_bytes(lambda size: costs.group_seconds(name, size, ranks), most) / 2**20
 
     def estimate(self) -> Estimate:
-        """What the pinned plan costs.
+        """Return the cost of the pinned plan.
 
         Raises:
             CompileError: QN210 with every operator that has no price; as :func:`.evaluate.evaluate`.
@@ -394,9 +361,9 @@ class Planner:
 
 
 def faster(layout: Layout, limits: Limits) -> Iterator[Layout]:
-    """Layouts that do the same with less work and more memory."""
-    for less in AGAIN[: AGAIN.index(layout.recompute)]:
-        if less in limits.recompute:
-            yield replace(layout, recompute=less)
+    """Yield layouts that do the same with less work and more memory."""
+    for mode in RECOMPUTE_MODES[: RECOMPUTE_MODES.index(layout.recompute)]:
+        if mode in limits.recompute:
+            yield replace(layout, recompute=mode)
     if layout.zero > 1 and layout.zero - 1 in limits.zero:
         yield replace(layout, zero=layout.zero - 1)

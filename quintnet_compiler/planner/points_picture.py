@@ -13,7 +13,7 @@ LEFT, RIGHT, TOP, BOTTOM = 78, 540, 16, 250
 
 @dataclass(frozen=True)
 class Mark:
-    """A point, and what is said of it."""
+    """A point, and its label."""
 
     x: float
     y: float
@@ -22,7 +22,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class LogAxis:
-    """A logarithmic axis between two values, and where it is in the picture."""
+    """A logarithmic axis between two values, and its ends in the picture."""
 
     low: float
     high: float
@@ -30,17 +30,21 @@ class LogAxis:
     end: float
 
     @classmethod
-    def of(cls, values: Sequence[float], begin: float, end: float) -> LogAxis:
+    def spanning(cls, values: Sequence[float], begin: float, end: float) -> LogAxis:
+        """Return an axis with a margin around ``values``."""
         return cls(min(values) / 1.15, max(values) * 1.15, begin, end)
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
+        """Return where a value is in the picture."""
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return round(self.begin + share * (self.end - self.begin), 1)
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """Places and texts, at least three: as few of 1, 2, 5 times a power of ten as there can be, or in equal steps
-        where values are too near to each other."""
+        """Return positions and texts of at least three ticks.
+
+        These are as few of 1, 2, 5 times a power of ten as possible, or equal steps where values are close.
+        """
         for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             found = [step * 10.0**power for power in powers for step in steps]
@@ -52,21 +56,25 @@ class LogAxis:
             power = 10.0 ** math.floor(math.log10(most))
             step = max(power * many for many in (1, 2, 5) if power * many <= most)
             inside = [step * n for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
-        return [(self.place(value), f"{value:,.10g}") for value in inside]
+        return [(self.position(value), f"{value:,.10g}") for value in inside]
 
 
 def points_svg(
     marks: Sequence[Mark], x: str, y: str, *, others: Sequence[Mark] = (), proportional: bool = False
 ) -> str:
-    """A line through ``marks``, and ``others`` without one; ``proportional``: also a line through the first for what is
-    in proportion to ``x``."""
+    """Return a picture of a line through ``marks``, and of ``others`` without a line.
+
+    ``proportional``: with another line through the first mark, in proportion to ``x``.
+    """
     if not marks:
         return ""
     ideal = [marks[0].y * one.x / marks[0].x for one in marks] if proportional else []
-    across = LogAxis.of([one.x for one in (*marks, *others)], LEFT, RIGHT)
-    up = LogAxis.of([*(one.y for one in (*marks, *others)), *ideal], BOTTOM, TOP)
-    places, beside = ([(across.place(one.x), up.place(one.y), one.text) for one in kind] for kind in (marks, others))
-    ends = [(places[at][0], up.place(ideal[at])) for at in (0, -1)] if proportional else []
+    across = LogAxis.spanning([one.x for one in (*marks, *others)], LEFT, RIGHT)
+    up = LogAxis.spanning([*(one.y for one in (*marks, *others)), *ideal], BOTTOM, TOP)
+    places, beside = (
+        [(across.position(one.x), up.position(one.y), one.text) for one in kind] for kind in (marks, others)
+    )
+    ends = [(places[at][0], up.position(ideal[at])) for at in (0, -1)] if proportional else []
     template = environment(__package__).get_template("points.svg.jinja")
     return template.render(
         points=places, others=beside, ideal=ends, across=across.ticks, up=up.ticks, x=x, y=y,

@@ -1,4 +1,4 @@
-"""What the planner found, for people and for programs."""
+"""The report of the planner, for people and for programs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .estimate import Estimate, aligned, bytes_of, cells_of, time_of
 from .layouts import Layout
 from .search import SearchResult
 
-MOST_SHOWN = 100  # rejected layouts in a notebook
-LEFT = {
+MAX_SHOWN = 100  # rejected layouts in a notebook
+REASONS_NOT_EXAMINED = {
     "proof": "cost more, whatever they do inside",
     "work": "were left when the work was done (work=)",
     "time": "were left when time ran out (seconds=)",
@@ -74,8 +74,9 @@ class PlanReport:
     alternatives: tuple[Alternative, ...] = ()
 
     def why_not(self, **decisions: Any) -> Versus:
-        """Compare the best plan with the best one that has these ``decisions`` (``mesh={"tp": 8}``,
-        ``recompute="none"``): where each spends its time and memory, or why there is none.
+        """Compare the best plan with the best one that has these ``decisions``: their time and memory.
+
+        Decisions are fields of a plan (``mesh={"tp": 8}``, ``recompute="none"``). Without such a plan, return why.
 
         Raises:
             CompileError: QN207 for a decision that no plan has.
@@ -83,14 +84,18 @@ class PlanReport:
         return self.ask.why_not(decisions)
 
     def front(self) -> ParetoFront:
-        """The fastest plans for ever less memory: each takes at least a fifth less than the one before, until nothing
-        less is found. It searches again; each point may take half as long as the planner."""
+        """Return the fastest plans for ever less memory, until no plan takes less.
+
+        Each takes at least a fifth less than the previous one. It searches again; each point may take half as long as
+        the planner.
+        """
         return self.ask.front()
 
     def scaling(self, devices: Sequence[int] | None = None) -> ScalingCurve:
-        """The best plans of the same batch on other numbers of ``devices`` of the same kind: whole nodes, or a part of
-        one; by default from a quarter of the cluster to four times as many. It searches again; each number may take
-        half as long as the planner.
+        """Return the best plans of the same batch on other numbers of ``devices`` of the same kind.
+
+        These are whole nodes, or a part of one; by default from a quarter of the cluster to four times as many. It
+        searches again; each number may take half as long as the planner.
 
         Raises:
             CompileError: QN216 for a number of devices that is neither whole nodes nor a part of one.
@@ -98,7 +103,7 @@ class PlanReport:
         return self.ask.scaling(devices)
 
     def beside(self, cluster: Cluster, *, price: float | None = None) -> Versus:
-        """The best plan on another cluster, part by part beside the best of this one. It searches again.
+        """Compare the best plan with the best on another cluster, part by part. It searches again.
 
         Args:
             cluster: e.g. ``quintnet.Cluster("b200", nodes=4)``.
@@ -111,10 +116,11 @@ class PlanReport:
         return self.ask.beside(cluster, price)
 
     def sweep(self, argument: str, amounts: Sequence[float]) -> Sweep:
-        """The best plan for each of several values of one ``argument``: ``"devices"`` of the cluster, ``"network"``
-        (bytes a second of a node, one way), ``"rows"`` of the global batch, or ``"length"`` of rows of tokens. It
-        searches again; each value may take half as long as the planner. What a value does not allow is said in its
-        place.
+        """Return the best plan for each of several values of one ``argument``.
+
+        Arguments are ``"devices"`` of the cluster, ``"network"`` (bytes a second of a node, one way), ``"rows"`` of the
+        global batch, and ``"length"`` of rows of tokens. It searches again; each value may take half as long as the
+        planner. A value without a plan gets the reason instead.
 
         Raises:
             CompileError: QN216 for another argument, or for a value that is not above 0 (and whole, but for a network).
@@ -123,27 +129,27 @@ class PlanReport:
 
     @property
     def best(self) -> Plan:
-        """The plan with the lowest predicted cost."""
+        """Return the plan with the lowest predicted cost."""
         return self.plans[0]
 
     def numbers(self) -> dict[str, Any]:
-        """Everything, in seconds and bytes."""
+        """Return all fields, in seconds and bytes."""
         return {
             "cluster": self.cluster,
             "batch": self.batch,
             "memory_bytes": self.memory_bytes,
             "reserve": self.reserve,
             "plans": [
-                {**one.numbers(), "plan": plan.model_dump(mode="json")}
-                for one, plan in zip(self.found.ranked, self.plans, strict=True)
+                {**estimate.numbers(), "plan": plan.model_dump(mode="json")}
+                for estimate, plan in zip(self.found.ranked, self.plans, strict=True)
             ],
             "simpler": self.simpler
             and {
                 **self.simpler[0].numbers(),
                 "plan": self.simpler[1].model_dump(mode="json"),
             },
-            "alternatives": [one.numbers() for one in self.alternatives],
-            "rejected": [{"layout": str(one.layout), "reason": one.reason} for one in self.found.rejected],
+            "alternatives": [alternative.numbers() for alternative in self.alternatives],
+            "rejected": [{"layout": str(entry.layout), "reason": entry.reason} for entry in self.found.rejected],
             "not_looked_at": self.found.left,
             "complete": self.found.complete,
             "ended": self.found.ended,
@@ -152,7 +158,7 @@ class PlanReport:
         }
 
     def to_json(self) -> str:
-        """:meth:`numbers` as JSON."""
+        """Return :meth:`numbers` as JSON."""
         return json.dumps(self.numbers(), indent=2)
 
     def __str__(self) -> str:
@@ -164,42 +170,45 @@ class PlanReport:
         lines += [self.note] if self.note else []
         lines += [self._simpler] if self.simpler else []
         lines += ["the best with each of the listed decisions:"] if self.alternatives else []
-        lines += [f"  {one}" for one in self.alternatives]
-        reasons = Counter(_kind(one.reason) for one in self.found.rejected)
+        lines += [f"  {alternative}" for alternative in self.alternatives]
+        reasons = Counter(_kind(entry.reason) for entry in self.found.rejected)
         for reason, count in reasons.most_common():
-            example = next(one for one in self.found.rejected if _kind(one.reason) == reason)
+            example = next(entry for entry in self.found.rejected if _kind(entry.reason) == reason)
             lines.append(f"rejected {count}: {example.reason} ({example.layout})")
         if self.found.left:
-            lines.append(f"{self.found.left} layouts {LEFT[self.found.ended]}{self._gap}")
+            lines.append(f"{self.found.left} layouts {REASONS_NOT_EXAMINED[self.found.ended]}{self._gap}")
         if (best := self.found.ranked[0]).workload:
             lines += ["the best plan:", *(f"  {line}" for line in best.workload.text(best.figures))]
-        lines += [f"  {line}" for line in best.places_text()] + self._otherwise(best)
+        lines += [f"  {line}" for line in best.places_text()] + self._other_placement(best)
         if guessed := self.found.ranked[0].guessed:
             lines.append(guess_note(guessed))
         return "\n".join([*lines, f"planned in {self.seconds:.1f} s"])
 
-    def _otherwise(self, best: Estimate) -> list[str]:
-        """On unlike devices: the best of the plans that were priced whose stages lie on one kind each, if the best
-        has a stage on several, or the other way round."""
+    def _other_placement(self, best: Estimate) -> list[str]:
+        """Return lines about the best layout of the other placement on a cluster of several kinds of devices.
+
+        Stages are on one kind each if the best layout has a stage on several kinds, and the other way round.
+        """
         if not best.places:
             return []
         usable = (1 - self.reserve) * self.memory_bytes
         mixed = best.mixed
-        others = [one for one in self.ask.known() if one.mixed != mixed and one.claimed_bytes <= usable]
+        fitting = [estimate for estimate in self.ask.known() if estimate.claimed_bytes <= usable]
+        others = [estimate for estimate in fitting if estimate.mixed != mixed]
         if not others:
             return []
-        other = min(others, key=lambda one: one.seconds)
-        what = "each stage on one kind of device" if mixed else "stages on several kinds, which wait for the slowest"
-        lines = [f"the best found with {what}: {time_of(other.seconds)}, {other.layout}"]
+        other = min(others, key=lambda estimate: estimate.seconds)
+        kind = "each stage on one kind of device" if mixed else "stages on several kinds, which wait for the slowest"
+        lines = [f"the best found with {kind}: {time_of(other.seconds)}, {other.layout}"]
         return lines + [f"  {line}" for line in other.places_text()]
 
     @property
     def _simpler(self) -> str:
         if self.simpler is None:
             return ""
-        found, best = self.simpler[0], self.found.ranked[0]
-        more = f"{found.seconds / best.seconds - 1:.1%} slower, with {bytes_of(found.memory_bytes)}"
-        return f"simpler, and nearly as fast: {found.layout} ({more})"
+        simpler, best = self.simpler[0], self.found.ranked[0]
+        more = f"{simpler.seconds / best.seconds - 1:.1%} slower, with {bytes_of(simpler.memory_bytes)}"
+        return f"simpler, and nearly as fast: {simpler.layout} ({more})"
 
     @property
     def _gap(self) -> str:
@@ -210,12 +219,14 @@ class PlanReport:
         return f"; by its bound, one of them may be up to {self.found.gap:.0%} better than the first plan"
 
     def svg(self) -> str:
-        """A picture of all layouts that were priced, and fit: memory to the right, time upwards; a line joins those
-        that no other beats in both."""
-        most = (1 - self.reserve) * self.memory_bytes
-        fitting = [one for one in self.ask.known() if one.memory_bytes <= most]
+        """Return a picture of all layouts that were priced and fit: memory to the right, time upwards.
+
+        A line joins those that no other beats in both.
+        """
+        usable = (1 - self.reserve) * self.memory_bytes
+        fitting = [estimate for estimate in self.ask.known() if estimate.memory_bytes <= usable]
         front = undominated(fitting)
-        return front_svg(front, [one for one in fitting if one not in front])
+        return front_svg(front, [estimate for estimate in fitting if estimate not in front])
 
     def _repr_html_(self) -> str:
         head, *rows = cells_of(self.found.ranked)
@@ -223,11 +234,13 @@ class PlanReport:
         plans = f"{table(head, rows, title)}{self.svg()}"
         if not self.found.rejected:
             return plans
-        rejected = table(["layout", "why not"], [(one.layout, one.reason) for one in self.found.rejected[:MOST_SHOWN]])
+        rejected = table(
+            ["layout", "why not"], [(entry.layout, entry.reason) for entry in self.found.rejected[:MAX_SHOWN]]
+        )
         many = f"{len(self.found.rejected)} rejected"
         return f"{plans}<details><summary>{many}</summary>{rejected}</details>"
 
 
 def _kind(reason: str) -> str:
-    """Reasons that differ in numbers alone are one."""
+    """Return a reason without its numbers, so that equal kinds of reasons are counted together."""
     return "".join(c for c in reason if not c.isdigit() and c != ".")

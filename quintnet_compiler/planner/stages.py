@@ -1,9 +1,9 @@
-"""Units put together to pipeline stages, and what ranks hold of them."""
+"""Pipeline stages of units, and the state that ranks hold of them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from ..passes.stages.partition import balanced_starts
 from ..simulation.host_update import GATHERED
 from .layouts import UNSPLIT, Layout
 from .pipeline import StageWork
-from .places import Place, alike, placement
+from .places import Place, are_identical, placement
 from .stage_units import ParameterGroup, StageUnit, Widths
 from .unlike_stages import State, unlike_starts
 
@@ -28,7 +28,7 @@ Stages = list[Sequence[StageUnit]]
 
 
 def cut(units: Sequence[StageUnit], layout: Layout, costs: RankCosts, begins: Sequence[str] = ()) -> Stages:
-    """Balanced stages, or those that begin where ``begins`` says.
+    """Return balanced stages, or those that begin at the modules ``begins``.
 
     Raises:
         CompileError: QN206 if no unit begins where a stage should, or there are fewer units than stages.
@@ -39,8 +39,9 @@ def cut(units: Sequence[StageUnit], layout: Layout, costs: RankCosts, begins: Se
 def cut_places(
     places: Sequence[Place], layout: Layout, begins: Sequence[str] = (), state: State | None = None
 ) -> Stages:
-    """Stages that are balanced as their places run them, or that begin where ``begins`` says. ``state``: see
-    :func:`.unlike_stages.unlike_starts`.
+    """Return stages that are balanced as their places run them, or that begin at the modules ``begins``.
+
+    ``state``: see :func:`.unlike_stages.unlike_starts`.
 
     Raises:
         CompileError: as :func:`cut`.
@@ -51,7 +52,7 @@ def cut_places(
         raise CompileError("QN206", f"{count} stages, where the model can begin {most}", fix="use fewer stages")
     if begins:
         starts = _named_starts(units, begins)
-    elif alike(places):
+    elif are_identical(places):
         starts = _starts(units, count, costs, layout.mesh)
     else:
         starts = unlike_starts(places, layout, state)
@@ -60,7 +61,10 @@ def cut_places(
 
 
 def send_seconds(unit: StageUnit, costs: RankCosts, mesh: Mesh, way: tuple[int, int] = (0, 1)) -> float:
-    """Of what the unit receives, if a stage begins with it; ``way``: from which place of the pipeline to which."""
+    """Return seconds of sending a unit's input, if a stage begins with it.
+
+    ``way``: the places of the pipeline that send and receive it.
+    """
     source, target = (mesh.rank({"pp": place}) for place in way)
     return costs.send_seconds(unit.received, source, target) if mesh["pp"] > 1 else 0.0
 
@@ -80,7 +84,7 @@ def _starts(units: Sequence[StageUnit], count: int, costs: RankCosts, mesh: Mesh
         return []
     work = np.concatenate([[0.0], np.cumsum([unit.seconds for unit in units])])
     seconds = work[None, :] - work[:, None]
-    if not costs.overlaps:  # else the way of a value is no work of its stage
+    if not costs.overlaps:  # else a stage does not wait while values are sent
         seconds += np.array([0.0, *(2 * send_seconds(unit, costs, mesh) for unit in units[1:]), 0.0])[:, None]
     seconds[[i for i, unit in enumerate(units) if i and not unit.begin]] = np.inf
     return balanced_starts(seconds, count)
@@ -88,147 +92,167 @@ def _starts(units: Sequence[StageUnit], count: int, costs: RankCosts, mesh: Mesh
 
 @dataclass(frozen=True)
 class Slices:
-    """ZeRO, and parameters on hosts, as prices: what of a rank's parameters is held in slices over ranks of
-    ``layout.zero_axes``, and what that moves (Rajbhandari et al. 2019, 2021). ``offload``: what is on hosts; with
-    ``"optimizer"`` each parameter is updated whole, on the host of one of the ranks of a stage."""
+    """Prices of ZeRO, and of parameters on hosts.
+
+    A rank holds slices of its parameters over the ranks of ``layout.zero_axes`` (Rajbhandari et al. 2019, 2021).
+    ``offload``: what is on hosts; with ``"optimizer"`` each parameter is updated whole, on the host of one of the ranks
+    of a stage.
+    """
 
     layout: Layout
     costs: RankCosts
     mesh: Mesh
     offload: tuple[Offloaded, ...] = ()
-    known: dict[tuple[str, ParameterGroup], float] = field(default_factory=dict)  # equal blocks ask for the same
+    cache: dict[tuple[str, ParameterGroup], float] = field(default_factory=dict)  # equal blocks ask for the same
 
     @property
     def on_host(self) -> bool:
-        """Whether what a rank stores of parameters is on its host, with its gradients when they are added up."""
+        """Return whether a rank's stored parameters, and their summed gradients, are on its host."""
         return "parameters" in self.offload
 
-    def _over(self, held: ParameterGroup) -> tuple[str, ...]:
-        return (
-            tuple(a for a in self.layout.zero_axes if a in held.axes and self.mesh[a] > 1) if self.layout.zero else ()
-        )
+    def _slicing_axes(self, group: ParameterGroup) -> tuple[str, ...]:
+        if not self.layout.zero:
+            return ()
+        return tuple(axis for axis in self.layout.zero_axes if axis in group.axes and self.mesh[axis] > 1)
 
-    def ways(self, held: ParameterGroup) -> int:
-        """In how many slices the optimizer's state is."""
-        return int(np.prod([self.mesh[axis] for axis in self._over(held)], dtype=int))
+    def count(self, group: ParameterGroup) -> int:
+        """Return the number of slices of the optimizer's state."""
+        return int(np.prod([self.mesh[axis] for axis in self._slicing_axes(group)], dtype=int))
 
-    def updated(self, held: ParameterGroup) -> int:
-        """Bytes of parameters that a rank updates."""
+    def updated_bytes(self, group: ParameterGroup) -> int:
+        """Return bytes of parameters that a rank updates."""
         if "optimizer" not in self.offload:
-            return held.bytes // self.ways(held)
-        return held.bytes // int(np.prod([self.mesh[axis] for axis in held.axes if axis != "pp"], dtype=int))
+            return group.bytes // self.count(group)
+        return group.bytes // int(np.prod([self.mesh[axis] for axis in group.axes if axis != "pp"], dtype=int))
 
-    def update(self, parts: Sequence[ParameterGroup]) -> float:
-        """Seconds of the optimizer's step. On hosts: ranks exchange parts of parameters and of gradients, these go out,
-        parameters are updated, come in and are handed out, one after the other."""
-        mine = sum(map(self.updated, parts))
+    def update_seconds(self, groups: Sequence[ParameterGroup]) -> float:
+        """Return seconds of the optimizer's step.
+
+        On hosts these follow each other: ranks exchange parts of parameters and of gradients, gradients are copied out,
+        parameters are updated, copied in and gathered.
+        """
+        size = sum(map(self.updated_bytes, groups))
         if "optimizer" not in self.offload:
-            return self.costs.host_update_seconds(mine) if self.on_host else self.costs.optimizer_seconds(mine)
+            return self.costs.host_update_seconds(size) if self.on_host else self.costs.optimizer_seconds(size)
         ranks = self.mesh.peers(0, [axis for axis in self.mesh.names if axis != "pp"])
-        part = sum(held.bytes // self.ways(held) for held in parts)
-        exchanged = self.costs.group_seconds("all_gather", len(ranks) * part, ranks) if len(ranks) > 1 else 0.0
-        copied = self.costs.copy_seconds(2 * mine) + self.costs.copy_seconds(mine)
-        return GATHERED * exchanged + copied + self.costs.host_update_seconds(mine)
+        slices = sum(group.bytes // self.count(group) for group in groups)
+        exchanged = self.costs.group_seconds("all_gather", len(ranks) * slices, ranks) if len(ranks) > 1 else 0.0
+        copied = self.costs.copy_seconds(2 * size) + self.costs.copy_seconds(size)
+        return GATHERED * exchanged + copied + self.costs.host_update_seconds(size)
 
-    def sums(self, held: ParameterGroup) -> int:
-        """Bytes in which microbatches add up gradients."""
-        return held.gradients // (self.ways(held) if self.layout.zero >= 2 else 1)
+    def sum_bytes(self, group: ParameterGroup) -> int:
+        """Return bytes of the gradients that microbatches accumulate."""
+        return group.gradients // (self.count(group) if self.layout.zero >= 2 else 1)
 
-    def copies(self, held: ParameterGroup) -> int:
-        """Bytes of what an optimizer sees of sums that have more bits than the parameter."""
-        return held.bytes // self.ways(held) if held.widths.gradient != held.widths.held else 0
+    def copy_bytes(self, group: ParameterGroup) -> int:
+        """Return bytes of the gradients in the parameters' dtype, where they are accumulated in a wider one."""
+        return group.bytes // self.count(group) if group.widths.gradient != group.widths.held else 0
 
-    def messages(self, held: ParameterGroup) -> bool:
-        """Whether ranks add up gradients when microbatches have."""
-        before = self._over(held) if self.layout.zero >= 2 else ()
-        return any(self.mesh[axis] > 1 for axis in held.axes if axis != "pp" and axis not in before)
+    def reduces_at_end(self, group: ParameterGroup) -> bool:
+        """Return whether ranks reduce gradients after microbatches have accumulated them."""
+        scattered = self._slicing_axes(group) if self.layout.zero >= 2 else ()
+        return any(self.mesh[axis] > 1 for axis in group.axes if axis != "pp" and axis not in scattered)
 
-    def moving(self, held: ParameterGroup) -> int:
-        """Bytes of what ranks add up, where that is in another dtype."""
-        if held.widths.reduced == held.widths.gradient or not self.messages(held):
+    def reduced_bytes(self, group: ParameterGroup) -> int:
+        """Return bytes of the gradients in the dtype in which ranks reduce them, where that is another one."""
+        if group.widths.reduced == group.widths.gradient or not self.reduces_at_end(group):
             return 0
-        return held.reduced // (self.ways(held) if self.layout.zero >= 2 else 1)
+        return group.reduced // (self.count(group) if self.layout.zero >= 2 else 1)
 
-    def _seconds(self, name: str, held: ParameterGroup) -> float:
-        over = list(self._over(held))
-        if (name, held) not in self.known:
-            moved = held.read if name == "all_gather" else held.reduced
-            found = self.costs.group_seconds(name, moved, self.mesh.peers(0, over)) if over else 0.0
-            self.known[name, held] = found
-        return self.known[name, held]
+    def _collective_seconds(self, name: str, group: ParameterGroup) -> float:
+        if (name, group) not in self.cache:
+            over = list(self._slicing_axes(group))
+            size = group.read if name == "all_gather" else group.reduced
+            seconds = self.costs.group_seconds(name, size, self.mesh.peers(0, over)) if over else 0.0
+            self.cache[name, group] = seconds
+        return self.cache[name, group]
 
-    def gather(self, parts: Sequence[ParameterGroup]) -> float:
-        """Seconds of bringing parameters together."""
-        return sum(self._seconds("all_gather", held) for held in parts)
+    def gather_seconds(self, groups: Sequence[ParameterGroup]) -> float:
+        """Return seconds of all-gathers of parameters."""
+        return sum(self._collective_seconds("all_gather", group) for group in groups)
 
-    def scatter(self, parts: Sequence[ParameterGroup]) -> float:
-        """Seconds of adding up gradients where each rank gets a slice."""
-        return sum(self._seconds("reduce_scatter", held) for held in parts)
+    def scatter_seconds(self, groups: Sequence[ParameterGroup]) -> float:
+        """Return seconds of reduce-scatters of gradients."""
+        return sum(self._collective_seconds("reduce_scatter", group) for group in groups)
 
-    def lost(self, hidden: float) -> float:
-        """What computing loses to so many seconds of messages between ranks with other rows beside it."""
-        return self.costs.lost_seconds(hidden, self._others) if len(self._others) > 1 else 0.0
+    def overlap_loss(self, hidden: float) -> float:
+        """Return seconds that computing loses to ``hidden`` seconds of overlapping messages between data ranks."""
+        return self.costs.lost_seconds(hidden, self._data_ranks) if len(self._data_ranks) > 1 else 0.0
 
     @cached_property
-    def _others(self) -> tuple[int, ...]:
+    def _data_ranks(self) -> tuple[int, ...]:
         return self.mesh.peers(0, [axis.name for axis in SHARDED if axis.role in ("data", "context")])
 
-    def each_use(self, stage: Sequence[StageUnit]) -> tuple[float, float]:
-        """Seconds that a microbatch's forward and backward wait for slices: parameters are copied from the host and
-        gathered before each use, one unit ahead of computing, and gradients scattered behind it."""
+    def waits(self, stage: Sequence[StageUnit]) -> tuple[float, float]:
+        """Return seconds that a microbatch's forward and backward wait for slices.
+
+        Parameters are copied from the host and gathered before each use, one unit ahead of computing; gradients are
+        scattered after it.
+        """
         if self.layout.zero < 2 and not self.on_host:
             return 0.0, 0.0
-        parts, none = [(*unit.parameters, *unit.tied.values()) for unit in stage], [0.0] * len(stage)
-        gather = [self.gather(one) for one in parts] if self.layout.zero == 3 else none
-        scatter = [self.scatter(one) for one in parts] if self.layout.zero >= 2 else none
-        copy = [self.copy_in(one) for one in parts] if self.on_host else none
-        if not any(gather) and not any(scatter) and not any(copy):
+        gather, scatter, copy = map(list, zip(*map(self._unit_seconds, stage), strict=True))
+        none = [0.0] * len(stage)
+        if not any((*gather, *scatter, *copy)):
             return 0.0, 0.0
-        back = [seconds * unit.again for seconds, unit in zip(copy, stage, strict=True)]
-        cast = [unit.once if self.on_host else 0.0 for unit in stage]  # computed of each copy
+        back = [seconds * unit.backward_share for seconds, unit in zip(copy, stage, strict=True)]
+        cast = [unit.once if self.on_host else 0.0 for unit in stage]  # casts are computed from each copy
         if not self.costs.overlaps:
             arrive = sum(gather) + sum(cast)
             return arrive + sum(copy), arrive + sum(back) + sum(scatter)
-        ahead = self._seconds_of([unit.forward for unit in stage], gather, none, copy, cast)
-        last = gather[::-1] if self.on_host else [0.0, *gather[-2::-1]]  # the last unit's parameters are still there
-        behind = self._seconds_of([unit.backward for unit in stage][::-1], last, scatter[::-1], back[::-1], cast[::-1])
+        ahead = self._overlapped_seconds([unit.forward for unit in stage], gather, none, copy, cast)
+        again = gather[::-1] if self.on_host else [0.0, *gather[-2::-1]]  # the last unit's are still gathered
+        backward = [unit.backward for unit in stage][::-1]
+        behind = self._overlapped_seconds(backward, again, scatter[::-1], back[::-1], cast[::-1])
         return ahead - sum(unit.forward for unit in stage), behind - sum(unit.backward for unit in stage)
 
-    def _seconds_of(
+    def _unit_seconds(self, unit: StageUnit) -> tuple[float, float, float]:
+        """Return seconds of all-gathers, reduce-scatters and copies from the host for one use of a unit."""
+        groups = (*unit.parameters, *unit.tied.values())
+        gather = self.gather_seconds(groups) if self.layout.zero == 3 else 0.0
+        scatter = self.scatter_seconds(groups) if self.layout.zero >= 2 else 0.0
+        return gather, scatter, self.copy_in_seconds(groups) if self.on_host else 0.0
+
+    def _overlapped_seconds(
         self, work: Sequence[float], gather: Sequence[float], scatter: Sequence[float], copy: Sequence[float],
         cast: Sequence[float],
     ) -> float:  # fmt: skip
-        """Of units that follow each other, with what is ``cast`` of copies. Copies and messages run beside each other,
-        but for those of the first unit, and copies take nothing from computing."""
+        """Return seconds of units that follow each other, with the casts of copies.
+
+        Copies and messages overlap, except those of the first unit, and copies do not slow down computing.
+        """
         work = [sum(both) for both in zip(work, cast, strict=True)]
-        messages = in_turn(work, gather, scatter, self.lost)
+        messages = in_turn(work, gather, scatter, self.overlap_loss)
         if not self.on_host:
             return messages
         copies = in_turn(work, copy, [0.0] * len(work), lambda hidden: 0.0)
         return max(messages + copy[0], copies + gather[0])
 
-    def copy_in(self, parts: Sequence[ParameterGroup]) -> float:
-        """Seconds of copying what a rank stores of parameters from its host."""
-        return self.costs.copy_seconds(sum(map(self.stored, parts)))
+    def copy_in_seconds(self, groups: Sequence[ParameterGroup]) -> float:
+        """Return seconds of copying a rank's stored parameters from its host."""
+        return self.costs.copy_seconds(sum(map(self.stored_bytes, groups)))
 
-    def stored(self, held: ParameterGroup) -> int:
-        """Bytes that a rank stores of parameters, where ZeRO 3 slices them."""
-        return held.bytes // (self.ways(held) if self.layout.zero == 3 else 1)
+    def stored_bytes(self, group: ParameterGroup) -> int:
+        """Return bytes of parameters that a rank stores; ZeRO 3 slices them."""
+        return group.bytes // (self.count(group) if self.layout.zero == 3 else 1)
 
-    def leave(self, parts: Sequence[ParameterGroup]) -> float:
-        """Seconds of copying gradients that are added up to the host."""
-        return self.costs.copy_seconds(sum(map(self.sums, parts)))
+    def copy_out_seconds(self, groups: Sequence[ParameterGroup]) -> float:
+        """Return seconds of copying accumulated gradients to the host."""
+        return self.costs.copy_seconds(sum(map(self.sum_bytes, groups)))
 
-    def settle(self, parts: Sequence[ParameterGroup]) -> float:
-        """Seconds of adding up gradients at the end of a step; ``pp`` is for what several ranks of stages have."""
-        total = self.scatter(parts) if self.layout.zero == 1 else 0.0
-        for held in parts:
-            over = self._over(held)
-            size = held.reduced / self.ways(held)
-            inside = self.mesh.peers(0, [axis for axis in held.axes if axis != "pp" and axis not in over])
+    def reduce_seconds(self, groups: Sequence[ParameterGroup]) -> float:
+        """Return seconds of reducing gradients at the end of a step.
+
+        Axis ``pp`` stands for parameters that several pipeline ranks hold.
+        """
+        total = self.scatter_seconds(groups) if self.layout.zero == 1 else 0.0
+        for group in groups:
+            over = self._slicing_axes(group)
+            size = group.reduced / self.count(group)
+            inside = self.mesh.peers(0, [axis for axis in group.axes if axis != "pp" and axis not in over])
             if len(inside) > 1:
                 total += self.costs.group_seconds("all_reduce", size, inside)
-            if "pp" in held.axes:
+            if "pp" in group.axes:
                 ends = (0, self.mesh.rank({"pp": self.mesh["pp"] - 1}))
                 total += self.costs.group_seconds("all_reduce", size, ends)
         return total
@@ -237,10 +261,12 @@ class Slices:
 def stage_work(
     stage: Sequence[StageUnit], first: bool, slices: Slices, way: tuple[int, int] = (0, 1), sent: int = 0
 ) -> StageWork:
-    """One microbatch of a stage, with what it waits for slices of ZeRO 2 and 3, or for the host. ``first``:
-    nothing is sent to it; ``way``: see :func:`send_seconds`; ``sent``: bytes that another rank gets, which are kept
-    until their gradient is there."""
-    costs, (ahead, back) = slices.costs, slices.each_use(stage)
+    """Return the work of one microbatch on a stage, with its waits for slices of ZeRO 2 and 3, or for the host.
+
+    ``first``: nothing is sent to the stage; ``way``: see :func:`send_seconds`; ``sent``: bytes that are sent to another
+    rank, which are kept until their gradient arrives.
+    """
+    costs, (ahead, back) = slices.costs, slices.waits(stage)
     send = 0.0 if first else send_seconds(stage[0], costs, slices.mesh, way)
     busy = 0.0 if costs.overlaps else send  # a stage waits for what it receives; gradients go back the same way
     weight = sum(unit.weight for unit in stage)
@@ -251,19 +277,62 @@ def stage_work(
         weight = with_host(weight, sum(unit.host.weight for unit in stage))
     else:
         backward = with_host(backward + weight, sum(unit.host.input + unit.host.weight for unit in stage)) - weight
-    apart = slices.layout.schedule not in UNSPLIT
-    saved = sum(max(unit.saved, unit.later * apart) for unit in stage)
+    splits_backward = slices.layout.schedule not in UNSPLIT
+    saved = sum(max(unit.saved, unit.saved_for_weight * splits_backward) for unit in stage)
     saved += max(0, sent - stage[-1].shared)
     return StageWork(forward + busy, backward + busy, weight, send - busy, saved)
 
 
-def held_by(stage: Sequence[StageUnit], owners: Mapping[str, int]) -> list[ParameterGroup]:
-    """What a rank holds, by the axes over which gradients are summed: ``pp`` for what several ranks of it have.
-    ``owners``: how many have it, by name."""
-    found: Counter[tuple[tuple[str, ...], Widths]] = Counter()
-    for unit in stage:
-        for one in unit.parameters:
-            found[one.axes, one.widths] += one.bytes
-    for name, one in {name: one for unit in stage for name, one in unit.tied.items()}.items():
-        found[(*one.axes, "pp") if owners[name] > 1 else one.axes, one.widths] += one.bytes
-    return [ParameterGroup(size, *kind) for kind, size in sorted(found.items())]
+def parameter_groups(units: Sequence[StageUnit], owners: Mapping[str, int]) -> list[ParameterGroup]:
+    """Return the parameters of a rank, grouped by the axes over which their gradients are reduced, and by widths.
+
+    Axis ``pp`` is added for parameters that several pipeline ranks hold. ``owners``: their number, by name.
+    """
+    sizes: Counter[tuple[tuple[str, ...], Widths]] = Counter()
+    for unit in units:
+        for group in unit.parameters:
+            sizes[group.axes, group.widths] += group.bytes
+    tied = {name: group for unit in units for name, group in unit.tied.items()}
+    for name, group in tied.items():
+        axes = (*group.axes, "pp") if owners[name] > 1 else group.axes
+        sizes[axes, group.widths] += group.bytes
+    return [ParameterGroup(size, *kind) for kind, size in sorted(sizes.items())]
+
+
+@dataclass(frozen=True)
+class StageBounds:
+    """Work of stages, and lower bounds of their memory.
+
+    Attributes:
+        work: of each stage.
+        working_bytes: the least temporary memory of any stage.
+        block_bytes: the fewest parameter bytes of any stage's block.
+        message_bytes: the fewest bytes that any rank receives and sends for a microbatch.
+        parameter_shares: the parameters of each pipeline rank, as a multiple of the mean.
+    """
+
+    work: list[StageWork]
+    working_bytes: float
+    block_bytes: float
+    message_bytes: float
+    parameter_shares: list[float]
+
+
+def stage_bounds(stages: Stages, slices: Slices, of_blocks: Callable[[Iterable[int]], int]) -> StageBounds:
+    """Return bounds of stages; ``of_blocks``: min or max, over the blocks of a stage."""
+    ranks, pp = placement(slices.layout), slices.layout.pp
+    ends = zip(ranks, ranks[1:], stages[1:], strict=False)
+    sent = [stage[0].crossing if source != target else 0 for source, target, stage in ends]
+    units: list[list[StageUnit]] = [[] for _ in range(pp)]
+    messages = [0] * pp
+    for rank, stage, received_bytes, sent_bytes in zip(ranks, stages, [0, *sent], [*sent, 0], strict=True):
+        units[rank] += stage
+        messages[rank] += received_bytes + sent_bytes
+    parameters = [sum(group.bytes for group in parameter_groups(part, Counter())) for part in units]
+    return StageBounds(
+        [stage_work(stage, True, slices, sent=size) for stage, size in zip(stages, [*sent, 0], strict=True)],
+        min(of_blocks(unit.working for unit in stage) for stage in stages),
+        min(of_blocks(sum(group.read for group in unit.parameters) for unit in stage) for stage in stages),
+        min(messages),
+        [len(parameters) * size / max(1, sum(parameters)) for size in parameters],
+    )

@@ -1,4 +1,4 @@
-"""Where stages begin whose devices are unlike: each has as many units as its devices are fast, and as they hold."""
+"""Stage cuts for unlike devices: each stage has as many units as suit the speed and memory of its devices."""
 
 from __future__ import annotations
 
@@ -19,20 +19,25 @@ from .stage_units import StageUnit
 
 Cuts = NDArray[np.int64]  # [k, s]: the unit at which stage s + 1 of cut k begins
 State = Callable[[StageUnit, Place], float]  # bytes that a rank of a place holds of a unit for the whole step
-FAR = (-3, -2, -1, 1, 2, 3)  # by how many units boundaries are moved
-ROUNDS = 20
-TRIED = 1000  # up to so many cuts all are tried
+BOUNDARY_MOVES = (-3, -2, -1, 1, 2, 3)  # units by which boundaries are moved in a round
+MAX_ROUNDS = 20  # of moving boundaries
+MAX_CUTS = 1000  # if there are no more cuts, all are tried
 
 
 def unlike_starts(places: Sequence[Place], layout: Layout, state: State | None = None) -> list[int]:
-    """Where stages 1, 2, ... begin: the slowest as fast as it can be, and from there boundaries move as long as a step
-    gets shorter. ``state``: stages that take more memory than their devices have are left out; none are if all do."""
-    found = _UnlikeCut(places, layout, state)
-    starts = found.balanced()
-    return found.improved(starts) if starts else starts
+    """Return the units at which stages 1, 2, ... begin.
+
+    The slowest stage is as fast as it can be; from there boundaries move as long as a step gets shorter. ``state``:
+    with it, cuts that exceed the memory of their devices are left out, unless all do.
+    """
+    search = _CutSearch(places, layout, state)
+    starts = search.balanced()
+    return search.improved(starts) if starts else starts
 
 
-class _UnlikeCut:
+class _CutSearch:
+    """A search for the fastest cut of units into stages on unlike places."""
+
     def __init__(self, places: Sequence[Place], layout: Layout, state: State | None) -> None:
         self.layout, self.home = layout, placement(layout)
         self.places = [places[home] for home in self.home]
@@ -44,61 +49,62 @@ class _UnlikeCut:
             Op.BACKWARD_INPUT: lambda unit: (unit.backward - unit.weight, unit.host.input),
             Op.BACKWARD_WEIGHT: lambda unit: (unit.weight, unit.host.weight),
         }
-        self.before = {op: self._sums(seconds) for op, seconds in halves.items()}
+        self.cumulative = {op: self._cumulative(seconds) for op, seconds in halves.items()}
         self.sends = np.array([self._sends(stage) for stage in range(len(self.home) - 1)])
         self.fits = [self._fits(stage, state) for stage in range(len(self.home))] if state else None
 
-    def _sums(self, seconds: Callable[[StageUnit], tuple[float, float]]) -> Array:
-        """``[s, k, i]``: of all units before the i-th, as stage s would run them, on its devices (k = 0) and by the
-        host."""
+    def _cumulative(self, seconds: Callable[[StageUnit], tuple[float, float]]) -> Array:
+        """Return seconds [s, k, i] of the first i units on the devices (k = 0) and the host (k = 1) of stage s."""
         sums: Array = np.array([np.cumsum([(0.0, 0.0), *map(seconds, place.units)], axis=0).T for place in self.places])
         return sums
 
     def _sends(self, stage: int) -> list[float]:
-        """On the way to the stage behind this one, if that began at each unit."""
-        a, b = self.home[stage], self.home[stage + 1]
-        if a == b:
+        """Return seconds of sending to the next stage, if that began at each unit."""
+        source, target = self.home[stage], self.home[stage + 1]
+        if source == target:
             return [0.0] * (len(self.units) + 1)
         mesh, costs = self.layout.mesh, self.places[stage + 1].costs
-        ends = mesh.rank({"pp": a}), mesh.rank({"pp": b})
+        ends = mesh.rank({"pp": source}), mesh.rank({"pp": target})
         return [0.0, *(costs.send_seconds(unit.received, *ends) for unit in self.units[1:]), 0.0]
 
     def _fits(self, stage: int, state: State) -> NDArray[np.bool_]:
-        """``[i, j]``: whether a rank has memory for this stage of units ``[i, j)``, and for others like it."""
+        """Return [i, j]: whether a rank has memory for all its stages, if they are as large as units i to j - 1."""
         place, name = self.places[stage], self.layout.schedule
-        held = most_at_once(name, self.layout.pp, self.layout.microbatches, self.layout.virtual_stages)[stage]
-        kept = np.cumsum([0.0, *(state(unit, place) + held * unit.saved for unit in self.units)])
+        microbatches = most_at_once(name, self.layout.pp, self.layout.microbatches, self.layout.virtual_stages)[stage]
+        size = np.cumsum([0.0, *(state(unit, place) + microbatches * unit.saved for unit in self.units)])
         working = max(unit.working for unit in self.units)
         stages = self.home.count(self.home[stage])
-        found: NDArray[np.bool_] = stages * (kept[None, :] - kept[:, None]) + working <= place.memory_bytes
-        return found
+        fits: NDArray[np.bool_] = stages * (size[None, :] - size[:, None]) + working <= place.memory_bytes
+        return fits
 
     def balanced(self) -> list[int]:
-        work = [self.before[op] for op in (Op.FORWARD, Op.BACKWARD)]
+        """Return the starts of stages of which the slowest is as fast as it can be."""
         prices = []
         for stage in range(len(self.home)):
-            seconds = sum(with_host(*(one[stage][:, None, :] - one[stage][:, :, None])) for one in work)
+            sums = [self.cumulative[op][stage] for op in (Op.FORWARD, Op.BACKWARD)]
+            seconds = sum(with_host(*(total[:, None, :] - total[:, :, None])) for total in sums)
             if stage:
                 seconds += 2 * self.sends[stage - 1][:, None]
             seconds[self.forbidden] = np.inf
             prices.append(seconds)
         if self.fits is not None:
-            held = [np.where(fits, one, np.inf) for fits, one in zip(self.fits, prices, strict=True)]
-            starts = starts_by_prices(held)
+            fitting = [np.where(fits, price, np.inf) for fits, price in zip(self.fits, prices, strict=True)]
+            starts = starts_by_prices(fitting)
             if self._allowed(np.array([starts]))[0]:
                 return starts
             self.fits = None
         return starts_by_prices(prices)
 
     def improved(self, starts: list[int]) -> list[int]:
+        """Return the starts of the fastest of all cuts, or of what moving boundaries reaches."""
         count = len(starts)
-        if math.comb(len(self.units) - 1 - len(self.forbidden), count) <= TRIED:
+        if math.comb(len(self.units) - 1 - len(self.forbidden), count) <= MAX_CUTS:
             begins = [i for i in range(1, len(self.units)) if i not in self.forbidden]
             cuts = np.array(list(itertools.combinations(begins, count)), np.int64)
             cuts = cuts[self._allowed(cuts)]
             return [int(start) for start in cuts[int(np.argmin(self._seconds(cuts)))]]
         best, seconds = np.array(starts, np.int64), math.inf
-        for _ in range(ROUNDS):
+        for _ in range(MAX_ROUNDS):
             cuts = self._moved(best)
             times = self._seconds(cuts)
             first = int(np.argmin(times))
@@ -108,15 +114,15 @@ class _UnlikeCut:
         return [int(start) for start in best]
 
     def _moved(self, best: Cuts) -> Cuts:
-        """The cut itself, and those with some boundaries that follow each other moved to one side."""
-        found = [best]
+        """Return the cut itself, and those with consecutive boundaries moved to one side."""
+        candidates = [best]
         for first in range(len(best)):
             for last in range(first + 1, len(best) + 1):
-                for far in FAR:
+                for move in BOUNDARY_MOVES:
                     moved = best.copy()
-                    moved[first:last] += far
-                    found.append(moved)
-        cuts = np.array(found, np.int64)
+                    moved[first:last] += move
+                    candidates.append(moved)
+        cuts = np.array(candidates, np.int64)
         return cuts[self._allowed(cuts)]
 
     def _edges(self, cuts: Cuts) -> Cuts:
@@ -135,11 +141,9 @@ class _UnlikeCut:
         layout, edges = self.layout, self._edges(cuts)
         timing = clock(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
         stages = range(len(self.home))
-        times = {
-            op: np.array(
-                [with_host(*(self.before[op][s][:, edges[s + 1]] - self.before[op][s][:, edges[s]])) for s in stages]
-            )
-            for op in timing.ops
-        }
+        times = {}
+        for op in timing.ops:
+            sums = self.cumulative[op]
+            times[op] = np.array([with_host(*(sums[s][:, edges[s + 1]] - sums[s][:, edges[s]])) for s in stages])
         sends = np.array([self.sends[s, edges[s + 1]] for s in stages[:-1]])
         return timing.seconds(times, np.array([sends, sends]))

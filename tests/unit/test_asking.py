@@ -137,10 +137,10 @@ def test_networks_and_lengths_are_varied() -> None:
 
 def test_a_simpler_plan_that_is_nearly_as_fast_is_said(report: PlanReport) -> None:
     plain = report.found.ranked[0].layout
-    assert report.simpler is None or report.simpler[0].layout.parts < plain.parts
+    assert report.simpler is None or report.simpler[0].layout.complexity < plain.complexity
     one = replace(plain, tp=1, pp=1, dp=8, zero=3, recompute="none", schedule="1f1b")
     many = replace(one, dp=2, pp=2, cp=2, schedule="zb-h1", zero=1)
-    assert (one.parts, many.parts) == (1, 5)
+    assert (one.complexity, many.complexity) == (1, 5)
     best = replace(report.found.ranked[0], layout=many)
     near = replace(best, layout=one, optimizer=best.optimizer + 0.02 * best.seconds)
     there = replace(
@@ -214,12 +214,12 @@ def test_a_picture_has_a_point_for_each_mark() -> None:
 
 
 def test_axes_are_logarithmic_with_round_ticks() -> None:
-    axis = LogAxis.of([1, 1000], 0, 300)
-    assert axis.place((1 / 1.15 * 1000 * 1.15) ** 0.5) == 150
+    axis = LogAxis.spanning([1, 1000], 0, 300)
+    assert axis.position((1 / 1.15 * 1000 * 1.15) ** 0.5) == 150
     assert [text for _, text in axis.ticks] == ["1", "10", "100", "1,000"]
-    near = LogAxis.of([0.385, 0.445], 0, 100)  # of which 0.4 is the only round one
+    near = LogAxis.spanning([0.385, 0.445], 0, 100)  # of which 0.4 is the only round one
     assert [text for _, text in near.ticks] == ["0.35", "0.4", "0.45", "0.5"]
-    assert len(LogAxis.of([3, 4], 0, 100).ticks) >= 3 and len(LogAxis.of([5, 5], 0, 100).ticks) >= 3
+    assert len(LogAxis.spanning([3, 4], 0, 100).ticks) >= 3 and len(LogAxis.spanning([5, 5], 0, 100).ticks) >= 3
 
 
 def test_tables_of_estimates(report: PlanReport) -> None:

@@ -14,17 +14,17 @@ from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.ir.plan import Plan
-from quintnet_compiler.planner.bounds import NEAR, Least, LessSplit
+from quintnet_compiler.planner.bounds import TIME_FACTOR, LayoutBounds
 from quintnet_compiler.planner.compare import Versus
-from quintnet_compiler.planner.estimate import Estimate, StageMemory, bytes_of, time_of
+from quintnet_compiler.planner.estimate import Estimate, LowerBound, RankBound, StageMemory, bytes_of, time_of
 from quintnet_compiler.planner.evaluate import evaluate
-from quintnet_compiler.planner.heuristic import DOUBT, NOBODY, LayoutHeuristic, Learned
+from quintnet_compiler.planner.heuristic import DOUBT_FACTORS, UNSEEN_FACTOR, LayoutHeuristic, LearnedRatios
 from quintnet_compiler.planner.layouts import Layout, Limits, divisors, layouts, slicings
 from quintnet_compiler.planner.places import Place, placement
 from quintnet_compiler.planner.report import PlanReport
 from quintnet_compiler.planner.search import Rejected, SearchResult
 from quintnet_compiler.planner.stage_units import ParameterGroup, StageUnit, Widths
-from quintnet_compiler.planner.stages import Slices, cut, held_by, send_seconds, stage_work
+from quintnet_compiler.planner.stages import Slices, cut, parameter_groups, send_seconds, stage_work
 from quintnet_compiler.schedules.kinds import SCHEDULES
 
 ONE = Layout(1, 1, 1, 1, 1, 1, 8, "all_gather", (), "1f1b", 1, "none", 0, ("dp",))
@@ -75,9 +75,11 @@ def test_ranks_of_two_data_axes_share_gradients_over_both() -> None:
     held = ParameterGroup(2**20, ("dp",), WIDE).over_two_axes()
     cluster = ClusterCosts(Cluster("h100", nodes=2))
     slices = Slices(replace(ONE, dp=2, ep=8, zero=3, zero_axes=("ep",)), cluster, Mesh(dp=2, ep=8))
-    assert held.axes == ("dp", "ep") and slices.ways(held) == 8
-    assert slices.gather([held]) == cluster.group_seconds("all_gather", 2**20, tuple(range(8)))
-    assert slices.settle([held]) == cluster.group_seconds("all_reduce", 2**20 / 8, (0, 8))  # of slices, over copies
+    assert held.axes == ("dp", "ep") and slices.count(held) == 8
+    assert slices.gather_seconds([held]) == cluster.group_seconds("all_gather", 2**20, tuple(range(8)))
+    assert slices.reduce_seconds([held]) == cluster.group_seconds(
+        "all_reduce", 2**20 / 8, (0, 8)
+    )  # of slices, over copies
     assert ParameterGroup(64, ("ep",), WIDE).over_two_axes().axes == ("ep",)
 
 
@@ -93,20 +95,23 @@ def test_a_layout_decides_a_plan() -> None:
 
 
 def test_what_was_learned_counts_most_for_what_is_most_alike() -> None:
-    learned = Learned()
+    learned = LearnedRatios()
     assert learned.factor(("a", "b", "c", "d")) == 1
     learned.learn(("a", "b", "c", "d"), 2.0)
-    assert learned.factor(("a", "b", "c", "d")) == 2 * DOUBT[0] and learned.factor(("x", "b", "c", "d")) == 2 * DOUBT[1]
-    assert learned.factor(("x", "x", "x", "x")) == 2 * NOBODY
+    assert (
+        learned.factor(("a", "b", "c", "d")) == 2 * DOUBT_FACTORS[0]
+        and learned.factor(("x", "b", "c", "d")) == 2 * DOUBT_FACTORS[1]
+    )
+    assert learned.factor(("x", "x", "x", "x")) == 2 * UNSEEN_FACTOR
     learned.learn(("a", "b", "c", "d"), 8.0)
-    assert learned.factor(("a", "b", "c", "d")) == pytest.approx(4 * DOUBT[0])  # the geometric mean
+    assert learned.factor(("a", "b", "c", "d")) == pytest.approx(4 * DOUBT_FACTORS[0])  # the geometric mean
 
 
 def test_the_most_promising_that_is_likely_to_fit_comes_first() -> None:
     least, memory = {"fast": 1.0, "big": 0.5, "slow": 3.0}, {"fast": 5.0, "big": 50.0, "slow": 1.0}
     heuristic = LayoutHeuristic(dict(memory), 10.0, least, lambda one: 0.0, lambda one: (one, one, one, one))
     assert heuristic.next(math.inf) == "fast"
-    del heuristic.left["fast"]
+    del heuristic.open_layouts["fast"]
     assert heuristic.next(2.0) is None and heuristic.next(math.inf) in ("slow", None)
 
 
@@ -149,10 +154,13 @@ def test_stages_are_where_their_schedule_has_them(name: str) -> None:
 def test_what_ranks_hold_and_slice() -> None:
     own, shared = ParameterGroup(64, ("dp",), WIDE), ParameterGroup(16, ("dp",), WIDE)
     stage = [_unit("a", parameters=(own,), tied={"e": shared}), _unit("b", parameters=(own,), tied={"e": shared})]
-    assert held_by(stage, {"e": 2}) == [ParameterGroup(128, ("dp",), WIDE), ParameterGroup(16, ("dp", "pp"), WIDE)]
+    assert parameter_groups(stage, {"e": 2}) == [
+        ParameterGroup(128, ("dp",), WIDE),
+        ParameterGroup(16, ("dp", "pp"), WIDE),
+    ]
     mesh = Mesh(dp=4)
     for zero, ways in ((0, 1), (1, 4), (3, 4)):
-        assert Slices(replace(ONE, dp=4, zero=zero), COSTS, mesh).ways(own) == ways
+        assert Slices(replace(ONE, dp=4, zero=zero), COSTS, mesh).count(own) == ways
     narrow = ParameterGroup(64, ("dp",), Widths(4, 2, 2, 4, copied=True))
     assert (narrow.read, narrow.gradients, narrow.reduced) == (32, 32, 64)
 
@@ -169,7 +177,7 @@ def test_zero_3_gathers_before_each_use() -> None:
 
 
 def test_a_stage_keeps_what_it_sends_and_what_its_weight_half_reads() -> None:
-    stage, mesh = [_unit("a", later=130), _unit("b", later=90, shared=4)], Mesh(pp=2)
+    stage, mesh = [_unit("a", saved_for_weight=130), _unit("b", saved_for_weight=90, shared=4)], Mesh(pp=2)
 
     def saved(schedule: str, sent: int) -> int:
         return stage_work(stage, True, Slices(replace(ONE, pp=2, schedule=schedule), COSTS, mesh), sent=sent).saved
@@ -183,20 +191,20 @@ def test_slices_travel_beside_the_work_of_their_neighbours() -> None:
     slices = Slices(replace(ONE, dp=4, zero=3), COSTS, Mesh(dp=4))
     gather = COSTS.group_seconds("all_gather", 2**20, (0, 1, 2, 3))
     scatter = COSTS.group_seconds("reduce_scatter", 2**20, (0, 1, 2, 3))
-    forward, backward = slices.each_use(stage)
+    forward, backward = slices.waits(stage)
     # the first gather and the last scatter are waited for; what is hidden costs what it takes from computing
-    assert forward == pytest.approx(gather + slices.lost(2 * gather))
-    assert backward == pytest.approx(scatter + slices.lost(2 * gather + 2 * scatter))
-    assert 0 < slices.lost(gather) < gather
+    assert forward == pytest.approx(gather + slices.overlap_loss(2 * gather))
+    assert backward == pytest.approx(scatter + slices.overlap_loss(2 * gather + 2 * scatter))
+    assert 0 < slices.overlap_loss(gather) < gather
 
 
 # -- bounds
 
 
 def test_a_split_model_takes_at_least_its_share() -> None:
-    bounds = LessSplit(lambda layout: [_unit("a", 8.0)], COSTS, parameters=1600, routed=0, batch=8)
+    bounds = LayoutBounds(lambda layout: [_unit("a", 8.0)], COSTS, parameters=1600, routed=0, batch=8)
     whole = bounds.seconds(ONE)
-    assert whole == pytest.approx(NEAR * (8 + 16))
+    assert whole == pytest.approx(TIME_FACTOR * (8 + 16))
     assert bounds.seconds(replace(ONE, tp=4)) == pytest.approx(whole / 4)
     state = bounds.bytes(replace(ONE, dp=2, rows=4)) - bounds.bytes(replace(ONE, dp=2, rows=4, zero=1))
     assert state == pytest.approx(2 * 1600 / 2)  # ZeRO 1 halves the two moments
@@ -267,7 +275,7 @@ def test_gradients_come_while_saved_values_go(
 ) -> None:
     layout = replace(ONE, **changed)  # type: ignore[arg-type]
     held = ParameterGroup(64 * MIB, ("dp",) if layout.dp > 1 else (), widths)
-    units = [_unit(f"b{i}", saved=100 * MIB, parameters=(held,), largest=16 * MIB) for i in range(4)]
+    units = [_unit(f"b{i}", saved=100 * MIB, parameters=(held,), largest_gradient=16 * MIB) for i in range(4)]
     for index in (0, 3) if tied else ():
         units[index] = replace(units[index], tied={"table": ParameterGroup(32 * MIB, (), widths)})
     (found,) = evaluate([Place(units, COSTS)], layout).memory
@@ -278,5 +286,5 @@ def test_gradients_come_while_saved_values_go(
 def test_no_bound_counts_gradients_before_they_come() -> None:
     """Of a rank that saves all microbatches first: the larger of the two; of others, both."""
     for early, most in ((True, 300), (False, 400)):
-        assert Least(ranks=((300.0, 1.0, early),)).bytes(1000.0, 100.0) == 1000 + most
-    assert Least(ranks=((50.0, 2.0, True),)).bytes(1000.0, 100.0) == 2000 + 200
+        assert LowerBound(ranks=(RankBound(300.0, 1.0, early),)).fullest_rank_bytes(1000.0, 100.0) == 1000 + most
+    assert LowerBound(ranks=(RankBound(50.0, 2.0, True),)).fullest_rank_bytes(1000.0, 100.0) == 2000 + 200

@@ -50,19 +50,19 @@ class Space:
     def narrow(self, layouts: Iterable[int], /) -> None:
         assert all(self.bytes(layout) <= MEMORY for layout in layouts)
 
-    def closer(self, layout: int, step: int, /) -> float:
+    def closer_seconds(self, layout: int, step: int, /) -> float:
         return (0.75, 1.0)[step] * self.bound[layout] * self.seconds_of[layout]
 
     def functions(self, layout: int, /) -> int:
         return layout // self.group
 
-    def news(self) -> list[int]:
+    def new_functions(self) -> list[int]:
         return [layout // self.group for layout in self.tried] if self.shared else []
 
-    def guess(self, layout: int, /) -> float:
+    def rough_seconds(self, layout: int, /) -> float:
         return self.guesses[layout]
 
-    def alike(self, layout: int, /) -> tuple[Hashable, ...]:
+    def similarity(self, layout: int, /) -> tuple[Hashable, ...]:
         return tuple((level, layout // (self.group**level)) for level in range(4))
 
     def bytes(self, layout: int, /) -> float:

@@ -14,7 +14,7 @@ from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.planner.evaluate import evaluate
 from quintnet_compiler.planner.layouts import Layout
 from quintnet_compiler.planner.pipeline import most_at_once
-from quintnet_compiler.planner.places import Place, alike, fractional_seconds, placement
+from quintnet_compiler.planner.places import Place, are_identical, fractional_seconds, placement
 from quintnet_compiler.planner.stage_units import ParameterGroup, StageUnit, Widths
 from quintnet_compiler.planner.unlike_stages import unlike_starts
 from quintnet_compiler.schedules.kinds import SCHEDULES
@@ -163,5 +163,5 @@ def test_places_of_stages() -> None:
     assert placement(replace(PAIR, virtual_stages=2, schedule="interleaved")) == (0, 1, 0, 1)
     assert placement(replace(PAIR, virtual_stages=2, schedule="zb-v")) == (0, 1, 1, 0)
     one = Place(_units(1.0), COSTS)
-    assert alike([one, one]) and not alike([one, replace(one)])
+    assert are_identical([one, one]) and not are_identical([one, replace(one)])
     assert Mesh(pp=2).size == 2
