@@ -1,4 +1,4 @@
-"""A GPU that this machine does not have, and for which programs are compiled all the same."""
+"""Compile for a GPU that this machine does not have."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch.fx.node import map_aggregate
 
 @dataclass(frozen=True)
 class AbsentGpu:
-    """What PyTorch asks a device when it chooses kernels. By default: Hopper (H100, H200).
+    """What PyTorch asks a device when it chooses kernels; by default Hopper (H100, H200).
 
-    ``capability``: compute capability, major and minor. ``cudnn``: whether PyTorch tries cuDNN's attention before its
-    own.
+    Attributes:
+        capability: compute capability, major and minor.
+        cudnn: whether PyTorch tries cuDNN's attention before its own.
     """
 
     capability: tuple[int, int] = (9, 0)
@@ -26,13 +27,13 @@ class AbsentGpu:
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def on_device(given: Any, device: torch.device) -> Any:
-    """Arguments of an operator, with ``device`` in the place of any."""
-    return map_aggregate(given, lambda x: device if isinstance(x, torch.device) else x)
+def on_device(arguments: Any, device: torch.device) -> Any:
+    """Return an operator's arguments with every device replaced by ``device``."""
+    return map_aggregate(arguments, lambda x: device if isinstance(x, torch.device) else x)
 
 
 def stand_in(device: torch.device) -> torch.device:
-    """Where to compute with fake tensors of ``device``: on the CPU instead of on CUDA that PyTorch does not have.
+    """Return the device to compute on with fake tensors of ``device``: the CPU for CUDA where PyTorch has none.
 
     Functions of torch in Python (indexing, ``contiguous``) ask for the device of a tensor, and would fail.
     """
@@ -40,25 +41,31 @@ def stand_in(device: torch.device) -> torch.device:
 
 
 def call_fake(target: Callable[..., Any], args: Any, kwargs: Any, known: MutableMapping[Any, Any] | None = None) -> Any:
-    """``target(*args, **kwargs)`` on fake tensors, inside of their mode; where :func:`stand_in` says. ``known``: of
-    several calls in the mode, tensors in the place of others: those that look the same are one."""
-    gone, known = False, {} if known is None else known
+    """Return ``target(*args, **kwargs)`` on fake tensors, computed on the device of :func:`stand_in`.
+
+    To be called inside their fake mode. Several calls of one mode may share ``known``, the tensors that stand in for
+    others: those of equal shape, strides, dtype and device are one.
+    """
+    substituted = False
+    tensors = {} if known is None else known
 
     def like(x: Tensor, device: torch.device) -> Tensor:
         key = "like", tuple(x.shape), x.stride(), x.dtype, device
-        if key not in known:
-            known[key] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-        found: Tensor = known[key]
-        return found
+        if key not in tensors:
+            tensors[key] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        tensor: Tensor = tensors[key]
+        return tensor
 
-    def there(x: Any) -> Any:
-        nonlocal gone
+    def to_substitute(x: Any) -> Any:
+        nonlocal substituted
         device = x.device if isinstance(x, Tensor) else x
-        if not isinstance(device, torch.device) or (place := stand_in(device)) is device:
+        if not isinstance(device, torch.device) or (substitute := stand_in(device)) is device:
             return x
-        gone = True
-        return place if x is device else like(x, place)
+        substituted = True
+        return substitute if x is device else like(x, substitute)
 
-    some, named = map_aggregate((args, kwargs), there)
-    made = target(*some, **named)
-    return map_aggregate(made, lambda x: like(x, CUDA) if isinstance(x, Tensor) else x) if gone else made
+    moved_args, moved_kwargs = map_aggregate((args, kwargs), to_substitute)
+    result = target(*moved_args, **moved_kwargs)
+    if not substituted:
+        return result
+    return map_aggregate(result, lambda x: like(x, CUDA) if isinstance(x, Tensor) else x)

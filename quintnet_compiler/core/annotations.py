@@ -1,4 +1,7 @@
-"""Facts about graph nodes, which lie in ``node.meta``. Other files copy that whole, or read torch's own entries."""
+"""Facts about graph nodes, stored in ``node.meta``.
+
+Other files copy ``node.meta`` whole, or read torch's own entries.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,15 @@ Value = Tensor | tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Leaf:
-    """What a placeholder stands for.
+    """What a placeholder stands for. Its value is what operators read.
 
-    ``name`` is the original name (parameters, buffers) or the path in the batch (inputs); ``batched``: an input
-    whose dim 0 is the batch. ``held``: the dtype in which ranks hold a parameter whose operators read a copy of fewer
-    bits, made once a step (None: there is no copy). The value of a leaf is what operators read. A ``cache`` stays on
-    its ranks from one run to the next; one operator writes to it.
+    Attributes:
+        kind: a ``cache`` stays on its ranks from one run to the next; one operator writes to it.
+        name: the original name (parameters, buffers), or the path in the batch (inputs).
+        trainable: whether it is a parameter that is trained.
+        batched: whether dim 0 of an input is the batch.
+        held: the dtype in which ranks store a parameter whose operators read a copy of fewer bits, cast once a step;
+            None if there is no copy.
     """
 
     kind: Literal["parameter", "buffer", "constant", "input", "cache"]
@@ -34,10 +40,16 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a node: its fake value(s), where the user wrote it, whether gradients flow through it.
+    """What the compiler knows of a node.
 
-    ``documents``: of attention whose mask has documents, and of what is made of it: their expected lengths, see
-    :class:`..ir.plan.Plan`. Prices alone read them.
+    Attributes:
+        value: its fake tensor or tensors.
+        where: the place in the user's code.
+        needs_grad: whether gradients flow through it.
+        leaf: what a placeholder stands for.
+        phase: the half of the step that computes it.
+        documents: the expected lengths of documents (:class:`..ir.plan.Plan`), for attention whose mask has documents
+            and for values computed from it. Only prices read them.
     """
 
     value: Value
@@ -52,16 +64,18 @@ _KEY = "quintnet"
 
 
 def facts(node: fx.Node) -> Facts:
-    found: Facts = node.meta[_KEY]
-    return found
+    """Return the facts of a node."""
+    entry: Facts = node.meta[_KEY]
+    return entry
 
 
 def known(node: fx.Node) -> bool:
-    """Whether there are facts about a node (generated functions have a few nodes of their own)."""
+    """Return whether a node has facts. Generated functions have a few nodes without."""
     return _KEY in node.meta
 
 
 def annotate(node: fx.Node, new: Facts) -> fx.Node:
+    """Attach facts to a node, and return it."""
     node.meta[_KEY] = new
     if isinstance(new.value, Tensor):
         node.meta["val"] = new.value  # what torch's own tools (printers, drawers, inductor) read
@@ -69,43 +83,47 @@ def annotate(node: fx.Node, new: Facts) -> fx.Node:
 
 
 def value(node: fx.Node) -> Tensor:
-    """The fake tensor of a node with one output."""
-    found = facts(node).value
-    assert isinstance(found, Tensor), f"{node} has several outputs"
-    return found
+    """Return the fake tensor of a node with one output."""
+    tensor = facts(node).value
+    assert isinstance(tensor, Tensor), f"{node} has several outputs"
+    return tensor
 
 
 def values(node: fx.Node) -> tuple[Tensor, ...]:
-    """The fake tensors of a node, one or several."""
-    found = facts(node).value
-    return (found,) if isinstance(found, Tensor) else found
+    """Return the fake tensors of a node, one or several."""
+    tensors = facts(node).value
+    return (tensors,) if isinstance(tensors, Tensor) else tensors
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of a node with one output."""
     return tuple(value(node).shape)
 
 
 def needs_grad(node: fx.Node) -> bool:
+    """Return whether gradients flow through a node."""
     return facts(node).needs_grad
 
 
 def leaf(node: fx.Node) -> Leaf | None:
+    """Return what a placeholder stands for; None for operators."""
     return facts(node).leaf
 
 
 def copied_from(node: fx.Node) -> fx.Node | None:
-    """The parameter that this is a copy of, in the dtype that operators read; see :class:`Leaf`."""
+    """Return the parameter whose low-precision copy ``node`` is (:attr:`Leaf.held`), or None."""
     source = node.args[0] if node.target is torch.ops.aten._to_copy.default else None
-    found = leaf(source) if isinstance(source, fx.Node) else None
-    return source if found is not None and found.held is not None else None  # type: ignore[return-value]
+    source_leaf = leaf(source) if isinstance(source, fx.Node) else None
+    return source if source_leaf is not None and source_leaf.held is not None else None  # type: ignore[return-value]
 
 
 def num_bytes(x: Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
     return x.numel() * x.element_size()
 
 
 def size(count: float) -> str:
-    """Bytes, for people.
+    """Format a number of bytes for people.
 
     >>> size(1536), size(12), size(0)
     ('1.50 KiB', '12 B', '0 B')
@@ -117,18 +135,19 @@ def size(count: float) -> str:
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The node's tensor arguments in order, with repeats."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return found
+    """Return the node's tensor arguments in order, with repeats."""
+    inputs: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), inputs.append)
+    return inputs
 
 
 def is_getitem(node: fx.Node) -> bool:
+    """Return whether a node takes one output of an operator with several."""
     return node.op == "call_function" and node.target is operator.getitem
 
 
 def origin(node: fx.Node) -> tuple[fx.Node, int]:
-    """The operator that makes ``node``'s value, and which of its outputs it is (looks through getitem)."""
+    """Return the operator that computes ``node``, and which of its outputs ``node`` is; looks through getitem."""
     if is_getitem(node):
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
@@ -137,32 +156,33 @@ def origin(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def copies(node: fx.Node) -> bool:
-    """Whether a node that may be a view has to copy after all."""
+    """Return whether an operator that may return a view has to copy (``reshape``, ``contiguous``)."""
     if node.target not in (torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default):
         return False
     x = value(tensor_inputs(node)[0])
     if node.target is torch.ops.aten.contiguous.default:
-        wanted = node.kwargs.get("memory_format", torch.contiguous_format)
-        return not (isinstance(wanted, torch.memory_format) and x.is_contiguous(memory_format=wanted))
-    given = torch.empty_strided(x.shape, x.stride(), device="meta")
-    return storage_key(given.reshape(value(node).shape)) != storage_key(given)
+        memory_format = node.kwargs.get("memory_format", torch.contiguous_format)
+        return not (isinstance(memory_format, torch.memory_format) and x.is_contiguous(memory_format=memory_format))
+    source = torch.empty_strided(x.shape, x.stride(), device="meta")
+    return storage_key(source.reshape(value(node).shape)) != storage_key(source)
 
 
 def viewed(node: fx.Node) -> fx.Node | None:
-    """What ``node`` is a view of, if it is one."""
-    made = origin(node)[0]
-    returns = getattr(schema_or_none(made.target), "returns", ())
-    if not any(r.alias_info is not None for r in returns) or not made.all_input_nodes or copies(made):
+    """Return the node that ``node`` is a view of, or None."""
+    producer = origin(node)[0]
+    returns = getattr(schema_or_none(producer.target), "returns", ())
+    if not any(r.alias_info is not None for r in returns) or not producer.all_input_nodes or copies(producer):
         return None
-    return made.all_input_nodes[0]
+    return producer.all_input_nodes[0]
 
 
 def memory_of(node: fx.Node) -> fx.Node:
-    """The node in whose memory ``node``'s value lies: itself, or what it is a view of."""
-    while (whole := viewed(node)) is not None:
-        node = whole
+    """Return the node whose memory holds ``node``'s value: itself, or the node that it is a view of."""
+    while (base := viewed(node)) is not None:
+        node = base
     return node
 
 
 def is_float(x: Tensor) -> bool:
+    """Return whether a tensor has a floating-point or a complex dtype."""
     return x.is_floating_point() or x.is_complex()

@@ -1,4 +1,4 @@
-"""The axes of a mesh: one entry each, outermost first (neighbours along the last are closest)."""
+"""The axes of a mesh, outermost first: ranks that are neighbours along the last one are closest."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["pipeline", "data", "time", "context", "model"]
-DataAxis = Literal["dp", "ep", "cp"]  # over whose ranks parameters may be stored in slices
+DataAxis = Literal["dp", "ep", "cp"]  # axes whose ranks may store slices of parameters
 
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """``role``: ``pipeline`` has stages; ``data`` shards the batch and never gathers activations; ``context`` shards
-    sequences; ``model`` shards parameters. ``time``, along which nothing can be exchanged, is the axis of
-    microbatches, which no mesh has."""
+    """An axis of a mesh.
+
+    Attributes:
+        role: ``pipeline`` has stages; ``data`` shards the batch and never gathers activations; ``context`` shards
+            sequences; ``model`` shards parameters. ``time``, along which nothing can be exchanged, is the axis of
+            microbatches, which no mesh has.
+    """
 
     name: str
     title: str

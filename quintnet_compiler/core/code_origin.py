@@ -1,4 +1,4 @@
-"""Where code lies that is not the user's: this package, torch, Python's own library."""
+"""Folders of code that is not the user's: this package, torch, and Python's standard library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each error means: ``quintnet explain QN203``, and the page docs/errors.md."""
+"""Help for each error: ``quintnet explain QN203``, and the page docs/errors.md."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ class ErrorHelp:
     fix: str
 
     def to_json(self) -> str:
+        """Return the fields as JSON."""
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
+        """Return the text for a terminal."""
         return f"{self.id} {self.summary}\n\n{self.why}\n\nWhat to do: {self.fix}"
 
 
@@ -42,27 +44,29 @@ class ErrorPage:
     errors: tuple[ErrorHelp, ...]
 
     def to_json(self) -> str:
-        return json.dumps([asdict(one) for one in self.errors], indent=2)
+        """Return the errors as a JSON list."""
+        return json.dumps([asdict(error) for error in self.errors], indent=2)
 
     def __str__(self) -> str:
-        """docs/errors.md."""
+        """Return docs/errors.md."""
         lines, family = [_PAGE], ""
-        for one in self.errors:
-            if one.id[:3] != family:
-                family = one.id[:3]
+        for error in self.errors:
+            if error.id[:3] != family:
+                family = error.id[:3]
                 lines.append(f"## {family}xx: {_FAMILIES[family]}\n")
-            lines.append(f"### {one.id}: {one.summary}\n\n{one.why}\n\n**What to do.** {one.fix}\n")
+            lines.append(f"### {error.id}: {error.summary}\n\n{error.why}\n\n**What to do.** {error.fix}\n")
         return "\n".join(lines).rstrip()
 
 
 def error_page() -> ErrorPage:
-    return ErrorPage(tuple(ErrorHelp(code, one.summary, one.why, one.fix) for code, one in ERRORS.items()))
+    """Return the help of all errors."""
+    return ErrorPage(tuple(ErrorHelp(code, entry.summary, entry.why, entry.fix) for code, entry in ERRORS.items()))
 
 
 def error_help(code: str) -> ErrorHelp | tuple[str, ...]:
-    """Help for an error's id (upper or lower case), or the ids that look like it."""
-    found = code.strip().upper()
-    if found in ERRORS:
-        one = ERRORS[found]
-        return ErrorHelp(found, one.summary, one.why, one.fix)
-    return tuple(difflib.get_close_matches(found, ERRORS, n=3))
+    """Return the help for an error's id (upper or lower case), or the ids that look like it."""
+    code = code.strip().upper()
+    if code in ERRORS:
+        entry = ERRORS[code]
+        return ErrorHelp(code, entry.summary, entry.why, entry.fix)
+    return tuple(difflib.get_close_matches(code, ERRORS, n=3))

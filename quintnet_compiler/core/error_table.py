@@ -1,6 +1,7 @@
-"""Every error: what it says, why it happens, and what to do.
+"""Every error: its first line, why it happens, and what to do.
 
-Messages, ``quintnet explain`` and docs/errors.md are made of this table."""
+Messages, ``quintnet explain`` and docs/errors.md are made from this table.
+"""
 
 from __future__ import annotations
 
@@ -116,9 +117,9 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         "QN202": ErrorEntry(
             "an operator has no sharding rule",
             "The compiler splits an operator only by a rule, and this one has none. Guessing could be silently wrong.",
-            'Run it unsplit with plan={"unknown_ops": "replicate"}; or add one line, rules=[quintnet.rule(op, "b n, n '
-            "k "
-            '-> b k")], with one group of names for each tensor, those in lists and tuples too.',
+            'Run it unsplit with plan={"unknown_ops": "replicate"}; or add one line, '
+            'rules=[quintnet.rule(op, "b n, n k -> b k")], with one group of names for each tensor, those in lists and '
+            "tuples too.",
         ),
         "QN203": ErrorEntry(
             "the layout does not divide",
@@ -304,8 +305,7 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         "QN603": ErrorEntry(
             "weights or a checkpoint cannot be written",
             "Writing failed: no space, no permission, or something else is where files should be. What was there "
-            "before "
-            "is untouched.",
+            "before is untouched.",
             "Free space, or write elsewhere.",
         ),
         "QN604": ErrorEntry(

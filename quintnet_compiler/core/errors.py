@@ -1,5 +1,7 @@
-"""Errors that users see: a stable id, the place in the user's model, the numbers, and a fix; and numbers that users
-give."""
+"""Errors that users see: a stable id, the place in the user's model, the numbers, and a fix.
+
+Also checks of numbers that users pass.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 from .error_table import ERRORS
 
-# the fix of an error that is the compiler's own mistake
+# the fix of an error that is a mistake of the compiler
 REPORT = "a mistake of QuintNet: open an issue (template: bug) with the model and what `quintnet doctor` prints"
 
 
@@ -22,15 +24,17 @@ class Where:
     source: str = ""
 
     def __str__(self) -> str:
+        """Return the module path and the source line, as far as they are set."""
         return "  ".join(part for part in (self.module, self.source) if part)
 
 
 def printable(text: str) -> str:
-    """``text`` as a terminal may show it: lines stay lines, all else that is no text is escaped. Errors have what other
-    processes, files and names say.
+    r"""Escape everything but text and line breaks, so that a terminal can show it.
 
-    >>> printable("rank 1: \\x1b[2Jred")
-    'rank 1: \\\\x1b[2Jred'
+    Errors quote other processes, files and names.
+
+    >>> printable("rank 1: \x1b[2Jred")
+    'rank 1: \\x1b[2Jred'
     """
     if text.isprintable():
         return text
@@ -40,10 +44,15 @@ def printable(text: str) -> str:
 class QuintNetError(Exception):
     """Base of every error that QuintNet raises on purpose.
 
-    ``code`` is stable (``QN203``); ``where`` points into the user's model; ``fix`` is a suggestion.
+    Attributes:
+        code: a stable id (``QN203``).
+        message: what was established, with numbers.
+        where: the place in the user's model.
+        fix: a suggestion.
     """
 
     def __init__(self, code: str, message: str, *, where: Where | None = None, fix: str = "") -> None:
+        """Build the text from the error's summary, ``message``, ``where`` and ``fix``."""
         message = printable(message)
         self.code, self.message, self.where, self.fix = code, message, where, fix
         lines = [f"{code} {ERRORS[code].summary}", f"  {message}"]
@@ -54,7 +63,7 @@ class QuintNetError(Exception):
         super().__init__(printable("\n".join(lines)))
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions cross process borders (quintnet.launch); the default would re-call __init__ wrongly.
+        """Pickle the arguments of ``__init__``: errors cross process borders (quintnet.launch)."""
         return _rebuild, (type(self), self.code, self.message, self.where, self.fix)
 
 
@@ -107,7 +116,7 @@ class LogWarning(UserWarning):
 
 
 def whole(value: Any) -> int | None:
-    """``value`` as an int; None if it is no whole number (a bool is none, nor is a tensor or a text).
+    """Return ``value`` as an int; None if it is no whole number (a bool is none, nor is a tensor or a text).
 
     >>> whole(3), whole(True), whole(3.0), whole("3")
     (3, None, None, None)
@@ -116,7 +125,7 @@ def whole(value: Any) -> int | None:
 
 
 def finite(value: Any) -> float | None:
-    """``value`` as a float; None if it is no real number, or NaN, or beyond what a float holds.
+    """Return ``value`` as a float; None if it is no real number, is NaN, or exceeds what a float holds.
 
     >>> finite(3), finite(True), finite(float("inf")), finite("3"), finite(10**400)
     (3.0, None, None, None, None)
@@ -124,14 +133,14 @@ def finite(value: Any) -> float | None:
     if not isinstance(value, Real) or isinstance(value, bool):
         return None
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None
 
 
 def told(value: Any) -> str:
-    """``value`` as an error message shows it: its text, cut short, and its type.
+    """Return ``value`` as an error message shows it: its text, cut short, and its type.
 
     >>> told("1.5"), told([1] * 99)
     ("'1.5', a str", '[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1..., a list')

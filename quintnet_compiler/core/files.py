@@ -1,4 +1,4 @@
-"""Files that are written: whole or not at all, and never through a link that somebody put in their place."""
+"""Write files whole or not at all, and never through a link that somebody put in their place."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .errors import CompileError
 
 @contextlib.contextmanager
 def open_folder(path: Path, inside: int | None = None) -> Iterator[int]:
-    """A descriptor of folder ``path``, which is made if there is none (for its owner only).
+    """Yield a descriptor of folder ``path``, which is created if it does not exist (mode 0700).
 
-    With ``inside`` the path is one name within that folder, and a link is refused: what is written through the
-    descriptor stays there, whatever happens to the name meanwhile.
+    With ``inside`` the path is one name within that folder, and a link is refused. Whatever is written through the
+    descriptor stays in that folder, even if the name changes meanwhile.
 
     Raises:
         CompileError: QN701 if it is not a folder, or a link inside another.
@@ -90,8 +90,13 @@ def open_to_append(path: Path) -> int:
 
 
 def write_file(folder: int, name: str, text: str, *, mode: int = 0o666) -> None:
-    """Put ``text`` into file ``name`` of an open folder at once: a link of that name is replaced, not followed.
-    ``mode``: of the file, from which the process's umask is taken.
+    """Write ``text`` to file ``name`` of an open folder atomically: a link of that name is replaced, not followed.
+
+    Args:
+        folder: a descriptor from :func:`open_folder`.
+        name: the name of the file in the folder.
+        text: the whole contents.
+        mode: permissions of the file, from which the process's umask is taken.
 
     Raises:
         CompileError: QN701 if a folder has that name.

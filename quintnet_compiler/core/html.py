@@ -18,7 +18,7 @@ from .names import one_line
 
 @lru_cache
 def environment(package: str) -> Environment:
-    """The templates of ``package``, and what all pages share."""
+    """Return a Jinja environment with the templates of ``package`` and the shared ones."""
     loader = ChoiceLoader([PackageLoader(name, "templates") for name in (package, __package__)])
     return Environment(
         loader=loader, autoescape=True, finalize=_printable, undefined=StrictUndefined, trim_blocks=True,
@@ -26,24 +26,30 @@ def environment(package: str) -> Environment:
     )  # fmt: skip
 
 
-def page(package: str, name: str, *, title: str, script: str = "", refresh: int = 0, **given: Any) -> str:
-    """A page that needs nothing else: style and pictures are in it, and a browser runs nothing but ``script``.
+def page(package: str, name: str, *, title: str, script: str = "", refresh: int = 0, **variables: Any) -> str:
+    """Return a self-contained page: style and pictures are in it, and a browser runs nothing but ``script``.
 
     Args:
-        name: a template of ``package`` that extends ``page.html.jinja``, with what it is ``given``.
+        package: the package that has the template.
+        name: a template of ``package`` that extends ``page.html.jinja``.
+        title: the title of the page.
+        script: JavaScript, which the page permits by its hash.
         refresh: seconds after which the browser reads the file again; 0: never.
+        **variables: what the template shows.
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment(package).get_template(name).render(
         title=title, style=Markup(_style("frame.css", "page.css")), script=Markup(script), script_digest=digest,
-        refresh=refresh, **given,
+        refresh=refresh, **variables,
     )  # fmt: skip
 
 
-def figure(package: str, name: str, **given: Any) -> str:
-    """A part of somebody else's page, such as a notebook: as :func:`page`, with a style that ends where the part ends,
-    in the colours of what is around it."""
-    body = environment(package).get_template(name).render(**given)
+def figure(package: str, name: str, **variables: Any) -> str:
+    """Return a part of another page, such as a notebook, in the colours of what surrounds it.
+
+    The style applies to this part alone.
+    """
+    body = environment(package).get_template(name).render(**variables)
     style = f".quintnet {{\n{_style('fragment.css', 'page.css')}}}"
     return f'<div class="quintnet"><style>{style}</style>\n{body}</div>'
 
@@ -54,12 +60,12 @@ def _style(*names: str) -> str:
 
 
 def _printable(x: Any) -> Any:
-    """XML cannot have control characters at all, escaped or not."""
+    """Escape control characters, which XML cannot have even when they are escaped as entities."""
     return "\n".join(map(one_line, x.split("\n"))) if isinstance(x, str) and not isinstance(x, Markup) else x
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
-    """A table for notebooks; numbers and texts alike are cells.
+    """Return a table for notebooks.
 
     >>> table(["a"], [["<b>"]])
     '<table><thead><tr><th>a</th></tr></thead><tbody><tr><td>&lt;b&gt;</td></tr></tbody></table>'

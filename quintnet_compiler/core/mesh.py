@@ -1,4 +1,7 @@
-"""A mesh: named axes over ranks. The first axis is the outermost: its neighbours are furthest apart."""
+"""A mesh: named axes over ranks.
+
+The first axis is the outermost: its neighbours are furthest apart.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from .axes import AXES, DATA_AXES
 from .errors import CompileError
 from .html import table
 
-MOST_SHOWN = 64  # rows and columns in a notebook
+MAX_TABLE_CELLS = 64  # rows, and columns, of a mesh in a notebook
 
 
 @dataclass(frozen=True, init=False)
@@ -32,6 +35,7 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
 
     def __init__(self, /, **axes: int) -> None:
+        """Check the names and sizes of ``axes``."""
         for name, size in axes.items():
             if name not in AXES:
                 raise CompileError("QN201", f"unknown axis {name!r}", fix=f"use some of {', '.join(AXES)}")
@@ -42,19 +46,20 @@ class Mesh:
         object.__setattr__(self, "axes", tuple(axes.items()))
 
     def __getitem__(self, axis: str) -> int:
-        """The size of ``axis``; 1 where the mesh does not have it."""
+        """Return the size of ``axis``; 1 where the mesh does not have it."""
         return self._sizes.get(axis, 1)
 
     def __repr__(self) -> str:
+        """Return the call that builds the mesh."""
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"
 
     def _repr_html_(self) -> str:
         *outer, (inner, count) = self.axes or (("rank", 1),)
-        head = [name for name, _ in outer] + [f"{inner}={index}" for index in range(min(count, MOST_SHOWN))]
-        places = list(itertools.islice(itertools.product(*(range(size) for _, size in outer)), MOST_SHOWN))
+        head = [name for name, _ in outer] + [f"{inner}={index}" for index in range(min(count, MAX_TABLE_CELLS))]
+        outer_coordinates = itertools.product(*(range(size) for _, size in outer))
         rows = [
-            [*place, *(f"rank {number * count + index}" for index in range(min(count, MOST_SHOWN)))]
-            for number, place in enumerate(places)
+            [*coordinate, *(f"rank {row * count + index}" for index in range(min(count, MAX_TABLE_CELLS)))]
+            for row, coordinate in enumerate(itertools.islice(outer_coordinates, MAX_TABLE_CELLS))
         ]
         return table(head, rows, f"{self!r}: {self.size} ranks")
 
@@ -64,55 +69,54 @@ class Mesh:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the axes, outermost first."""
+        """Return the names of the axes, outermost first."""
         return tuple(name for name, _ in self.axes)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Sizes of the axes, outermost first."""
+        """Return the sizes of the axes, outermost first."""
         return tuple(size for _, size in self.axes)
 
     @cached_property
     def size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return math.prod(self.shape)
 
     @cached_property
     def data_ways(self) -> int:
-        """The number of parts into which ranks split a batch: along ``dp``, and along ``ep``, whose ranks have
-        different rows, too."""
+        """Return the number of parts into which a batch is split: along ``dp``, and along ``ep``."""
         return math.prod(self[axis] for axis in DATA_AXES)
 
     def data_rank(self, rank: int) -> int:
-        """The number, below :attr:`data_ways`, of the rows that ``rank`` has."""
-        place = self.coordinate(rank)
-        number = 0
+        """Return the index, below :attr:`data_ways`, of the part of the batch that ``rank`` reads."""
+        coordinate = self.coordinate(rank)
+        index = 0
         for axis in DATA_AXES:
-            number = number * self[axis] + place.get(axis, 0)
-        return number
+            index = index * self[axis] + coordinate.get(axis, 0)
+        return index
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where ``rank`` stands on every axis."""
-        place: dict[str, int] = {}
+        """Return the index of ``rank`` on every axis."""
+        indices: dict[str, int] = {}
         for name, size in reversed(self.axes):
-            rank, place[name] = divmod(rank, size)
-        return {name: place[name] for name in self.names}
+            rank, indices[name] = divmod(rank, size)
+        return {name: indices[name] for name in self.names}
 
     def rank(self, coordinate: dict[str, int]) -> int:
-        """The rank at ``coordinate``; axes that it leaves out count as 0."""
+        """Return the rank at ``coordinate``; axes that it leaves out count as 0."""
         number = 0
         for name, size in self.axes:
             number = number * size + coordinate.get(name, 0)
         return number
 
     def peers(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` at most along ``axes``, in order of their coordinates."""
-        here, stride = self.coordinate(rank), 1
+        """Return the ranks that differ from ``rank`` at most along ``axes``, in order of their coordinates."""
+        coordinate, stride = self.coordinate(rank), 1
         strides: dict[str, int] = {}
         for name, size in reversed(self.axes):
             strides[name], stride = stride, stride * size
-        present = [name for name in self.names if name in axes]
-        found = [rank - sum(here[name] * strides[name] for name in present)]
-        for name in present:
-            found = [first + place * strides[name] for first in found for place in range(self[name])]
-        return tuple(found)
+        varied = [name for name in self.names if name in axes]
+        peers = [rank - sum(coordinate[name] * strides[name] for name in varied)]
+        for name in varied:
+            peers = [first + index * strides[name] for first in peers for index in range(self[name])]
+        return tuple(peers)

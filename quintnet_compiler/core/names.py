@@ -1,5 +1,8 @@
-"""Names that the user chose, before they reach generated code: torch.fx and torch.export write module names and keys
-of the batch into Python source without escaping them, and run it."""
+"""Check names that the user chose before they reach generated code.
+
+torch.fx and torch.export write names of modules and keys of the batch into Python source without escaping them, and
+run it.
+"""
 
 from __future__ import annotations
 
@@ -14,37 +17,37 @@ from torch import Tensor, nn
 from ..compat.torch import pytree
 from .errors import CompileError
 
-LONGEST_NAME = 200
-LONGEST_PATH = 2000
+MAX_NAME_LENGTH = 200
+MAX_PATH_LENGTH = 2000
 # What people put into names besides letters, digits and "_": "conv-1", "user->item", "<a___to___b>", "en/de", "k=3".
 _HARMLESS = re.compile(r"[-+/:@=,()<> ]")
 
 
 def is_safe(name: str) -> bool:
-    """Whether one component of a name is short, and letters, digits, ``_`` and a few harmless signs only.
+    """Return whether one component of a name is short, and has only letters, digits, ``_`` and a few harmless signs.
 
-    Letters are those of any one script, as Python's identifiers have them: so no quotes, no control, format or
-    separator characters. Python reads letters that look like others (``ﬁ``) as those others: they are refused.
+    Letters are those that Python allows in identifiers: no quotes, no control, format or separator characters. Letters
+    that Python reads as others (``ﬁ``) and mixtures of scripts that look alike are refused.
 
     >>> [is_safe(name) for name in ("conv-1", "名前", "", 'a"b', "a.b", "ﬁ")]
     [True, True, False, False, False, False]
     """
-    if not 0 < len(name) <= LONGEST_NAME or not f"_{_HARMLESS.sub('_', name)}".isidentifier():
+    if not 0 < len(name) <= MAX_NAME_LENGTH or not f"_{_HARMLESS.sub('_', name)}".isidentifier():
         return False
     return name.isascii() or (unicodedata.is_normalized("NFKC", name) and not _mixed(name))
 
 
 def _mixed(name: str) -> bool:
-    """Latin and Cyrillic letters in one word: one of them poses as the other."""
+    """Return whether Latin and Cyrillic letters are mixed, so that one may pose as the other."""
     scripts = {unicodedata.name(letter, "").partition(" ")[0] for letter in name}
     return {"LATIN", "CYRILLIC"} <= scripts
 
 
 def one_line(text: str) -> str:
-    """``text`` with everything that is not printable escaped: it stays within one line of a comment.
+    r"""Escape everything that is not printable, so that ``text`` stays within one line of a comment.
 
-    >>> one_line("x = 1\\nimport os")
-    'x = 1\\\\nimport os'
+    >>> one_line("x = 1\nimport os")
+    'x = 1\\nimport os'
     """
     if text.isprintable():
         return text
@@ -58,15 +61,18 @@ def check_names(model: nn.Module) -> None:
         CompileError: QN701, with the path that the name is in.
     """
     for path, module in model.named_modules():
-        _require(len(path) <= LONGEST_PATH, "module", path, "nest it less deep")
-        for what, name, attribute in _own_names(module):
-            # fx writes "self.layers.class.weight", which is no Python
-            safe = is_safe(name) and not (attribute and keyword.iskeyword(name))
-            _require(safe, what, f"{path}.{name}" if path else name, _RENAME)
+        _require(len(path) <= MAX_PATH_LENGTH, "module", path, "nest it less deep")
+        for kind, name, read_by_code in _direct_names(module):
+            # fx writes "self.layers.class.weight", which is not valid Python
+            safe = is_safe(name) and not (read_by_code and keyword.iskeyword(name))
+            _require(safe, kind, f"{path}.{name}" if path else name, _RENAME)
 
 
-def _own_names(module: nn.Module) -> Iterator[tuple[str, str, bool]]:
-    """What ``module`` names, and whether code reads it (by its own lists: named_modules hides second names)."""
+def _direct_names(module: nn.Module) -> Iterator[tuple[str, str, bool]]:
+    """Yield the kind and name of each direct member of ``module``, and whether generated code reads it.
+
+    Reads the module's own dicts, since ``named_modules`` hides second names.
+    """
     for name, child in module._modules.items():
         yield "module", name, keyword.iskeyword(name) and _holds_tensors(child)
     yield from (("parameter", name, True) for name in module._parameters)
@@ -94,11 +100,12 @@ def check_batch_names(batch: Any) -> None:
 
 
 _RENAME = (
-    f"rename it: letters, digits, '_' and any of '-+/:@=,()<> ', at most {LONGEST_NAME} characters, no Python keyword"
+    "rename it: letters, digits, '_' and any of '-+/:@=,()<> ', "
+    f"at most {MAX_NAME_LENGTH} characters, no Python keyword"
 )
 
 
-def _require(holds: bool, what: str, name: str, fix: str) -> None:
+def _require(holds: bool, kind: str, name: str, fix: str) -> None:
     if not holds:
-        shown = name if len(name) <= LONGEST_NAME else f"{name[:90]}...{name[-90:]}"
-        raise CompileError("QN701", f"the {what} {shown!a}", fix=fix)
+        shown = name if len(name) <= MAX_NAME_LENGTH else f"{name[:90]}...{name[-90:]}"
+        raise CompileError("QN701", f"the {kind} {shown!a}", fix=fix)

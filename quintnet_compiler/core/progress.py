@@ -1,4 +1,4 @@
-"""Progress, for people: on a terminal only, on stderr, and gone when it is over. Rich honours NO_COLOR."""
+"""Progress for people: on a terminal only, on stderr, and erased when it is over. Rich honours NO_COLOR."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
-_hush: ContextVar[bool] = ContextVar("quintnet_hush", default=False)
+_quiet: ContextVar[bool] = ContextVar("quintnet_hush", default=False)
 
 
 @contextlib.contextmanager
 def hushed(quiet: bool = True) -> Iterator[None]:
     """Show nothing while inside."""
-    token = _hush.set(quiet)
+    token = _quiet.set(quiet)
     try:
         yield
     finally:
-        _hush.reset(token)
+        _quiet.reset(token)
 
 
 def seen() -> bool:
-    """Whether somebody watches this process: stderr is a terminal, and it is not one of many ranks."""
-    return not _hush.get() and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    """Return whether somebody watches this process: stderr is a terminal, and it is not one of many ranks."""
+    return not _quiet.get() and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Say what is done while inside."""
+    """Show ``what`` with a spinner while inside."""
     if not seen():
         yield
         return
@@ -40,7 +40,10 @@ def working(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(what: str, shown: bool | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A bar that is told (done, total); ``shown``: by default where somebody watches."""
+    """Yield a function (done, total) that moves a progress bar.
+
+    ``shown``: by default where somebody watches (:func:`seen`).
+    """
     if not (seen() if shown is None else shown):
         yield lambda done, total: None
         return

@@ -1,4 +1,4 @@
-"""What of Python, torch and transformers is otherwise for a while: one thread at a time, and for that thread alone."""
+"""Temporary changes of Python, torch and transformers: by one thread at a time, and for that thread alone."""
 
 from __future__ import annotations
 
@@ -9,39 +9,47 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-SELDOM = (50_000, 20, 20)  # after how many new objects, and how many times that, the garbage collector looks
-_TURN = threading.RLock()  # one for the process, as the functions that are replaced are
+MIN_GC_THRESHOLDS = (50_000, 20, 20)  # see gc.set_threshold
+_LOCK = threading.RLock()  # the replaced functions belong to the process, and so does the lock
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Only one thread at a time is inside, so that each puts back what was there before; one thread, any number of
-    times. Around compiling as a whole, for torch's own FakeTensorMode replaces a function of the process, too."""
-    with _TURN:
+    """Admit one thread at a time, which may enter any number of times.
+
+    So each thread restores what it replaced before another replaces it. It guards compiling as a whole, since
+    torch's own FakeTensorMode replaces a function of the process, too.
+    """
+    with _LOCK:
         yield
 
 
 @contextlib.contextmanager
 def new_garbage_only() -> Iterator[None]:
-    """The process' garbage collector looks only at objects that are made inside, and seldom: a look at all those of
-    torch, transformers and earlier programs takes as long as a small compilation, and looks at graphs, which last, an
-    eighth of a search. It is as before afterwards. As always where a program has frozen objects itself."""
+    """Let the garbage collector scan only objects that are created inside, and rarely.
+
+    A scan of all objects of torch, transformers and earlier programs takes as long as a small compilation; scans of
+    graphs, which live on, take an eighth of a search. The settings are restored afterwards. Nothing changes where a
+    program has frozen objects itself.
+    """
     if gc.get_freeze_count():
         yield
         return
-    often = gc.get_threshold()
+    thresholds = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(*(map(max, often, SELDOM) if often[0] else often))
+    gc.set_threshold(*(map(max, thresholds, MIN_GC_THRESHOLDS) if thresholds[0] else thresholds))
     try:
         yield
     finally:
-        gc.set_threshold(*often)
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
 
 
 def all_objects() -> list[Any]:
-    """What the garbage collector knows of, and what it does not look at for now, be it inside of
-    :func:`new_garbage_only` or because a program has frozen objects: these are frozen again, with those made since."""
+    """Return all objects that the garbage collector tracks, frozen ones included.
+
+    :func:`new_garbage_only` or the program may have frozen them. They are frozen again, with those created since.
+    """
     if not gc.get_freeze_count():
         return gc.get_objects()
     gc.unfreeze()
@@ -53,16 +61,16 @@ def all_objects() -> list[Any]:
 
 
 def for_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is ``ours`` where the calling thread calls it, and ``theirs`` in the program's other threads.
+    """Return a function that is ``ours`` in the calling thread, and ``theirs`` in the program's other threads.
 
-    Threads that Python did not start count as this one: autograd computes in threads of its own for other devices.
+    Threads that Python did not start count as the calling one: autograd has threads of its own for other devices.
     """
     owner = threading.current_thread()
 
-    @functools.wraps(theirs, updated=())  # of what is replaced, signatures are asked for
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        now = threading.current_thread()
-        mine = now is owner or isinstance(now, threading._DummyThread)
-        return (ours if mine else theirs)(*args, **kwargs)
+    @functools.wraps(theirs, updated=())  # torch and transformers inspect signatures
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        thread = threading.current_thread()
+        is_owner = thread is owner or isinstance(thread, threading._DummyThread)
+        return (ours if is_owner else theirs)(*args, **kwargs)
 
-    return chosen
+    return dispatch

@@ -30,7 +30,7 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 @dataclass(frozen=True)
 class Key:
-    """Which stream of numbers: three non-negative ints. Streams of different keys are independent."""
+    """The key of a stream of numbers: three non-negative ints. Streams of different keys are independent."""
 
     seed: int
     step: int
@@ -101,13 +101,13 @@ DISTRIBUTIONS: Mapping[str, Callable[[Sequence[Tensor], Sequence[int], Key, torc
 
 
 def _bits(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, count: int) -> Tensor:
-    """``count`` < 64 random bits per element, as non-negative int64."""
+    """Return ``count`` < 64 random bits per element, as non-negative int64."""
     rows, columns = _hashes(positions, sizes, key)
     return (_mix(rows + columns) >> (64 - count)) & ((1 << count) - 1)
 
 
 def _hashes(positions: Sequence[Tensor], sizes: Sequence[int], key: Key) -> tuple[Tensor, Tensor]:
-    """The 64-bit hashes of rows, [..., 1], and of columns, [n]: broadcast, they have the result's shape."""
+    """Return the 64-bit hashes of rows, [..., 1], and of columns, [n]; broadcast, they have the result's shape."""
     *leading, columns = positions or [torch.zeros((), dtype=torch.int64)]
     rows = columns.new_zeros(())
     for position, size in zip(leading, sizes, strict=False):  # the columns' size plays no role
@@ -117,7 +117,7 @@ def _hashes(positions: Sequence[Tensor], sizes: Sequence[int], key: Key) -> tupl
 
 
 def _fold(key: Key, stream: int) -> int:
-    """The key and the number of one of its streams, as an int64: one SplitMix64 step takes in one number."""
+    """Return the key and the number of one of its streams as an int64: one SplitMix64 step takes in one number."""
     state = 0
     for number in (key.seed, key.step, key.op, stream):
         state = _mix((state ^ number) + _GAMMA) % 2**64
@@ -125,7 +125,7 @@ def _fold(key: Key, stream: int) -> int:
 
 
 def _mix(x: _Word) -> _Word:
-    """SplitMix64's finalizer (Steele, Lea, Flood 2014; Stafford's Mix13): every bit in sways every bit out.
+    """Apply SplitMix64's finalizer (Steele, Lea, Flood 2014; Stafford's Mix13): every bit in sways every bit out.
 
     The masks make the shifts logical. They also read no bit above the 64th, so a Python int need not wrap around.
     """
@@ -135,7 +135,7 @@ def _mix(x: _Word) -> _Word:
 
 
 def _stir(word: Tensor) -> Tensor:
-    """x + 2x² in place: the permutation of 32-bit words in the cipher RC6 (Rivest et al. 1998).
+    """Compute x + 2x² in place: the permutation of 32-bit words in the cipher RC6 (Rivest et al. 1998).
 
     Invertible, so no word becomes likelier; not linear, so the sums over a rectangle's corners are not related. The
     high bits, which decide a comparison, depend on all lower ones. One pass, where a shift would need a second buffer.

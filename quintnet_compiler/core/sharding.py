@@ -1,4 +1,4 @@
-"""What a value is on each mesh axis: invariant, replicated, partial or a shard.
+"""Types of a value on each mesh axis: invariant, replicated, partial or a shard.
 
 =========  ===============================  ==========================
 type       forward value                    its gradient
@@ -15,11 +15,11 @@ P -> I. (The discipline of JAX's shard_map and of PyTorch's SPMD types.)
 
 ``S(d, k)`` views dim ``d`` as (k, n, rest) and slices the n: with k = 3 it shards a fused QKV weight head by head.
 
-A size need not divide. ``S(d, k, u)`` views the dim as (k, units, u) and hands out the units as torch.chunk does: the
-first ranks get full chunks, the next one what is left, and the others nothing. Every rank holds a full chunk, whose end
-is padding where there is nothing left: all ranks of a stage run one program. u matters only where units do not divide.
+A size need not divide. ``S(d, k, u)`` views the dim as (k, units, u) and distributes the units as torch.chunk does: the
+first ranks get full chunks, the next one the remainder, and the others nothing. Every rank holds a full chunk, padded
+at its end, since all ranks of a stage run one program. u matters only where units do not divide.
 
-The axes of a :data:`Sharding` nest: each type speaks of the tensor as the axes before it left it. Two axes may
+The axes of a :data:`Sharding` nest: each type describes the tensor that the axes before it produced. Two axes may
 therefore shard one dim, the earlier one outermost.
 """
 
@@ -39,6 +39,7 @@ class Same(enum.Enum):
     PARTIAL = "P"
 
     def __str__(self) -> str:
+        """Return the letter."""
         return self.value
 
     __repr__ = __str__
@@ -46,14 +47,17 @@ class Same(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A slice: ``dim`` viewed as (``parts``, ranks, rest), of which each rank holds one index of the middle. Where
-    units of ``unit`` indices do not divide, the last ranks have fewer of them, and padding in their place."""
+    """A slice: ``dim`` is viewed as (``parts``, ranks, rest), of which each rank holds one index of the middle.
+
+    Where units of ``unit`` indices do not divide, the last ranks hold fewer units, and padding in their place.
+    """
 
     dim: int
     parts: int = 1
     unit: int = 1
 
     def __str__(self) -> str:
+        """Return the text that :func:`parse_type` reads."""
         return f"S({self.dim})" if (self.parts, self.unit) == (1, 1) else f"S({self.dim},{self.parts}{self._unit})"
 
     __repr__ = __str__
@@ -63,7 +67,7 @@ class Shard:
         return "" if self.unit == 1 else f",{self.unit}"
 
     def padded(self, size: int, ranks: int) -> int:
-        """``size`` with the padding that makes all ``ranks`` hold as much.
+        """Return ``size`` with the padding that makes all ``ranks`` hold the same number of indices.
 
         >>> Shard(0).padded(7, 2), Shard(0, 2).padded(6, 2), Shard(0, 1, 8).padded(24, 2)
         (8, 8, 32)
@@ -80,7 +84,7 @@ S = Shard
 
 
 def gradient(kind: AxisType) -> AxisType:
-    """The type of the gradient of a value of type ``kind``, as a plain value (never R).
+    """Return the type of the gradient of a value of type ``kind``, as a plain value (never R).
 
     >>> gradient(R), gradient(P), gradient(S(1))
     (P, I, S(1))
@@ -89,7 +93,7 @@ def gradient(kind: AxisType) -> AxisType:
 
 
 def plain(kind: AxisType) -> AxisType:
-    """What ``kind`` says of the forward value alone: I and R hold the same bits."""
+    """Return the type of the forward value alone: I and R hold the same bits."""
     return I if kind is R else kind
 
 
@@ -108,14 +112,14 @@ def parse_type(text: str) -> AxisType:
 
 
 def shard_shape(shape: Sequence[int], kind: AxisType, ranks: int) -> tuple[int, ...]:
-    """The shape that one rank holds after one axis, with padding."""
+    """Return the shape that one rank holds after one axis, with padding."""
     if not isinstance(kind, Shard):
         return tuple(shape)
     return tuple(kind.padded(size, ranks) // ranks if dim == kind.dim else size for dim, size in enumerate(shape))
 
 
 def local_shape(shape: Sequence[int], sharding: Sharding, ranks: Sequence[int]) -> tuple[int, ...]:
-    """The shape that one rank holds of a tensor of global ``shape``, with padding.
+    """Return the shape that one rank holds of a tensor of global ``shape``, with padding.
 
     >>> local_shape((8, 6), (S(0), S(1)), (2, 3)), local_shape((7,), (S(0),), (2,))
     ((4, 2), (4,))
@@ -126,7 +130,7 @@ def local_shape(shape: Sequence[int], sharding: Sharding, ranks: Sequence[int]) 
 
 
 def conversion_path(source: Sharding, target: Sharding, same: AxisType) -> list[tuple[int, AxisType]]:
-    """Steps (axis position, new type) from ``source`` to ``target``, each of which touches one axis.
+    """Return steps (axis position, new type) from ``source`` to ``target``, each of which changes one axis.
 
     A later axis nests inside an earlier one. So where several axes slice one dim and one of them changes, the inner
     ones are gathered first (to ``same``: R where gradients flow, else I), and the dim is sliced again from the
@@ -136,14 +140,11 @@ def conversion_path(source: Sharding, target: Sharding, same: AxisType) -> list[
     >>> conversion_path((S(0), S(0)), (I, S(0)), I)
     [(1, I), (0, I), (1, S(0))]
     """
-    count = len(source)
-    changing = [axis for axis in range(count) if source[axis] != target[axis]]
-
-    def dims(axis: int) -> set[int]:
-        return {kind.dim for kind in (source[axis], target[axis]) if isinstance(kind, Shard)}
-
-    meeting = [(a, b) for a in changing for b in range(count) if a != b and dims(a) & dims(b)]
-    nested = {axis for pair in meeting for axis in pair}
+    sharded_dims = [
+        {kind.dim for kind in types if isinstance(kind, Shard)} for types in zip(source, target, strict=True)
+    ]
+    changing = [axis for axis in range(len(source)) if source[axis] != target[axis]]
+    nested = _sharing_a_dim(changing, sharded_dims)
     state, steps = list(source), []
 
     def step(axis: int, kind: AxisType) -> None:
@@ -152,13 +153,24 @@ def conversion_path(source: Sharding, target: Sharding, same: AxisType) -> list[
             steps.append((axis, kind))
 
     # Shrink before growing: reductions and slices first keep the later all-gathers small.
-    alone = [axis for axis in changing if axis not in nested]
-    alone.sort(key=lambda axis: (isinstance(source[axis], Shard), not isinstance(target[axis], Shard)))
-    for axis in alone:
+    independent = [axis for axis in changing if axis not in nested]
+    independent.sort(key=lambda axis: (isinstance(source[axis], Shard), not isinstance(target[axis], Shard)))
+    for axis in independent:
         step(axis, target[axis])
     for axis in sorted(nested, reverse=True):
-        if isinstance(state[axis], Shard) and any(b < axis and dims(axis) & dims(b) for b in changing):
+        outer = [other for other in changing if other < axis and sharded_dims[axis] & sharded_dims[other]]
+        if outer and isinstance(state[axis], Shard):
             step(axis, same)
     for axis in sorted(nested):
         step(axis, target[axis])
     return steps
+
+
+def _sharing_a_dim(changing: Sequence[int], sharded_dims: Sequence[set[int]]) -> set[int]:
+    """Return the axes that shard a dim together with another axis, where at least one of the two changes."""
+    nested: set[int] = set()
+    for axis in changing:
+        for other, dims in enumerate(sharded_dims):
+            if axis != other and sharded_dims[axis] & dims:
+                nested |= {axis, other}
+    return nested

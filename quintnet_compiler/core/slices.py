@@ -1,7 +1,7 @@
-"""Slices of real tensors: the arithmetic behind ``S(dim, parts, unit)``, shared by every transport and by state.
+"""Slices of real tensors: the arithmetic of ``S(dim, parts, unit)``, shared by every transport and by state.
 
-Transports know even slices alone. Where a size does not divide, it is made longer before it is cut
-(:func:`extended`), and as long as it was after it is joined (:func:`trimmed`); padding is at the end of each part.
+Transports know even slices only. Where a size does not divide, the tensor is padded before it is cut
+(:func:`extended`), and trimmed after it is joined (:func:`trimmed`); padding is at the end of each part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .sharding import P, Shard, Sharding, shard_shape
 
 
 def take(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
-    """Rank ``index``'s slice of ``x`` under ``S(dim, parts)``; a view where ``parts`` is 1.
+    """Return rank ``index``'s slice of ``x`` under ``S(dim, parts)``; a view where ``parts`` is 1.
 
     >>> take(torch.arange(8), 0, 2, 2, 1)
     tensor([2, 3, 6, 7])
@@ -27,12 +27,12 @@ def take(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
 
 
 def slot(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
-    """Rank ``index``'s slice of ``x``, always a view, with ``dim`` as (parts, rest): to write to."""
+    """Return rank ``index``'s slice of ``x``, always a view, with ``dim`` as (parts, rest): to write to."""
     return torch.unflatten(x, dim, (parts, ranks, -1)).select(dim + 1, index)
 
 
 def join(shards: Sequence[Tensor], dim: int, parts: int) -> Tensor:
-    """The tensor whose slices (see :func:`take`) are ``shards``.
+    """Return the tensor whose slices (see :func:`take`) are ``shards``.
 
     >>> join([torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7])], 0, 2)
     tensor([0, 1, 2, 3, 4, 5, 6, 7])
@@ -44,8 +44,9 @@ def join(shards: Sequence[Tensor], dim: int, parts: int) -> Tensor:
 
 
 def stack(x: Tensor, dim: int, parts: int, ranks: int) -> Tensor:
-    """Every rank's slice of ``x`` along a new first dim; a view where ``parts`` is 1. As many operators for a thousand
-    ranks as for two.
+    """Return every rank's slice of ``x`` along a new first dim; a view where ``parts`` is 1.
+
+    The number of operators does not depend on the number of ranks.
 
     >>> stack(torch.arange(8), 0, 2, 2)
     tensor([[0, 1, 4, 5],
@@ -58,7 +59,7 @@ def stack(x: Tensor, dim: int, parts: int, ranks: int) -> Tensor:
 
 
 def unstack(x: Tensor, dim: int, parts: int) -> Tensor:
-    """The tensor whose slices lie along the first dim of ``x``: the inverse of :func:`stack`.
+    """Return the tensor whose slices lie along the first dim of ``x``: the inverse of :func:`stack`.
 
     >>> unstack(torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7]]), 0, 2)
     tensor([0, 1, 2, 3, 4, 5, 6, 7])
@@ -69,14 +70,15 @@ def unstack(x: Tensor, dim: int, parts: int) -> Tensor:
 
 
 def pad(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
-    """``x`` as rank ``index``'s slice of a full-sized tensor of zeros: the transpose of :func:`take`."""
+    """Return ``x`` as rank ``index``'s slice of a full-sized tensor of zeros: the transpose of :func:`take`."""
     zero = torch.zeros_like(x)
     return join([x if rank == index else zero for rank in range(ranks)], dim, parts)
 
 
 def extended(x: Tensor, dim: int, parts: int, size: int) -> Tensor:
-    """``x`` with ``size`` indices in ``dim``, of which those that it lacks are zeros at the end of each of its parts;
-    ``x`` itself if it lacks none.
+    """Pad each part of ``dim`` with zeros at its end, so that ``dim`` has ``size`` indices in all.
+
+    Returns ``x`` itself if it has that size.
 
     >>> extended(torch.tensor([1, 2, 3, 4]), 0, 2, 6)
     tensor([1, 2, 0, 3, 4, 0])
@@ -90,8 +92,9 @@ def extended(x: Tensor, dim: int, parts: int, size: int) -> Tensor:
 
 
 def trimmed(x: Tensor, dim: int, parts: int, size: int) -> Tensor:
-    """``x`` without the end of each of its parts, so that ``size`` indices in ``dim`` are left: the inverse of
-    :func:`extended`.
+    """Cut the end of each part of ``dim``, so that ``dim`` has ``size`` indices in all.
+
+    It is the inverse of :func:`extended`.
 
     >>> trimmed(torch.tensor([1, 2, 0, 3, 4, 0]), 0, 2, 4)
     tensor([1, 2, 3, 4])
@@ -105,8 +108,10 @@ def trimmed(x: Tensor, dim: int, parts: int, size: int) -> Tensor:
 
 
 def take_all(x: Tensor, sharding: Sharding, ranks: Sequence[int], coordinate: Sequence[int]) -> Tensor:
-    """One rank's part of the global tensor ``x``, with zeros where it is padding: each axis slices what the axes before
-    it left."""
+    """Return one rank's part of the global tensor ``x``, padded with zeros.
+
+    Each axis slices the result of the axes before it.
+    """
     for kind, count, index in zip(sharding, ranks, coordinate, strict=True):
         if isinstance(kind, Shard):
             x = extended(x, kind.dim, kind.parts, kind.padded(x.shape[kind.dim], count))
@@ -121,8 +126,9 @@ def positions(
     coordinate: Sequence[int],
     device: torch.device | str = "cpu",
 ) -> list[Tensor]:
-    """For each dim of a tensor of global shape ``sizes``, the global indices that one rank's part holds, made on
-    ``device``; -1 where it is padding.
+    """Return, for each dim of a tensor of global shape ``sizes``, the global indices of one rank's part.
+
+    The tensors are on ``device``; -1 stands for padding.
 
     >>> positions((4, 2), (Shard(0),), (2,), (1,)), positions((3,), (Shard(0),), (2,), (1,))
     ([tensor([2, 3]), tensor([0, 1])], [tensor([ 2, -1])])
@@ -132,50 +138,52 @@ def positions(
         if isinstance(kind, Shard):
             longer = extended(numbers[kind.dim], 0, kind.parts, kind.padded(len(numbers[kind.dim]), count))
             numbers[kind.dim] = take(longer, 0, kind.parts, count, index)
-    return [one - 1 for one in numbers]
+    return [number - 1 for number in numbers]
 
 
 def runs(size: int, parts: Sequence[int], ranks: Sequence[int], coordinate: Sequence[int]) -> list[tuple[int, int]]:
-    """The global indices that one rank holds of a dim of ``size``, as runs: the first index of each, and how many.
-    Axes split what those before them left, each in ``parts``.
+    """Return the global indices that one rank holds of a dim of ``size``, as runs (first index, length).
+
+    Each axis splits the result of the axes before it, in ``parts`` of its own.
 
     >>> runs(8, (2,), (2,), (1,))
     [(2, 2), (6, 2)]
     """
-    found = [(0, size)]
-    for count, among, index in zip(parts, ranks, coordinate, strict=True):
-        held = sum(length for _, length in found)
-        part, own = held // count, held // count // among
-        found = [run for at in range(count) for run in _between(found, at * part + index * own, own)]
-    return found
+    local_runs = [(0, size)]
+    for num_parts, num_ranks, index in zip(parts, ranks, coordinate, strict=True):
+        part_size = sum(length for _, length in local_runs) // num_parts
+        slice_size = part_size // num_ranks
+        starts = [part * part_size + index * slice_size for part in range(num_parts)]
+        local_runs = [run for start in starts for run in _between(local_runs, start, slice_size)]
+    return local_runs
 
 
-def _between(held: Sequence[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
-    """Of runs, what their elements ``first`` to ``first + count`` are."""
-    found: list[tuple[int, int]] = []
-    for start, length in held:
+def _between(index_runs: Sequence[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
+    """Return the runs of elements ``first`` to ``first + count`` of ``index_runs``."""
+    selected: list[tuple[int, int]] = []
+    for start, length in index_runs:
         low, high = max(first, 0), min(first + count, length)
         if low < high:
-            found.append((start + low, high - low))
+            selected.append((start + low, high - low))
         first -= length
-    return found
+    return selected
 
 
 def assemble(
     parts: Mapping[tuple[int, ...], Tensor], sharding: Sharding, ranks: Sequence[int], shape: Sequence[int]
 ) -> Tensor:
-    """The tensor of global ``shape`` of which ``parts`` are given by coordinate: slices joined (inner axes first)
-    without their padding, terms added.
+    """Join ``parts``, by coordinate, into the tensor of global ``shape``.
 
-    Where ranks hold the same, the first one stands for all; the others may be missing.
+    Slices are joined (inner axes first) and their padding is cut; partial terms are added. Where ranks hold the same,
+    the first one stands for all; the others may be missing.
     """
     if not sharding:
         return parts[()]
-    kind, left = sharding[0], shard_shape(shape, sharding[0], ranks[0])
+    kind, inner_shape = sharding[0], shard_shape(shape, sharding[0], ranks[0])
     inner = []
     for index in range(ranks[0]) if isinstance(kind, Shard) or kind is P else range(1):
-        below = {place[1:]: part for place, part in parts.items() if place[0] == index}
-        inner.append(assemble(below, sharding[1:], ranks[1:], left))
+        inner_parts = {coordinate[1:]: part for coordinate, part in parts.items() if coordinate[0] == index}
+        inner.append(assemble(inner_parts, sharding[1:], ranks[1:], inner_shape))
     if isinstance(kind, Shard):
         return trimmed(join(inner, kind.dim, kind.parts), kind.dim, kind.parts, shape[kind.dim])
     total = inner[0]

@@ -6,7 +6,7 @@ import importlib.metadata
 
 
 def version_of(package: str) -> str:
-    """Empty if ``package`` is not installed (a checkout on the path is not)."""
+    """Return the version of a package; empty if it is not installed (a checkout on the path is not)."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

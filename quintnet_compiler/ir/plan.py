@@ -17,7 +17,7 @@ from ..core.errors import CompileError
 from ..core.files import open_folder, write_file
 from ..core.html import table
 from ..core.mesh import Mesh
-from ..core.names import LONGEST_PATH, one_line
+from ..core.names import MAX_PATH_LENGTH, one_line
 from ..core.precision import DTYPES, Precision
 from ..core.sharding import AxisType, parse_type
 from ..schedules.synthesis import check_schedule
@@ -39,7 +39,7 @@ def _printable(text: str) -> str:
 
 
 # a path of names, and as much again for what a pattern or an operator adds
-Text = Annotated[str, Field(max_length=2 * LONGEST_PATH), AfterValidator(_printable)]
+Text = Annotated[str, Field(max_length=2 * MAX_PATH_LENGTH), AfterValidator(_printable)]
 
 
 class Plan(BaseModel):
