@@ -1,4 +1,4 @@
-"""A program whose sizes are symbols, with numbers in their places."""
+"""Replace the symbols of a program's sizes by numbers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from .symbolic_sizes import SymbolicSizes
 def at_sizes(
     program: DifferentiatedProgram, symbols: SymbolicSizes, numbers: Mapping[str, int]
 ) -> DifferentiatedProgram:
-    """``program`` with ``numbers``, by name, in the places of its symbols: the same nodes, in all its graphs. Whether
-    these numbers may stand there is not asked here.
+    """Return ``program`` with ``numbers``, by name, in place of its symbols: the same nodes, in all its graphs.
+
+    Conditions on the symbols are not checked here.
 
     Raises:
         ValueError: if an expression is no whole number.
@@ -30,60 +31,63 @@ def at_sizes(
 
 
 def expressions(program: DifferentiatedProgram, symbols: SymbolicSizes) -> tuple[frozenset[Any], frozenset[int]]:
-    """The expressions and the numbers in the values and arguments of a program's nodes.
+    """Return the expressions and the numbers in the values and arguments of a program's nodes.
 
     Raises:
         ValueError: if there are symbols elsewhere, in texts, or in numbers that are not whole.
     """
     named = re.compile(rf"\b({'|'.join(map(re.escape, symbols.names))})\b")
-    found, plain = set[Any](), set[int]()
+    symbolic, plain = set[Any](), set[int]()
 
-    def look(x: Any) -> None:
+    def collect_sizes(x: Any) -> None:
         if isinstance(x, SymInt):
-            found.add(symbols.expression(x))
+            symbolic.add(symbols.expression(x))
         elif isinstance(x, (SymFloat, SymBool)) or (isinstance(x, str) and named.search(x)):
             raise ValueError(f"a symbol is part of {x!r}")
         elif type(x) is int:
             plain.add(x)
 
     local = program.local
-    whole = local.staged.sharded.program
-    ends = [] if whole.end is None else [whole.end.graph]
-    for graph in (whole.graph, local.graph, program.graph, *ends):
+    unsplit = local.staged.sharded.program
+    end_graphs = [] if unsplit.end is None else [unsplit.end.graph]
+    for graph in (unsplit.graph, local.graph, program.graph, *end_graphs):
         for node in graph.nodes:
-            map_aggregate((node.args, node.kwargs), look)
+            map_aggregate((node.args, node.kwargs), collect_sizes)
             for x in _tensors(node):
-                map_aggregate((tuple(x.shape), x.stride()), look)
+                map_aggregate((tuple(x.shape), x.stride()), collect_sizes)
     for x in _leaves(program):
         if isinstance(x, (SymInt, SymFloat, SymBool)) or (isinstance(x, str) and named.search(x)):
             raise ValueError(f"a symbol is part of {x!r}, which is no node")
-    return frozenset(found), frozenset(plain)
+    return frozenset(symbolic), frozenset(plain)
 
 
 def _tensors(node: fx.Node) -> tuple[Tensor, ...]:
+    """Return the fake tensors of a node; none for a node without facts."""
     if not known(node):
         return ()
-    made = facts(node).value
-    return tuple(x for x in ((made,) if isinstance(made, Tensor) else made) if isinstance(x, Tensor))
+    value = facts(node).value
+    return tuple(x for x in ((value,) if isinstance(value, Tensor) else value) if isinstance(x, Tensor))
 
 
 def _leaves(x: Any) -> Iterator[Any]:
-    """What a program says beside its graphs."""
+    """Yield the values of a program's fields, graphs excepted."""
     if isinstance(x, (Captured, fx.Graph, fx.Node, FakeTensorMode)):
         return
     if isinstance(x, Mapping):
         x = [*x.keys(), *x.values()]
     if isinstance(x, (list, tuple, set, frozenset)):
-        for each in x:
-            yield from _leaves(each)
+        for element in x:
+            yield from _leaves(element)
     elif is_dataclass(x) and not isinstance(x, type):
-        for one in fields(x):
-            yield from _leaves(getattr(x, one.name))
+        for field in fields(x):
+            yield from _leaves(getattr(x, field.name))
     else:
         yield x
 
 
 class _Numbers:
+    """Copies programs, with numbers in place of symbols."""
+
     def __init__(self, symbols: SymbolicSizes, numbers: Mapping[str, int]) -> None:
         self.expression, self.evaluated = symbols.expression, symbols.evaluated(numbers)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -97,11 +101,12 @@ class _Numbers:
     def tensor(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        look = tuple(map(self.number, x.shape)), tuple(map(self.number, x.stride())), x.dtype, x.device
-        if look not in self.tensors:
+        shape, strides = tuple(map(self.number, x.shape)), tuple(map(self.number, x.stride()))
+        key = shape, strides, x.dtype, x.device
+        if key not in self.tensors:
             with self.mode:
-                self.tensors[look] = torch.empty_strided(*look[:2], dtype=x.dtype, device=x.device)
-        return self.tensors[look]
+                self.tensors[key] = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+        return self.tensors[key]
 
     def value(self, x: Any) -> Any:
         if id(x) not in self.values:
@@ -118,42 +123,42 @@ class _Numbers:
             copy = self.nodes[node] = new.create_node(node.op, node.target, args, kwargs, node.name)
             copy.meta = dict(node.meta)
             if known(node):
-                told = facts(node)
-                annotate(copy, replace(told, value=self.value(told.value)))
+                node_facts = facts(node)
+                annotate(copy, replace(node_facts, value=self.value(node_facts.value)))
         return new
 
     def moved(self, x: Any) -> Any:
-        """A field that names nodes."""
+        """Return a field with each node replaced by its copy."""
         if isinstance(x, fx.Node):
             return self.nodes[x]
         if isinstance(x, Mapping):
-            return {self.moved(key): self.moved(one) for key, one in x.items()}
+            return {self.moved(key): self.moved(value) for key, value in x.items()}
         if isinstance(x, frozenset):
             return frozenset(map(self.moved, x))
         return tuple(map(self.moved, x)) if type(x) is tuple else x
 
-    def rest(self, before: Any, /, **given: Any) -> Any:
-        """A program with what is ``given``, and all else moved."""
-        names = [one.name for one in fields(before) if one.name not in given]
-        return replace(before, **given, **{name: self.moved(getattr(before, name)) for name in names})
+    def with_moved_fields(self, program: Any, /, **replaced: Any) -> Any:
+        """Return a program with some fields ``replaced``, and the nodes of all others by their copies."""
+        names = [field.name for field in fields(program) if field.name not in replaced]
+        return replace(program, **replaced, **{name: self.moved(getattr(program, name)) for name in names})
 
     def differentiated(self, program: DifferentiatedProgram) -> DifferentiatedProgram:
         local = self.local(program.local)
-        made: DifferentiatedProgram = self.rest(program, local=local, graph=self.graph(program.graph))
-        return made
+        copy: DifferentiatedProgram = self.with_moved_fields(program, local=local, graph=self.graph(program.graph))
+        return copy
 
     def local(self, local: LocalProgram) -> LocalProgram:
         staged = self.staged(local.staged)
-        made: LocalProgram = self.rest(local, staged=staged, graph=self.graph(local.graph), mode=self.mode)
-        return made
+        copy: LocalProgram = self.with_moved_fields(local, staged=staged, graph=self.graph(local.graph), mode=self.mode)
+        return copy
 
     def staged(self, staged: StagedProgram) -> StagedProgram:
-        made: StagedProgram = self.rest(staged, sharded=self.sharded(staged.sharded))
-        return made
+        copy: StagedProgram = self.with_moved_fields(staged, sharded=self.sharded(staged.sharded))
+        return copy
 
     def sharded(self, sharded: ShardedProgram) -> ShardedProgram:
         end = sharded.program.end
         end = None if end is None else replace(end, graph=self.graph(end.graph))
-        whole: Program = replace(sharded.program, graph=self.graph(sharded.program.graph), mode=self.mode, end=end)
-        made: ShardedProgram = self.rest(sharded, program=whole)
-        return made
+        program: Program = replace(sharded.program, graph=self.graph(sharded.program.graph), mode=self.mode, end=end)
+        copy: ShardedProgram = self.with_moved_fields(sharded, program=program)
+        return copy

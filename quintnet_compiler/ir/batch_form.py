@@ -1,4 +1,4 @@
-"""What batches have in common that one capture serves."""
+"""The form of a batch: what batches that one capture serves have in common."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..core.errors import CompileError, Where
 from .containers import held
 
 ROWS = "rows"
-SHORTEST = 2  # code often does something else with one position
+MIN_LENGTH = 2  # code often does something else with one position
 
 
 def plain_batch(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
-    """A batch as a plain tuple or dict, with what torch.export takes apart; see :mod:`.containers`.
+    """Return a batch as a plain tuple or dict of containers that torch.export accepts; see :mod:`.containers`.
 
     Raises:
         CompileError: QN102 if it is neither a tuple (or list), nor a mapping.
@@ -36,8 +36,14 @@ def plain_batch(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """A batch, its leaves and its structure, and how many rows it has, see :func:`rows_among`: taken apart once a
-    step."""
+    """A batch that was flattened, once a step.
+
+    Attributes:
+        batch: the batch as a plain tuple or dict.
+        leaves: its leaves, in order.
+        structure: how they are nested.
+        rows: the number of rows, see :func:`rows_among`.
+    """
 
     batch: tuple[Any, ...] | dict[str, Any]
     leaves: list[Any]
@@ -46,7 +52,7 @@ class FlatBatch:
 
     @classmethod
     def of(cls, batch: Any, rows_at: Mapping[pytree.TreeSpec, int] = MappingProxyType({})) -> FlatBatch:
-        """``rows_at``: which leaf has the rows, of batches of some structures.
+        """Flatten ``batch``. ``rows_at``: the index of the leaf that has the rows, for batches of some structures.
 
         Raises:
             CompileError: QN102 if it is neither a tuple (or list) nor a mapping, or has no tensor with a dim, or one
@@ -70,6 +76,7 @@ class FlatBatch:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Return the leaves that are tensors."""
         return [x for x in self.leaves if isinstance(x, Tensor)]
 
 
@@ -83,12 +90,11 @@ def _irregular(x: Tensor) -> CompileError:
 
 
 def rows_among(sizes: Sequence[int]) -> int:
-    """Return how many rows a batch has whose tensors have these sizes of dim 0.
+    """Return the number of rows of a batch whose tensors have these sizes of dim 0.
 
-    It is the first one, unless that tensor stands alone (a temperature, weights of classes, a mask of positions) and
-    others agree: where no other tensor has its size, the size of the last tensor counts if another one shares it; and
-    a size of 1 is that of no rows beside a larger one. A model that cannot run with other sizes there says more, see
-    :class:`RowsElsewhere`.
+    It is the first size, unless only that tensor has it (a temperature, weights of classes, a mask of positions) and
+    others agree: then it is the size of the last tensor, if another one shares it. A size of 1 does not count if
+    another is larger. A model that cannot run with other sizes there says more, see :class:`RowsElsewhere`.
 
     >>> rows_among([8, 8]), rows_among([8, 5]), rows_among([1, 8]), rows_among([5, 8, 8])
     (8, 8, 8, 8)
@@ -102,7 +108,7 @@ def rows_among(sizes: Sequence[int]) -> int:
 
 
 def _without_rows(leaves: Sequence[Any]) -> str:
-    """Why a batch has no rows."""
+    """Return why a batch has no rows."""
     if any(isinstance(x, Tensor) for x in leaves):
         return "no tensor of the batch has a dim, whose size would be the number of rows"
     kinds = ", ".join(dict.fromkeys(type(x).__name__ for x in leaves))
@@ -110,7 +116,7 @@ def _without_rows(leaves: Sequence[Any]) -> str:
 
 
 def batch_size_of(batch: Any) -> int:
-    """The number of rows of ``batch``, see :func:`rows_among`.
+    """Return the number of rows of ``batch``, see :func:`rows_among`.
 
     Raises:
         CompileError: QN102 if there is no tensor with a dim.
@@ -119,8 +125,14 @@ def batch_size_of(batch: Any) -> int:
 
 
 class RowsElsewhere(CompileError):
-    """The number of rows is not the size that was taken for it: a model cannot be traced with other sizes there, and
-    can with other sizes of dim 0 of another tensor. ``structure``: of the batch; ``leaf``: that tensor's place."""
+    """The size that was taken for the number of rows is another one.
+
+    The model cannot be traced with other sizes there, and can with other sizes of dim 0 of another tensor.
+
+    Attributes:
+        structure: the structure of the batch.
+        leaf: the index of that tensor among the leaves.
+    """
 
     def __init__(self, structure: pytree.TreeSpec, leaf: int, path: str, where: Where) -> None:
         super().__init__(
@@ -141,15 +153,31 @@ class TensorForm:
     sizes: tuple[int | str, ...]
 
     def meets(self, other: TensorForm) -> bool:
-        """Whether the same can be said of both, but for sizes other than the number of rows."""
+        """Return whether both are the same but for sizes other than the number of rows."""
         same = self.dtype is other.dtype and len(self.sizes) == len(other.sizes)
         return same and (self.sizes[:1] == (ROWS,)) == (other.sizes[:1] == (ROWS,))
+
+    def binds(self, x: Any, sizes: dict[str, int]) -> bool:
+        """Return whether ``x`` has this form, and add the sizes that vary to ``sizes``, with which it must agree."""
+        if not isinstance(x, Tensor) or x.dtype is not self.dtype or x.dim() != len(self.sizes):
+            return False
+        for size, expected in zip(x.shape, self.sizes, strict=True):
+            if isinstance(expected, str):
+                expected = sizes.setdefault(expected, size)
+            if size != expected:
+                return False
+        return True
 
 
 @dataclass(frozen=True)
 class BatchForm:
-    """The structure of a batch, and its leaves: a :class:`TensorForm` of each tensor, and everything else as it is.
-    ``limits``: the least and the greatest value of each size that varies (None: any)."""
+    """The structure of a batch, and its leaves.
+
+    Attributes:
+        structure: how leaves are nested.
+        leaves: a :class:`TensorForm` for each tensor, and everything else as it is.
+        limits: the least and the greatest value of each size that varies (None: any).
+    """
 
     structure: pytree.TreeSpec
     leaves: tuple[Any, ...]
@@ -157,107 +185,104 @@ class BatchForm:
 
     @classmethod
     def of(cls, batch: Any, rows: int, like: BatchForm | None = None) -> BatchForm:
-        """The form of ``batch``: only the number of rows varies. A tensor has rows if its first dim is as long as the
-        batch; of a further batch, those that have rows in ``like``.
+        """Return the form of ``batch``, in which only the number of rows varies.
+
+        A tensor has rows if its first dim is as long as the batch; in a further batch, only if it has rows in ``like``.
 
         Raises:
             CompileError: QN102 if there is an array or a number of NumPy in it.
         """
         leaves, structure = pytree.tree_flatten(batch)
         _refuse_numpy(batch, leaves)
-        before: list[Any] = (
-            list(like.leaves) if like is not None and like.structure == structure else [None] * len(leaves)
-        )
+        earlier_forms: list[Any] = [None] * len(leaves)
+        if like is not None and like.structure == structure:
+            earlier_forms = list(like.leaves)
 
-        def form(x: Any, known: Any) -> Any:
+        def form(x: Any, earlier: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             has_rows = x.dim() > 0 and x.shape[0] == rows
-            if isinstance(known, TensorForm) and len(known.sizes) == x.dim():
-                has_rows = has_rows and known.sizes[:1] == (ROWS,)
+            if isinstance(earlier, TensorForm) and len(earlier.sizes) == x.dim():
+                has_rows = has_rows and earlier.sizes[:1] == (ROWS,)
             return TensorForm(x.dtype, (ROWS, *x.shape[1:]) if has_rows else tuple(x.shape))
 
-        return cls(structure, tuple(map(form, leaves, before)))
+        return cls(structure, tuple(map(form, leaves, earlier_forms)))
 
     def rows_in(self, batch: Any) -> int:
-        """The number of rows of a batch of this form."""
+        """Return the number of rows of a batch of this form."""
         for x, form in zip(pytree.tree_leaves(batch), self.leaves, strict=True):
             if isinstance(form, TensorForm) and form.sizes[:1] == (ROWS,):
                 rows: int = x.shape[0]
                 return rows
         return batch_size_of(batch)
 
-    def sizes(self, given: FlatBatch) -> Mapping[str, int] | None:
-        """The sizes that vary, by name, if a batch has this form; else None."""
-        if given.structure != self.structure:
+    def sizes(self, batch: FlatBatch) -> Mapping[str, int] | None:
+        """Return the sizes that vary, by name; None if the batch does not have this form."""
+        if batch.structure != self.structure:
             return None
-        found = {ROWS: given.rows}
-        for x, form in zip(given.leaves, self.leaves, strict=True):
-            if not isinstance(form, TensorForm):
-                if not _same(x, form):
-                    return None
-                continue
-            if not isinstance(x, Tensor) or x.dtype is not form.dtype or x.dim() != len(form.sizes):
+        sizes = {ROWS: batch.rows}
+        for x, form in zip(batch.leaves, self.leaves, strict=True):
+            fits = form.binds(x, sizes) if isinstance(form, TensorForm) else _same(x, form)
+            if not fits:
                 return None
-            for size, wanted in zip(x.shape, form.sizes, strict=True):
-                if size != (found.setdefault(wanted, size) if isinstance(wanted, str) else wanted):
-                    return None
-        within = all(
-            low <= found[name] and (high is None or found[name] <= high) for name, (low, high) in self.limits.items()
-        )
-        return found if within else None
+        for name, (low, high) in self.limits.items():
+            if sizes[name] < low or (high is not None and sizes[name] > high):
+                return None
+        return sizes
 
     def widened(self, other: BatchForm) -> BatchForm | None:
-        """The form of both, with a name for each size in which they differ: sizes that differ in the same way have one
-        name. None if they differ in more than sizes, or not at all."""
+        """Return the form of both, with a name for each size in which they differ.
+
+        Sizes that differ in the same way share a name. None if they differ in more than sizes, or not at all.
+        """
         if self.structure != other.structure:
             return None
         names: dict[tuple[int | str, int | str], str] = {}
         leaves: list[Any] = []
-        for one, two in zip(self.leaves, other.leaves, strict=True):
-            tensors = isinstance(one, TensorForm), isinstance(two, TensorForm)
+        for ours, theirs in zip(self.leaves, other.leaves, strict=True):
+            tensors = isinstance(ours, TensorForm), isinstance(theirs, TensorForm)
             if tensors != (True, True):
-                if any(tensors) or not _same(one, two):
+                if any(tensors) or not _same(ours, theirs):
                     return None
-                leaves.append(one)
+                leaves.append(ours)
                 continue
-            if not one.meets(two):
+            if not ours.meets(theirs):
                 return None
             sizes = [
                 a if a == b else names.setdefault((a, b), f"length{len(names)}")
-                for a, b in zip(one.sizes, two.sizes, strict=True)
+                for a, b in zip(ours.sizes, theirs.sizes, strict=True)
             ]
-            leaves.append(replace(one, sizes=tuple(sizes)))
-        limits = {ROWS: self.limits[ROWS], **dict.fromkeys(names.values(), (SHORTEST, None))}
+            leaves.append(replace(ours, sizes=tuple(sizes)))
+        limits = {ROWS: self.limits[ROWS], **dict.fromkeys(names.values(), (MIN_LENGTH, None))}
         return BatchForm(self.structure, tuple(leaves), limits) if names else None
 
     def difference(self, first: BatchForm) -> str:
-        """In what a batch of this form differs from one of the form ``first``, for people; "" if in nothing."""
+        """Describe how a batch of this form differs from one of the form ``first``; "" if it does not."""
         if self.structure != first.structure:
             return f"the batch is {self}, and the first one was {first}"
         paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(self.leaves), self.structure))
         pairs = zip(paths, self.leaves, first.leaves, strict=True)
-        odd = [
-            f"batch{pytree.keystr(path)} is {_shown(now)}, and was {_shown(old)}"
-            for (path, _), now, old in pairs
-            if not _same(now, old)
+        changes = [
+            f"batch{pytree.keystr(path)} is {_shown(new)}, and was {_shown(old)}"
+            for (path, _), new, old in pairs
+            if not _same(new, old)
         ]
-        return "; ".join(odd[:4])
+        return "; ".join(changes[:4])
 
     def __str__(self) -> str:
         return str(pytree.tree_unflatten([_Shown(_shown(leaf)) for leaf in self.leaves], self.structure))
 
     @property
     def lengths(self) -> bool:
-        """Whether more varies than the number of rows."""
+        """Return whether more varies than the number of rows."""
         return len(self.limits) > 1
 
 
-def _same(one: Any, two: Any) -> bool:
-    """Whether code that is given one or the other does the same: 0.0 is not -0.0, 1 is not True, and nan is nan."""
-    if type(one) is not type(two):
+def _same(a: Any, b: Any) -> bool:
+    """Return whether code does the same with either value: 0.0 is not -0.0, 1 is not True, and nan is nan."""
+    if type(a) is not type(b):
         return False
-    return repr(one) == repr(two) if isinstance(one, (float, complex)) else bool(one == two)
+    return repr(a) == repr(b) if isinstance(a, (float, complex)) else bool(a == b)
 
 
 def _refuse_numpy(batch: Any, leaves: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Build a graph node by node while computing each node's shape: what every pass that rewrites a graph uses."""
+"""Build a graph node by node while computing each node's shape; every pass that rewrites a graph uses it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,21 @@ Target = Callable[..., Any]
 class GraphBuilder:
     """Appends nodes to a new graph. Values are fake tensors of ``mode``; nothing is computed.
 
-    ``at`` is the place in the user's model that new nodes are attributed to; ``phase`` and ``documents`` likewise.
+    Attributes:
+        graph: the new graph.
+        mode: the fake mode of all values.
+        made: the nodes of calls, in order.
+        scope: within one scope (a stage, say) equal calls are one node; None: every call is a node of its own.
+        where: the place in the user's model to which new nodes are attributed.
+        documents: likewise the expected lengths of documents.
+        backward: whether new nodes belong to the backward.
+        prefix: how names of new nodes begin.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.graph = fx.Graph()
         self.mode = mode
         self.made: list[fx.Node] = []
-        # Within one scope (a stage, say) equal calls are one node; None: every call is a node of its own.
         self.scope: Hashable = None
         self.shared: dict[Hashable, fx.Node] = {}
         self.results: dict[Hashable, Any] = mode.results
@@ -42,29 +49,31 @@ class GraphBuilder:
 
     @contextmanager
     def named(self, prefix: str) -> Iterator[None]:
-        """Names of new nodes begin with ``prefix``."""
-        before, self.prefix = self.prefix, prefix
+        """Begin names of new nodes with ``prefix``, while inside."""
+        outer_prefix, self.prefix = self.prefix, prefix
         try:
             yield
         finally:
-            self.prefix = before
+            self.prefix = outer_prefix
 
     @contextmanager
     def at(self, node: fx.Node, *, backward: bool = False) -> Iterator[None]:
-        before = self.where, self.documents, self.backward
+        """Attribute new nodes to the place of ``node``, while inside."""
+        outer = self.where, self.documents, self.backward
         self.where, self.documents, self.backward = facts(node).where, facts(node).documents, backward
         try:
             yield
         finally:
-            self.where, self.documents, self.backward = before
+            self.where, self.documents, self.backward = outer
 
     def placeholder(self, name: str, value: Tensor, leaf: Leaf | None = None, *, needs_grad: bool = False) -> fx.Node:
+        """Append a placeholder."""
         return annotate(self.graph.placeholder(name), Facts(value, where=self.where, needs_grad=needs_grad, leaf=leaf))
 
     def call(self, target: Target, *args: Any, **kwargs: Any) -> fx.Node:
         """Append ``target(*args, **kwargs)``; node arguments may be nested in lists.
 
-        Where the builder has a scope, an equal call that was made in it before is returned instead.
+        Where the builder has a scope, an equal earlier call of that scope is returned instead.
         """
         if target is operator.getitem:
             return self.getitem(args[0], args[1])
@@ -97,55 +106,59 @@ class GraphBuilder:
         )
 
     def _result(self, target: Target, args: Any, kwargs: Any, sources: list[fx.Node]) -> Value:
-        """What ``target`` makes. Calls that look the same share it, in all graphs of one mode: nobody changes a node's
-        value."""
-        looks = tuple(_look(value(source)) for source in sources)
-        key = (target, repr(fx.map_arg((args, kwargs), lambda _: "*")), looks)
+        """Return the fake result of a call.
+
+        Calls with equal targets, arguments and shapes share it, in all graphs of one mode: no node's value is changed.
+        """
+        layouts = tuple(_layout(value(source)) for source in sources)
+        key = (target, repr(fx.map_arg((args, kwargs), lambda _: "*")), layouts)
         if key not in self.results:
             fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
             with self.mode, views_untracked():
-                made = call_fake(target, fake_args, fake_kwargs, self.results)
-            # fused attention also returns lengths, and None for what it did not make
-            if isinstance(made, (tuple, list)):
-                made = tuple(x if isinstance(x, Tensor) else None for x in made)
-            self.results[key] = made
-        found: Value = self.results[key]
-        return found
+                result = call_fake(target, fake_args, fake_kwargs, self.results)
+            # fused attention also returns lengths, and None for outputs that it did not compute
+            if isinstance(result, (tuple, list)):
+                result = tuple(x if isinstance(x, Tensor) else None for x in result)
+            self.results[key] = result
+        shared: Value = self.results[key]
+        return shared
 
     def getitem(self, source: fx.Node, index: int) -> fx.Node:
-        known = facts(source)
-        assert isinstance(known.value, tuple)
-        part = known.value[index]
+        """Append ``source[index]``."""
+        source_facts = facts(source)
+        assert isinstance(source_facts.value, tuple)
+        part = source_facts.value[index]
         name = _part_name(source, index) or (f"{self.prefix}getitem" if self.prefix else None)
         node = self.graph.create_node("call_function", operator.getitem, (source, index), name=name)
         self.made.append(node)
-        grad = known.needs_grad and isinstance(part, Tensor) and is_float(part) and not is_tangent(node)
-        return annotate(node, Facts(part, where=known.where, needs_grad=grad, phase=known.phase))
+        grad = source_facts.needs_grad and isinstance(part, Tensor) and is_float(part) and not is_tangent(node)
+        return annotate(node, Facts(part, where=source_facts.where, needs_grad=grad, phase=source_facts.phase))
 
     def reshape(self, x: fx.Node, shape: list[int] | tuple[int, ...]) -> fx.Node:
-        """``x`` in another shape; ``x`` itself where the shape is the same."""
-        known = facts(x).value
-        assert isinstance(known, Tensor)
-        return x if tuple(known.shape) == tuple(shape) else self.call(aten.reshape.default, x, list(shape))
+        """Return ``x`` in another shape; ``x`` itself where the shape is the same."""
+        return x if tuple(value(x).shape) == tuple(shape) else self.call(aten.reshape.default, x, list(shape))
 
     def output(self, nodes: tuple[fx.Node, ...]) -> None:
+        """Append the output, and check the graph."""
         self.graph.output(nodes)
         self.graph.lint()
 
 
 def _part_name(source: fx.Node, index: int) -> str | None:
-    """A result of an operator of this package as its schema calls it (``group_plan_ends``). Names of torch's are long
-    enough without."""
+    """Return the name of an operator's result from its schema (``group_plan_ends``), for operators of this package.
+
+    Names of torch's operators are long enough without.
+    """
     if getattr(source.target, "namespace", None) != "quintnet":
         return None
     results = schema_or_none(source.target).returns
     return f"{source.name}_{results[index].name}" if index < len(results) and results[index].name else None
 
 
-def _look(x: Tensor) -> Hashable:
+def _layout(x: Tensor) -> Hashable:
     return tuple(x.shape), x.stride(), x.dtype, x.device
 
 
 def _of_any_rank(x: Any) -> Any:
-    """An argument in code that every rank runs, each on its own device: a device without an index."""
+    """Drop the index of a device: every rank runs the code, each on its own device."""
     return torch.device(x.type) if isinstance(x, torch.device) else x

@@ -1,4 +1,4 @@
-"""What generated code may consist of. Anything else is refused before it runs, whoever wrote it."""
+"""The statements that generated code may consist of. Anything else is refused before it runs, whoever wrote it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPELLED = frozenset(
 _COMM = frozenset({f"comm.{str(op).split('.')[1]}" for op in RANKED} | {"comm.accumulate", "comm.accumulate_matmul"})
 _FLOATS = frozenset({"inf", "nan"})  # as fx spells them
 _FIXED = _FLOATS | {"self", "args", "torch", "device"}  # names that code may not bind
-_OPTION = re.compile(r"[\w.,() >-]{0,100}")  # of an operator: "tanh", "none", "bij,bjk->bik"
+_OPTION = re.compile(r"[\w.,() >-]{0,100}")  # text arguments of operators: "tanh", "none", "bij,bjk->bik"
 
 
 def check_source(source: str) -> ast.Module:
@@ -56,7 +56,7 @@ def check_source(source: str) -> ast.Module:
 
 @dataclass
 class _Function:
-    """One function that is checked, and the names bound so far."""
+    """A function that is checked, and the names bound so far."""
 
     source: str
     bound: set[str] = field(default_factory=set)
@@ -90,7 +90,7 @@ class _Function:
             self._refuse(node)
 
     def _unpack(self, node: ast.stmt) -> None:
-        """``comm, x, y, = args``"""
+        """Accept ``comm, x, y, = args``."""
         if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Tuple)):
             return self._refuse(node)
         self._require(isinstance(node.value, ast.Name) and node.value.id == "args", node)
@@ -104,7 +104,7 @@ class _Function:
         self.bound.add(target.id)
 
     def _assign(self, node: ast.stmt) -> None:
-        """``x = y = None``, ``x = y[0]``, ``x = y[:, 2:5]`` or ``x = operator(...)``"""
+        """Accept ``x = y = None``, ``x = y[0]``, ``x = y[:, 2:5]`` or ``x = operator(...)``."""
         if not isinstance(node, ast.Assign):
             return self._refuse(node)
         value = node.value
@@ -155,7 +155,7 @@ class _Function:
             self._require((isinstance(node, ast.Constant) and node.value is None) or _is_number(node), node)
 
     def _device(self, node: ast.Call) -> None:
-        """``device(type='cuda')``: of which kind, and never which one, as all ranks run the same code."""
+        """Accept ``device(type='cuda')``: a kind without an index, as all ranks run the same code."""
         self._require(isinstance(node.func, ast.Name) and node.func.id == "device" and not node.args, node)
         for option in node.keywords:
             named = isinstance(option.value, ast.Constant) and type(option.value.value) is str
@@ -164,7 +164,7 @@ class _Function:
 
 
 def _dotted(node: ast.expr) -> str:
-    """``torch.ops.aten.t.default`` of the expression that reads it; empty for anything else."""
+    """Return ``torch.ops.aten.t.default`` of the expression that reads it; empty for anything else."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -177,11 +177,11 @@ def _is_operator(path: str) -> bool:
     parts = path.split(".")
     if len(parts) != 5 or parts[:2] != ["torch", "ops"]:
         return False
-    found: object = torch.ops
+    operator: object = torch.ops
     for name in parts[2:]:
-        found = getattr(found, name, None)
-    # aten::from_file would open what it is given the name of
-    return isinstance(found, OpOverload) and all(a.name != "filename" for a in schema(found).arguments)
+        operator = getattr(operator, name, None)
+    # aten::from_file would open the file that it is given
+    return isinstance(operator, OpOverload) and all(a.name != "filename" for a in schema(operator).arguments)
 
 
 @cache
@@ -195,7 +195,7 @@ def _is_integer(node: ast.expr | None) -> bool:
 
 
 def _is_slice(node: ast.expr) -> bool:
-    """``:``, ``2:``, ``2:5`` or ``0:8:2``, as in ``x[:, 2:5]``."""
+    """Return whether a node is ``:``, ``2:``, ``2:5`` or ``0:8:2``, as in ``x[:, 2:5]``."""
     return isinstance(node, ast.Slice) and all(n is None or _is_integer(n) for n in (node.lower, node.upper, node.step))
 
 

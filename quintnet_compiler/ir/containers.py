@@ -1,8 +1,8 @@
-"""Containers of a batch that torch.export does not take: dataclasses, mappings and sequences of other classes, and what
-is registered as a container.
+"""Containers of a batch that torch.export does not take.
 
-They travel as one kind of container, :class:`Held`, with the same tensors, and are made again where the model is
-called. What is not taken apart is what a batch holds as one thing: a tensor, a number, text.
+These are dataclasses, mappings and sequences of other classes, and classes that are registered as containers. They
+travel as one kind of container, :class:`Held`, with the same tensors, and are rebuilt where the model is called. All
+else is a leaf of the batch: a tensor, a number, text.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..compat.torch import pytree
 from ..core.errors import CompileError
 
 _SINGLE = frozenset({Tensor, int, float, bool, complex, str, bytes, type(None)})
-_BUILT_IN = frozenset({tuple, list, dict, OrderedDict, defaultdict, deque})  # torch.export takes them apart
+_BUILT_IN = frozenset({tuple, list, dict, OrderedDict, defaultdict, deque})  # torch.export flattens them
 
 
 @dataclasses.dataclass(frozen=True)
 class _Construction:
-    """How an object is made of its parts. ``context``: what a registered container has beside them."""
+    """How to build an object from its parts. ``context``: what a registered container keeps apart from them."""
 
     kind: type
     keys: tuple[Any, ...]
@@ -58,10 +58,10 @@ pytree.register_pytree_node(Held, _flatten, _unflatten, flatten_with_keys_fn=_fl
 
 
 def held(batch: Any) -> Any:
-    """Return ``batch`` with :class:`Held` in the place of containers of other classes.
+    """Return ``batch`` with :class:`Held` in place of containers of other classes.
 
     Raises:
-        CompileError: QN102 for a mapping or a sequence that its own class does not make again of its parts.
+        CompileError: QN102 for a mapping or a sequence that its own class does not rebuild from its parts.
     """
     if type(batch) in _SINGLE or isinstance(batch, Held):
         return batch
@@ -69,23 +69,26 @@ def held(batch: Any) -> Any:
         return _same_or_new(batch, type(batch)(map(held, batch)))
     if type(batch) in _BUILT_IN or _is_named_tuple(batch):
         return _parts_replaced(batch, held)
-    taken = _taken_apart(batch)
-    return batch if taken is None else Held(taken[0], [held(part) for part in taken[1]])
+    taken_apart = _flattened(batch)
+    if taken_apart is None:
+        return batch
+    construction, parts = taken_apart
+    return Held(construction, [held(part) for part in parts])
 
 
 def rebuilt(batch: Any) -> Any:
-    """Return ``batch`` with the objects that :func:`held` took apart, of its parts of now."""
+    """Return ``batch`` with the objects that :func:`held` took apart, built from their present parts."""
     if type(batch) in _SINGLE:
         return batch
     if isinstance(batch, Held):
-        return _made(batch.construction, [rebuilt(part) for part in batch.parts])
+        return _build(batch.construction, [rebuilt(part) for part in batch.parts])
     if type(batch) in _BUILT_IN or _is_named_tuple(batch):
         return _parts_replaced(batch, rebuilt)
     return batch
 
 
 def as_lists(batch: Any) -> Any:
-    """Return ``batch`` with a list in the place of each :class:`Held`: how torch.export wants to be told of it."""
+    """Return ``batch`` with a list in place of each :class:`Held`, as torch.export expects its dynamic shapes."""
     if isinstance(batch, Held):
         return [as_lists(part) for part in batch.parts]
     if type(batch) in (tuple, list):
@@ -134,7 +137,7 @@ def _same_or_new(old: Any, new: Any) -> Any:
 
 
 def _parts_replaced(container: Any, change: Callable[[Any], Any]) -> Any:
-    """A built-in container with each of its parts changed."""
+    """Return a built-in container with ``change`` applied to each of its parts."""
     parts, structure = pytree.tree_flatten(container, is_leaf=lambda x: x is not container)
     changed = [change(part) for part in parts]
     same = all(a is b for a, b in zip(parts, changed, strict=True))
@@ -145,8 +148,8 @@ def _is_named_tuple(x: Any) -> bool:
     return isinstance(x, tuple) and hasattr(type(x), "_fields")
 
 
-def _taken_apart(x: Any) -> tuple[_Construction, list[Any]] | None:
-    """Return how an object is made, and of what; None for one that is not taken apart."""
+def _flattened(x: Any) -> tuple[_Construction, list[Any]] | None:
+    """Return how to build an object, and its parts; None for a leaf."""
     kind = type(x)
     if isinstance(x, Tensor):
         return None
@@ -164,7 +167,7 @@ def _taken_apart(x: Any) -> tuple[_Construction, list[Any]] | None:
 
 
 def _keys(x: Any, count: int) -> tuple[Any, ...]:
-    """Return what the parts of a registered container are called."""
+    """Return the names of the parts of a registered container."""
     if dataclasses.is_dataclass(x):
         names = tuple(field.name for field in dataclasses.fields(x))
         if len(names) == count:
@@ -173,16 +176,20 @@ def _keys(x: Any, count: int) -> tuple[Any, ...]:
 
 
 def _attributes(x: Any) -> dict[str, Any]:
-    """All attributes of a dataclass's instance, those that are no fields too."""
+    """Return all attributes of a dataclass's instance, those that are not fields too."""
     names = [field.name for field in dataclasses.fields(x) if hasattr(x, field.name)]
     return {**{name: getattr(x, name) for name in names}, **getattr(x, "__dict__", {})}
 
 
 def _checked(x: Any, construction: _Construction, parts: list[Any]) -> tuple[_Construction, list[Any]]:
-    """Raises: CompileError QN102 if the class does not make the same again."""
+    """Return ``construction`` and ``parts``.
+
+    Raises:
+        CompileError: QN102 if the class does not build an equal object from them.
+    """
     try:
-        again = _made(construction, parts)
-        same = type(again) is type(x) and _listed(again) == _listed(x)
+        copy = _build(construction, parts)
+        same = type(copy) is type(x) and _items(copy) == _items(x)
     except Exception as error:  # a constructor may raise anything
         raise _refused(construction.kind) from error
     if not same:
@@ -190,7 +197,8 @@ def _checked(x: Any, construction: _Construction, parts: list[Any]) -> tuple[_Co
     return construction, parts
 
 
-def _listed(x: Any) -> list[tuple[Any, int]]:
+def _items(x: Any) -> list[tuple[Any, int]]:
+    """Return the keys (or positions) of a container, and the ids of its parts."""
     pairs = [(key, x[key]) for key in x] if isinstance(x, Mapping) else list(enumerate(x))
     return [(key, id(part)) for key, part in pairs]
 
@@ -203,7 +211,7 @@ def _refused(kind: type) -> CompileError:
     )
 
 
-def _made(construction: _Construction, parts: list[Any]) -> Any:
+def _build(construction: _Construction, parts: list[Any]) -> Any:
     kind = construction.kind
     if kind in pytree.SUPPORTED_NODES:
         return pytree.SUPPORTED_NODES[kind].unflatten_fn(parts, construction.context)
@@ -214,5 +222,5 @@ def _made(construction: _Construction, parts: list[Any]) -> Any:
         return x
     if issubclass(kind, Mapping):
         return kind(dict(zip(construction.keys, parts, strict=True)))  # type: ignore[call-arg]
-    made: Any = kind
-    return made(parts)
+    constructor: Any = kind
+    return constructor(parts)

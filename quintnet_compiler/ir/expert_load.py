@@ -1,4 +1,4 @@
-"""How many rows the experts of a rank are expected to get: what predictions and searches multiply prices by."""
+"""Expected numbers of rows of the experts of a rank, by which predictions and searches multiply prices."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Of a layer: rows of the rank that gets most of them, over their average.
+    """Rows of a layer's busiest rank, relative to the average.
 
-    ``computed``: all that its experts compute. ``sent``: those of them that come from ranks, itself one of them, to
-    which they have to return: rows of hot experts are their ranks' own.
+    Attributes:
+        computed: all rows that its experts compute.
+        sent: those that return to the ranks that sent them, itself included; rows of hot experts stay on their ranks.
     """
 
     computed: float = 1.0
@@ -18,7 +19,7 @@ class ExpertLoad:
 
     @classmethod
     def of(cls, imbalance: float, hot_rows: float | None, hot: int, experts: int) -> ExpertLoad:
-        """``imbalance`` and ``hot_rows``: see :class:`.plan.Plan`; ``hot``: how many of the ``experts`` are.
+        """Build the load from ``imbalance`` and ``hot_rows`` of :class:`.plan.Plan`; ``hot`` of ``experts`` are hot.
 
         >>> ExpertLoad.of(1.5, None, 2, 8)
         ExpertLoad(computed=1.5, sent=1.25)

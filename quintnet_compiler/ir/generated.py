@@ -1,4 +1,4 @@
-"""What a generated function is to whoever runs or reads it: made by torch.fx here, or read from a file."""
+"""Generated functions, as those who run or read them see them: made by torch.fx, or read from a file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from torch import fx
 
 from .codegen_allowlist import check_source
 
-# what code of torch.fx may name, beside what it is given
+# global names of torch.fx's code
 _NAMES = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan")}
 
 
 class GeneratedModule(Protocol):
-    """A generated function: ``forward([comm, *values])`` empties the list and returns a tuple; ``code``: its source;
-    ``graph``: what it was written from."""
+    """A generated function.
+
+    Attributes:
+        forward: ``forward([comm, *values])`` empties the list and returns a tuple.
+        code: its source.
+        graph: the graph from which it was generated.
+    """
 
     @property
     def forward(self) -> Callable[..., Any]: ...
@@ -32,8 +37,13 @@ class GeneratedModule(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StoredModule:
-    """A function whose source was read. ``code``: with comments where the module path changes; ``name``: what
-    tracebacks call it; ``made``: makes the module that the source was written from, by compiling."""
+    """A function whose source was read from a file.
+
+    Attributes:
+        code: the source, with comments where the module path changes.
+        name: the name in tracebacks.
+        made: returns the module from which the source was written, by compiling.
+    """
 
     code: str
     name: str
@@ -41,7 +51,7 @@ class StoredModule:
 
     @cached_property
     def forward(self) -> Callable[[list[Any]], Any]:
-        """The function. It is checked before it runs, as one that was just generated.
+        """Return the function, checked like one that was just generated.
 
         Raises:
             CompileError: QN701 for source of another form.
@@ -53,19 +63,22 @@ class StoredModule:
 
     @property
     def graph(self) -> fx.Graph:
+        """Compile the program, and return the function's graph."""
         return self.made().graph
 
 
 @dataclass(frozen=True, eq=False)
 class UnwrittenModule:
-    """A function of a program that is priced and never run: code is not written for it."""
+    """A function of a program that is priced and never run: no code is written for it."""
 
     graph: fx.Graph
 
     @property
     def forward(self) -> Callable[..., Any]:
+        """Raise: there is no code to run."""
         raise AssertionError("a program that is only priced does not run")
 
     @property
     def code(self) -> str:
+        """Raise: no code was written."""
         raise AssertionError("a program that is only priced has no code")

@@ -13,16 +13,16 @@ Kind = Literal["sum", "mean", "fixed", "additive size", "fixed size"]
 
 @dataclass(frozen=True)
 class LossPart:
-    """A value that a loss is computed from.
+    """A value from which a loss is computed.
 
     Attributes:
         name: what it is, for people.
-        kind: ``sum`` and ``mean`` over rows; ``fixed``: the same for all batches, as of parameters alone; the sizes are
-            numbers that the code computes of shapes.
-        output: which result of the program it is; None for sizes.
-        count: over how many a mean is, if that is a size.
-        count_output: which result of the program that is, if it depends on values.
-        size: of sizes, the number itself.
+        kind: ``sum`` and ``mean`` over rows; ``fixed``: the same for all batches, such as a function of parameters; the
+            sizes are numbers that the code computes from shapes.
+        output: the index of the program's result that has it; None for sizes.
+        count: the number of elements of a mean, if that is a size.
+        count_output: the index of the program's result that has that number, if it depends on values.
+        size: for sizes, the number itself.
     """
 
     name: str
@@ -35,8 +35,13 @@ class LossPart:
 
 @dataclass(frozen=True)
 class LossParts:
-    """The parts of a loss, and ``combine``, a graph with a placeholder for each that returns the loss. ``symbols``:
-    the names of sizes in a batch's form, by symbol."""
+    """The parts of a loss.
+
+    Attributes:
+        parts: the values from which the loss is computed.
+        combine: a graph with a placeholder for each part that returns the loss.
+        symbols: the names of sizes in a batch's form, by symbol.
+    """
 
     parts: tuple[LossPart, ...]
     combine: fx.GraphModule
@@ -44,7 +49,7 @@ class LossParts:
 
 
 def number_at(size: Any, sizes: Mapping[str, int], symbols: Mapping[str, str]) -> float:
-    """The value of an expression of sizes, for a batch of these ``sizes`` (by name)."""
+    """Return the value of an expression of sizes for a batch of these ``sizes`` (by name)."""
     if not hasattr(size, "node"):
         return float(size)
     expression = size.node.expr

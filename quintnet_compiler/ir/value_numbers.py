@@ -1,4 +1,4 @@
-"""Value numbering (Alpern, Wegman and Zadeck 1988): values that are made alike have one number, in any graph."""
+"""Value numbering (Alpern, Wegman and Zadeck 1988): equal computations have equal numbers, in any graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 
 @dataclass(frozen=True)
 class NumberRead:
-    """A value that a call reads, among its arguments."""
+    """The number of a value that a call reads, in place of the node among its arguments."""
 
     number: Hashable
 
@@ -23,7 +23,7 @@ class ValueNumbers:
     known: dict[Hashable, int] = field(default_factory=dict)
 
     def number(self, *key: Hashable) -> int:
-        """The same for an equal key.
+        """Return the number of ``key``: equal keys have equal numbers.
 
         >>> numbers = ValueNumbers()
         >>> [numbers.number("leaf", name) for name in "xyx"]
@@ -31,6 +31,7 @@ class ValueNumbers:
         """
         return self.known.setdefault(key, len(self.known))
 
-    def call(self, place: Hashable, target: Any, given: Any, of: Callable[[fx.Node], Hashable]) -> int:
-        """That of a call in ``place`` with the arguments ``given``; ``of``: the number of a node that is read."""
-        return self.number("call", place, str(target), repr(fx.map_arg(given, lambda n: NumberRead(of(n)))))  # type: ignore[arg-type,return-value]
+    def call(self, place: Hashable, target: Any, arguments: Any, number_of: Callable[[fx.Node], Hashable]) -> int:
+        """Return the number of a call in ``place``; ``number_of`` returns the number of a node that it reads."""
+        numbered = fx.map_arg(arguments, lambda node: NumberRead(number_of(node)))  # type: ignore[arg-type,return-value]
+        return self.number("call", place, str(target), repr(numbered))
