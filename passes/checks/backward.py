@@ -9,27 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from ...core.annotations import (
-    Leaf,
-    copied_from,
-    facts,
-    is_getitem,
-    leaf,
-    needs_grad,
-    origin,
-    tensor_inputs,
-    value,
-    values,
-)
-from ...core.errors import REPORT, CompileError
-from ...core.sharding import parse_type
-from ...ir.builder import GraphBuilder
+from ...core.annotations import Leaf, is_getitem, leaf, needs_grad, origin, tensor_inputs, value, values
 from ...ir.program import DifferentiatedProgram, outputs
 from ...ops.collectives import convert
 from ...ops.derivatives.user_derivatives import (
@@ -40,21 +27,28 @@ from ...ops.derivatives.user_derivatives import (
     of_tangents,
     with_tangent,
 )
-from ...ops.rank_local import LOOKUPS, loss_scale
-from .derivatives.calls import OperatorCall, Pattern
-from .derivatives.proven import Derivatives
-from .tables import SUMS, backward_call, dtype_of_sum, dtypes_of_gradient, forward_call
+from ...ops.rank_local import loss_scale
+from .derivatives.calls import Pattern
+from .expected_calls import ExpectedCalls, differentiable_results, literals
+from .failure import check_failure
 
+_fail = partial(check_failure, "backward check")
 aten = torch.ops.aten
 Value = tuple[fx.Node, int]
 
 
 @dataclass
 class Term:
-    """A term that a gradient must have: a pattern's node, with the pattern's inputs bound."""
+    """A term that a gradient must have.
+
+    Attributes:
+        node: the node of a pattern that computes it.
+        bindings: for nodes of the pattern, the nodes of the checked graph that they stand for.
+        user: the operator that the term comes from.
+    """
 
     node: fx.Node
-    bound: dict[fx.Node, fx.Node]
+    bindings: dict[fx.Node, fx.Node]
     user: fx.Node
 
 
@@ -64,386 +58,340 @@ def check_backward(
     templates: Mapping[Hashable, Any] | None = None,
     proven: set[Hashable] | None = None,
 ) -> None:
-    """``templates``: operators that were traced; each that the program has is proven before it is believed.
-    ``proven``: what proofs of other programs said of smaller calls; proofs of this one are added.
+    """Check the forward of a program, and its backward if it is for training.
+
+    Args:
+        program: the differentiated program.
+        training: whether it has a backward.
+        templates: operators that were traced; each that the program has is proven before it is used.
+        proven: smaller calls that were proven for other programs; those proven for this one are added.
 
     Raises:
         CompileError: QN209 with the operator whose forward or backward is not what it should be.
     """
-    _Check(program, training, templates or {}, proven).run()
+    _BackwardCheck(program, training, ExpectedCalls(program.local, templates or {}, proven)).check()
 
 
-@dataclass
-class _Check:
-    program: DifferentiatedProgram
-    training: bool
-    templates: Mapping[Hashable, Any]
-    proven: set[Hashable] | None = None
-    patterns: dict[Hashable, Pattern] = field(default_factory=dict)
+class _BackwardCheck:
+    """A check of one program.
 
-    def __post_init__(self) -> None:
-        self.local = self.program.local
-        self.precision = self.local.staged.sharded.program.precision
-        self.own, self.backward = derivatives(self.local.graph), of_tangents(self.local.graph.nodes)
-        self.reaching = _reaching(self.local.graph)
-        # placeholders of patterns only need fake values
-        self.scratch = GraphBuilder(self.local.mode)
-        absent = self.local.staged.sharded.program.absent
-        self.operators = Derivatives(self.scratch, dict(self.templates), absent, self.proven)
+    Attributes:
+        terms: for each value and stage, the terms that its gradient must have.
+    """
+
+    def __init__(self, program: DifferentiatedProgram, training: bool, expected: ExpectedCalls) -> None:
+        self.program, self.training, self.expected = program, training, expected
+        self.local = program.local
+        self.user_derivatives = derivatives(self.local.graph)
+        self.in_user_backward = of_tangents(self.local.graph.nodes)
+        self.reached_by_loss = _reached_by_loss(self.local.graph)
         self.terms: dict[tuple[Value, int | None], list[Term]] = defaultdict(list)
 
-    def run(self) -> None:
-        nodes = [n for n in self.local.graph.nodes if n.op == "call_function" and not is_getitem(n)]
+    def check(self) -> None:
+        """Check the forward, which collects the terms of gradients; then each gradient."""
         for copy, original in self.program.copies.items():
             self._check_copy(copy, original)
-        for node in nodes:
-            self._operator(node)
-        if not self.training:
-            return
-        loss = outputs(self.local.graph)[0]
-        self._seed(loss)
-        for (key, stage), terms in self.terms.items():
-            found = self._leaf(key)
-            if found is None:
-                continue
-            made = self.program.gradients.get((found.name, stage or 0))
-            self._sum(made, terms, f"the gradient of {found.name} in stage {stage}", key[0], stage)
-        unread = self._unread()
-        inner: dict[Value, list[Term]] = defaultdict(list)  # of all stages
-        used: set[tuple[str, int | None]] = set()
-        for (key, stage), terms in self.terms.items():
-            found = self._leaf(key)
-            if found is not None:
-                used.add((found.name, stage))
-            elif key not in unread:
-                inner[key] += terms
-        known: dict[Value, bool] = {}
-        for key, terms in inner.items():
-            if key not in self.program.cotangents and not self._reads(key, known):
-                continue
-            self._sum(self.program.cotangents.get(key), terms, f"the gradient of {key[0].name}", key[0], None)
-        for name, stage in self.program.gradients:
-            if (name, stage) not in used:
-                raise self._fail(f"{name} gets a gradient in stage {stage}, and nothing there uses it", None)
-
-    # -- operators
-
-    def _operator(self, node: fx.Node) -> None:
-        stage = self.local.stage.get(node)
-        if node.target in (with_tangent, declare_gradient, after_gradients):
-            self._derivative(node, stage)
-            return
-        made = [self.program.values.get((node, i)) for i in range(len(values(node)))]
-        cotangents = [self.program.cotangents.get((node, i)) for i in range(len(values(node)))]
-        if all(m is None for m in (*made, *cotangents)):
-            return  # nothing of it is used
-        dead = all(m is None for m in made)  # only its gradient is: a backward of the user's declares that
-        values_of = self.program.values
-        inputs = [
-            self._original(values_of.get(origin(n), n)) if dead else self._value(origin(n)) for n in tensor_inputs(node)
-        ]
-        for x, found in zip(values(node), cotangents, strict=True):
-            if found is not None and value(found).shape != x.shape:
-                raise self._fail(f"the gradient of {node.name} has another shape than it: {found.name}", node)
-        grad = self.training and needs_grad(node)
-        pattern = self._pattern(node, inputs, [None if c is None else value(c) for c in cotangents], grad)
-        bound = dict(zip(pattern.inputs, inputs, strict=True))
-        for found, wanted in zip(made, pattern.outputs, strict=False):
-            if found is not None and wanted is not None and not self._equal(wanted, found, bound, stage):
-                raise self._fail(f"{found.name} is not what {node.name} should compute", node)
-        if not grad or all(c is None for c in cotangents):
-            return
-        bound |= {t: c for t, c in zip(pattern.tangents, cotangents, strict=False) if t is not None and c is not None}
-        for given, term in zip(tensor_inputs(node), pattern.gradients, strict=True):
-            if term is not None:
-                key = origin(given)
-                self.terms[key, stage].append(Term(term, bound, node))
-
-    def _derivative(self, node: fx.Node, stage: int | None) -> None:
-        """The ends of a derivative that the user wrote: they pass on values and gradients as they come."""
-        given = tensor_inputs(node)
-        if node.target is declare_gradient:
-            arrived = self.program.values.get(origin(given[1]))
-            constant = arrived is not None and given[1] not in self.backward
-            if constant and not any(n in self.reaching for n, d in self.own.items() if d is self.own[node]):
-                return  # what never saw a gradient declares none
-            if self.training and needs_grad(node) and arrived is not None:
-                self._passes(origin(given[0]), arrived, node)
-            return
-        made = self.program.values.get((node, 0))
-        passed = made if made is None or node.target is with_tangent else made.args[0]
-        alias = made is passed or (made is not None and made.target is aten.alias.default)
-        if made is not None and not (
-            alias and isinstance(passed, fx.Node) and self._original(passed) is self._value(origin(given[0]))
-        ):
-            raise self._fail(f"{made.name} is not what {node.name} passes on", node)
-        cotangent = self.program.cotangents.get((node, 0))
-        if node.target is after_gradients and self.training and cotangent is not None:
-            self._passes(origin(given[0]), cotangent, node)
-        tangent = self.program.values.get((node, 1))
-        if node.target is with_tangent and tangent is not None:
-            nothing = cotangent is None and tangent.target is aten.zeros.default
-            if tangent is not cotangent and not nothing:
-                raise self._fail(f"{tangent.name} is not the gradient of {node.name}", node)
-
-    def _passes(self, key: Value, gradient: fx.Node, node: fx.Node) -> None:
-        place = self.scratch.placeholder("t", value(gradient))
-        self.terms[key, self.local.stage.get(node)].append(Term(place, {place: gradient}, node))
-
-    def _unread(self) -> frozenset[Value]:
-        """Values whose gradients only a backward of the user's would read, and it does not."""
-        read = set[Value]()
         for node in self.local.graph.nodes:
-            if is_getitem(node) or node.op == "output" or not needs_grad(node):
-                continue
-            ends = range(len(values(node)))
-            if node.target is with_tangent:
-                reads = (node, 1) in self.program.values
-            else:
-                reads = node.op == "placeholder" or any(origin(n) in read for n in arrives(node))
-            read |= {(node, i) for i in ends if reads}
-        return frozenset(key for key, _ in self.terms if key not in read)
-
-    def _reads(self, key: Value, known: dict[Value, bool]) -> bool:
-        """Whether a parameter's gradient depends on that of ``key``: some derivatives are 0 whatever arrives."""
-        if key in known:
-            return known[key]
-        (node, index), given = key, tensor_inputs(key[0])
-        if not needs_grad(node) or node.op == "placeholder" or node in self.own or node.target is convert:
-            found = needs_grad(node) and (node.target is not convert or self._reads(origin(given[0]), known))
-        else:
-            wanted = _wanted(node)
-            arrives = [x if i in wanted else None for i, x in enumerate(values(node))]
-            inputs = [self._value(origin(n)) for n in given]
-            pattern = self._pattern(node, inputs, arrives, True)
-            found = any(
-                term is not None and self._reads(origin(n), known) and _depends(term, pattern.tangents[index])
-                for n, term in zip(given, pattern.gradients, strict=True)
-            )
-        known[key] = found
-        return found
+            if node.op == "call_function" and not is_getitem(node):
+                self._check_operator(node)
+        if self.training:
+            self._add_loss_gradient(outputs(self.local.graph)[0])
+            self._check_parameter_gradients()
+            self._check_inner_gradients()
+            self._check_no_other_gradients()
 
     def _leaf(self, key: Value) -> Leaf | None:
-        """The parameter whose gradient that of ``key`` is; types say how it is scattered at the end of the step."""
+        """Return the parameter of a gradient; types say how it is scattered at the end of the step."""
         return leaf(self.local.deferred.get(key[0], key[0]))
 
     def _value(self, key: Value) -> fx.Node:
-        found = self.program.values.get(key)
-        if found is None:
-            raise self._fail(f"{key[0].name} is nowhere", key[0])
-        return self._original(found)
+        node = self.program.values.get(key)
+        if node is None:
+            raise _fail(f"the differentiated graph has no value for {key[0].name}", key[0])
+        return self._original(node)
 
     def _original(self, node: fx.Node) -> fx.Node:
         return self.program.copies.get(node, node)
 
-    def _pattern(
-        self, node: fx.Node, inputs: Sequence[fx.Node], arrives: Sequence[Tensor | None], grad: bool
-    ) -> Pattern:
-        """``arrives``: the gradients that there are, as fake tensors."""
-        looks = [(*_look(value(n)), needs_grad(n), inputs.index(n)) for n in inputs]
-        back = [None if t is None else _look(t) for t in arrives]
-        literals = repr(fx.map_arg((node.args, node.kwargs), lambda _: "*"))
-        wanted = _wanted(node)
-        stored = node in self.local.at_start
-        held = _parameter(node)
-        reduced = None if held is None else value(held).dtype
-        sums = _sums(node)
-        key = (node.target, literals, tuple(looks), tuple(back), grad, tuple(wanted), stored, reduced, sums)
-        if key not in self.patterns:
-            self.patterns[key] = self._make(node, inputs, arrives, grad, wanted, sums)
-        return self.patterns[key]
+    def _check_copy(self, copy: fx.Node, original: fx.Node) -> None:
+        same_call = copy.target is original.target and literals(copy) == literals(original)
+        pairs = zip(tensor_inputs(copy), tensor_inputs(original), strict=False)
+        if not same_call or any(self._original(a) is not self._original(b) for a, b in pairs):
+            raise _fail(f"{copy.name} is not {original.name} computed again", copy)
 
-    def _make(
+    # -- operators
+
+    def _check_operator(self, node: fx.Node) -> None:
+        """Check what ``node`` computes, and add the terms of its inputs' gradients."""
+        if node.target in (with_tangent, declare_gradient, after_gradients):
+            self._check_user_derivative(node)
+            return
+        keys = [(node, i) for i in range(len(values(node)))]
+        results = [self.program.values.get(key) for key in keys]
+        cotangents = [self.program.cotangents.get(key) for key in keys]
+        if all(x is None for x in (*results, *cotangents)):
+            return  # nothing reads it
+        inputs = self._inputs(node, has_results=any(result is not None for result in results))
+        self._check_shapes(node, cotangents)
+        needs_backward = self.training and needs_grad(node)
+        tangents = [None if x is None else value(x) for x in cotangents]
+        pattern = self.expected.pattern(node, inputs, tangents, needs_backward)
+        bindings = dict(zip(pattern.inputs, inputs, strict=True))
+        for result, expected in zip(results, pattern.outputs, strict=False):
+            if result is None or expected is None:
+                continue
+            if not self._matches(expected, result, bindings, self.local.stage.get(node)):
+                raise _fail(f"{result.name} is not what {node.name} should compute", node)
+        if needs_backward and any(x is not None for x in cotangents):
+            self._add_terms(node, pattern, bindings, cotangents)
+
+    def _inputs(self, node: fx.Node, *, has_results: bool) -> list[fx.Node]:
+        """Return the nodes that ``node`` reads in the differentiated graph.
+
+        If only its gradient is used, which a backward of the user's declares, the inputs may be missing.
+        """
+        sources = [origin(x) for x in tensor_inputs(node)]
+        if has_results:
+            return [self._value(source) for source in sources]
+        pairs = zip(sources, tensor_inputs(node), strict=True)
+        return [self._original(self.program.values.get(source, x)) for source, x in pairs]
+
+    def _check_shapes(self, node: fx.Node, cotangents: Sequence[fx.Node | None]) -> None:
+        for x, cotangent in zip(values(node), cotangents, strict=True):
+            if cotangent is not None and value(cotangent).shape != x.shape:
+                raise _fail(f"{cotangent.name}, the gradient of {node.name}, has another shape than its value", node)
+
+    def _add_terms(
         self,
         node: fx.Node,
-        inputs: Sequence[fx.Node],
-        arrives: Sequence[Tensor | None],
-        grad: bool,
-        wanted: list[int],
-        sums: torch.dtype | None,
-    ) -> Pattern:
-        if grad and node.target is not convert:
-            operands, flags = tuple(value(n) for n in inputs), tuple(needs_grad(n) for n in inputs)
-            same = tuple(inputs.index(n) for n in inputs)
-            given = (node.args, node.kwargs)
-            return self.operators.pattern(
-                OperatorCall(node.target, given, operands, flags, same, tuple(arrives), tuple(wanted), sums)
-            )
-        stands = {n: self.scratch.placeholder("x", value(n), needs_grad=needs_grad(n)) for n in inputs}
-        places = [stands[n] for n in inputs]
-        following = iter(places)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(following))
-        tangents = [None if t is None else self.scratch.placeholder("t", t) for t in arrives]
-        if node.target is convert:
-            return self._conversion(node, places[0], tangents[0], args)
-        made = self.scratch.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
-        several = isinstance(facts(made).value, tuple)
-        outs = [self.scratch.getitem(made, i) for i in range(len(values(node)))] if several else [made]
-        return Pattern(tuple(places), tuple(tangents), tuple(outs), (None,) * len(places))
+        pattern: Pattern,
+        bindings: dict[fx.Node, fx.Node],
+        cotangents: Sequence[fx.Node | None],
+    ) -> None:
+        for tangent, cotangent in zip(pattern.tangents, cotangents, strict=False):
+            if tangent is not None and cotangent is not None:
+                bindings[tangent] = cotangent
+        for x, term in zip(tensor_inputs(node), pattern.gradients, strict=True):
+            if term is not None:
+                self.terms[origin(x), self.local.stage.get(node)].append(Term(term, bindings, node))
 
-    def _conversion(self, node: fx.Node, x: fx.Node, tangent: fx.Node | None, args: Any) -> Pattern:
-        """Ranks add up values in the dtype of values, and gradients of parameters in that of these, in which they
-        stay."""
-        _, axis, size, source, target = args
-        a, b = parse_type(source), parse_type(target)
-        dtype, held = value(x).dtype, _parameter(node)
-        forward = forward_call(a, b, stored=node in self.local.at_start)
-        made, back = x, tangent
-        if forward is not None:
-            made = self._sent(x, forward, axis, size, dtype_of_sum(self.precision, dtype))
-            made = self._cast(made, dtype)
-        backward = backward_call(a, b)
-        if tangent is not None and backward is not None:
-            came = value(tangent).dtype
-            if held is None:
-                back = self._cast(self._sent(tangent, backward, axis, size, dtype_of_sum(self.precision, came)), came)
-            else:
-                wide = dtypes_of_gradient(self.precision, value(held).dtype)[1]
-                back = self._sent(tangent, backward, axis, size, wide)
-        return Pattern((x,), (tangent,), (made,), (back,))
+    # -- derivatives that users wrote
 
-    def _sent(self, x: fx.Node, call: Any, axis: str, size: int, wide: torch.dtype) -> fx.Node:
-        """``x`` over the axis, in dtype ``wide`` where ranks add up."""
-        op, dims = call
-        return self.scratch.call(op, self._cast(x, wide) if op in SUMS else x, axis, size, *dims)
+    def _check_user_derivative(self, node: fx.Node) -> None:
+        """Check an end of a derivative that the user wrote: it passes on values and gradients unchanged."""
+        source = origin(tensor_inputs(node)[0])
+        if node.target is declare_gradient:
+            self._add_declared_gradient(node, source)
+            return
+        self._check_passed_on(node, source)
+        cotangent = self.program.cotangents.get((node, 0))
+        if node.target is with_tangent:
+            self._check_tangent(node, cotangent)
+        elif self.training and cotangent is not None:
+            self._add_gradient(source, cotangent, node)
 
-    def _cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return x if value(x).dtype is dtype else self.scratch.call(aten._to_copy.default, x, dtype=dtype)
+    def _add_declared_gradient(self, node: fx.Node, source: Value) -> None:
+        declared = tensor_inputs(node)[1]
+        gradient = self.program.values.get(origin(declared))
+        if gradient is None or not self.training or not needs_grad(node):
+            return
+        if declared in self.in_user_backward or self._is_reached(node):
+            self._add_gradient(source, gradient, node)
+
+    def _is_reached(self, node: fx.Node) -> bool:
+        """Return whether a gradient of the loss reaches the user's derivative that ``node`` belongs to."""
+        derivative = self.user_derivatives[node]
+        return any(x in self.reached_by_loss for x, d in self.user_derivatives.items() if d is derivative)
+
+    def _check_passed_on(self, node: fx.Node, source: Value) -> None:
+        result = self.program.values.get((node, 0))
+        if result is None:
+            return
+        passed = result if node.target is with_tangent else result.args[0]
+        is_alias = passed is result or result.target is aten.alias.default
+        if not is_alias or not isinstance(passed, fx.Node) or self._original(passed) is not self._value(source):
+            raise _fail(f"{result.name} is not what {node.name} passes on", node)
+
+    def _check_tangent(self, node: fx.Node, cotangent: fx.Node | None) -> None:
+        tangent = self.program.values.get((node, 1))
+        if tangent is None or tangent is cotangent:
+            return
+        if cotangent is not None or tangent.target is not aten.zeros.default:
+            raise _fail(f"{tangent.name} is not the gradient of {node.name}", node)
+
+    def _add_gradient(self, key: Value, gradient: fx.Node, node: fx.Node) -> None:
+        stand_in = self.expected.scratch.placeholder("t", value(gradient))
+        self.terms[key, self.local.stage.get(node)].append(Term(stand_in, {stand_in: gradient}, node))
 
     # -- gradients
 
-    def _seed(self, loss: fx.Node) -> None:
-        x = values(loss)[0]
-        one = self.scratch.call(aten.ones.default, list(x.shape), dtype=x.dtype, device=x.device)
-        if self.precision.scale is not None:
-            one = self.scratch.call(loss_scale, one)
-        self.terms[origin(loss), self.local.stage.get(origin(loss)[0], 0)].append(Term(one, {}, origin(loss)[0]))
+    def _add_loss_gradient(self, loss: fx.Node) -> None:
+        x, scratch = values(loss)[0], self.expected.scratch
+        gradient = scratch.call(aten.ones.default, list(x.shape), dtype=x.dtype, device=x.device)
+        if self.local.staged.sharded.program.precision.scale is not None:
+            gradient = scratch.call(loss_scale, gradient)
+        key = origin(loss)
+        self.terms[key, self.local.stage.get(key[0], 0)].append(Term(gradient, {}, key[0]))
 
-    def _sum(self, made: fx.Node | None, terms: list[Term], what: str, node: fx.Node, stage: int | None) -> None:
-        """``made`` adds up exactly ``terms``; each term is computed in the stage of its operator, and added there to
-        the others of that stage."""
-        if made is None:
-            raise self._fail(f"{what} is missing", node)
-        left, todo, crossing = list(terms), [(made, self.program.stage.get(made))], set[int | None]()
-        while todo:
-            here, reader = todo.pop()
-            found = next(
-                (t for t in left if self._equal(t.node, here, dict(t.bound), self.local.stage.get(t.user))), None
-            )
-            # what an operator passes on as it came is in the stage that it came from
-            home = self.program.stage.get(here) if found is None else self.local.stage.get(found.user)
-            if here is made and stage not in (None, home):
-                raise self._fail(f"{what} is added up in stage {home}", node)
-            if home != reader:
-                if home in crossing:
-                    raise self._fail(f"{what} leaves stage {home} in several tensors", node)
-                crossing.add(home)
-            if found is not None:
-                left.remove(found)
-            elif here.target is aten.add.Tensor and len(here.args) == 2 and len(here.all_input_nodes) in (1, 2):
-                todo += [(here.args[0], home), (here.args[1], home)]  # type: ignore[list-item]
+    def _check_parameter_gradients(self) -> None:
+        for (key, stage), terms in self.terms.items():
+            parameter = self._leaf(key)
+            if parameter is not None:
+                gradient = self.program.gradients.get((parameter.name, stage or 0))
+                self._check_sum(gradient, terms, f"the gradient of {parameter.name} in stage {stage}", key[0], stage)
+
+    def _check_inner_gradients(self) -> None:
+        unread = self._unread_gradients()
+        terms_of: dict[Value, list[Term]] = defaultdict(list)  # from all stages
+        for (key, _), terms in self.terms.items():
+            if self._leaf(key) is None and key not in unread:
+                terms_of[key] += terms
+        reaches_parameter: dict[Value, bool] = {}
+        for key, terms in terms_of.items():
+            if key in self.program.cotangents or self._reaches_parameter(key, reaches_parameter):
+                self._check_sum(self.program.cotangents.get(key), terms, f"the gradient of {key[0].name}", key[0], None)
+
+    def _check_no_other_gradients(self) -> None:
+        leaves = [(self._leaf(key), stage) for key, stage in self.terms]
+        used = {(parameter.name, stage) for parameter, stage in leaves if parameter is not None}
+        for name, stage in self.program.gradients:
+            if (name, stage) not in used:
+                raise _fail(f"{name} gets a gradient in stage {stage}, where nothing uses it")
+
+    def _unread_gradients(self) -> frozenset[Value]:
+        """Return the values whose gradients only a backward of the user's could read, and does not."""
+        read = set[Value]()
+        for node in self.local.graph.nodes:
+            if is_getitem(node) or node.op == "output" or not needs_grad(node):
+                continue
+            if node.target is with_tangent:
+                is_read = (node, 1) in self.program.values
             else:
-                raise self._fail(f"{what} has a term too many or a wrong one: {here.name}", node)
-        if left:
-            users = ", ".join(t.user.name for t in left)
-            raise self._fail(f"{what} lacks the term of {users}", node)
+                is_read = node.op == "placeholder" or any(origin(x) in read for x in arrives(node))
+            if is_read:
+                read |= {(node, i) for i in range(len(values(node)))}
+        return frozenset(key for key, _ in self.terms if key not in read)
+
+    def _reaches_parameter(self, key: Value, answers: dict[Value, bool]) -> bool:
+        """Return whether a parameter's gradient depends on that of ``key``: some derivatives are always 0."""
+        if key not in answers:
+            answers[key] = self._gradient_is_passed_on(key, answers)
+        return answers[key]
+
+    def _gradient_is_passed_on(self, key: Value, answers: dict[Value, bool]) -> bool:
+        node, index = key
+        if not needs_grad(node):
+            return False
+        sources = [origin(x) for x in tensor_inputs(node)]
+        if node.target is convert:
+            return self._reaches_parameter(sources[0], answers)
+        if node.op == "placeholder" or node in self.user_derivatives:
+            return True
+        differentiable = differentiable_results(node)
+        tangents = [x if i in differentiable else None for i, x in enumerate(values(node))]
+        pattern = self.expected.pattern(node, [self._value(source) for source in sources], tangents, True)
+        return any(
+            term is not None and self._reaches_parameter(source, answers) and _depends(term, pattern.tangents[index])
+            for source, term in zip(sources, pattern.gradients, strict=True)
+        )
+
+    def _check_sum(
+        self, total: fx.Node | None, terms: Sequence[Term], name: str, node: fx.Node, stage: int | None
+    ) -> None:
+        """Check that ``total`` adds up exactly ``terms``.
+
+        Each term is computed in the stage of its operator, and added there to the other terms of that stage.
+        """
+        if total is None:
+            raise _fail(f"{name} is missing", node)
+        unmatched, crossing = list(terms), set[int | None]()
+        pending = [(total, self.program.stage.get(total))]
+        while pending:
+            addend, reader_stage = pending.pop()
+            term = self._take_term(unmatched, addend)
+            # a gradient that an operator passes on unchanged is in the stage that it came from
+            addend_stage = self.program.stage.get(addend) if term is None else self.local.stage.get(term.user)
+            if addend is total and stage not in (None, addend_stage):
+                raise _fail(f"{name} is added up in stage {addend_stage}", node)
+            if addend_stage != reader_stage:
+                if addend_stage in crossing:
+                    raise _fail(f"{name} leaves stage {addend_stage} in several tensors", node)
+                crossing.add(addend_stage)
+            if term is None:
+                pending += [(operand, addend_stage) for operand in _addends(addend, name, node)]
+        if unmatched:
+            users = ", ".join(term.user.name for term in unmatched)
+            raise _fail(f"{name} lacks the term of {users}", node)
+
+    def _take_term(self, terms: list[Term], node: fx.Node) -> Term | None:
+        """Remove the term that ``node`` computes from ``terms``, and return it."""
+        for index, term in enumerate(terms):
+            if self._matches(term.node, node, dict(term.bindings), self.local.stage.get(term.user)):
+                return terms.pop(index)
+        return None
 
     # -- comparing graphs
 
-    def _equal(self, pattern: fx.Node, node: fx.Node, bound: dict[fx.Node, fx.Node], stage: int | None) -> bool:
-        """Whether ``node`` computes what ``pattern`` says, in ``stage``."""
-        todo = [(pattern, node)]
-        while todo:
-            want, have = todo.pop()
-            if want in bound:
-                if not self._same(bound[want], have):
+    def _matches(self, pattern: fx.Node, node: fx.Node, bindings: dict[fx.Node, fx.Node], stage: int | None) -> bool:
+        """Return whether ``node`` computes ``pattern`` in ``stage``, and add the matched nodes to ``bindings``."""
+        pending = [(pattern, node)]
+        while pending:
+            expected, actual = pending.pop()
+            if expected in bindings:
+                if not self._is_same_value(bindings[expected], actual):
                     return False
                 continue
-            while have.target is aten.contiguous.default and want.target is not have.target:
-                (have,) = have.all_input_nodes
-            if want.op != "call_function" or have.op != "call_function" or want.target is not have.target:
+            while actual.target is aten.contiguous.default and expected.target is not actual.target:
+                (actual,) = actual.all_input_nodes
+            in_stage = stage is None or self.program.stage.get(actual, stage) == stage
+            if not in_stage or not _is_same_call(expected, actual):
                 return False
-            if stage is not None and self.program.stage.get(have, stage) != stage:
-                return False
-            if _shapes(want) != _shapes(have) or _literals(want) != _literals(have):
-                return False
-            bound[want] = self._original(have)
-            todo += zip(tensor_inputs(want), tensor_inputs(have), strict=True)
+            bindings[expected] = self._original(actual)
+            pending += zip(tensor_inputs(expected), tensor_inputs(actual), strict=True)
         return True
 
-    def _same(self, want: fx.Node, have: fx.Node) -> bool:
-        """Whether two nodes are one value, in whatever memory format."""
-        want, have = self._original(want), self._original(have)
-        while have is not want and have.target is aten.contiguous.default:
-            have = self._original(have.all_input_nodes[0])
-        return have is want
-
-    def _check_copy(self, copy: fx.Node, original: fx.Node) -> None:
-        same = copy.target is original.target and _literals(copy) == _literals(original)
-        pairs = zip(tensor_inputs(copy), tensor_inputs(original), strict=False)
-        if not same or any(self._original(a) is not self._original(b) for a, b in pairs):
-            raise self._fail(f"{copy.name} is not {original.name} computed again", copy)
-
-    def _fail(self, what: str, node: fx.Node | None) -> CompileError:
-        where = facts(node).where if node is not None else None
-        return CompileError("QN209", f"backward check: {what}", where=where, fix=REPORT)
+    def _is_same_value(self, expected: fx.Node, actual: fx.Node) -> bool:
+        """Return whether two nodes are one value, in any memory format."""
+        expected, actual = self._original(expected), self._original(actual)
+        while actual is not expected and actual.target is aten.contiguous.default:
+            actual = self._original(actual.all_input_nodes[0])
+        return actual is expected
 
 
-def _reaching(graph: fx.Graph) -> frozenset[fx.Node]:
-    """The operators to which a gradient of the loss comes."""
-    found = {outputs(graph)[0]}
-    for node in reversed(graph.nodes):
-        if node in found and node.op == "call_function":
-            found.update(n for n in tensor_inputs(node) if needs_grad(n))
-    return frozenset(found)
+def _addends(node: fx.Node, name: str, user: fx.Node) -> list[fx.Node]:
+    is_sum = node.target is aten.add.Tensor and len(node.args) == 2 and len(node.all_input_nodes) in (1, 2)
+    if not is_sum:
+        raise _fail(f"{name} adds {node.name}, which is none of its terms", user)
+    return list(node.args)  # type: ignore[arg-type]
 
 
-def _depends(node: fx.Node, on: fx.Node | None) -> bool:
-    seen, todo = set[fx.Node](), [node]
-    while todo:
-        here = todo.pop()
-        if here is on:
-            return True
-        todo += [n for n in here.all_input_nodes if n not in seen]
-        seen.update(here.all_input_nodes)
-    return False
+def _is_same_call(expected: fx.Node, actual: fx.Node) -> bool:
+    """Return whether two nodes call one operator on shapes and literals that are equal."""
+    if expected.op != "call_function" or actual.op != "call_function" or expected.target is not actual.target:
+        return False
+    return _shapes(expected) == _shapes(actual) and literals(expected) == literals(actual)
 
 
 def _shapes(node: fx.Node) -> list[tuple[int, ...] | None]:
-    return [None if v is None else tuple(v.shape) for v in values(node)]
+    return [None if x is None else tuple(x.shape) for x in values(node)]
 
 
-def _literals(node: fx.Node) -> str:
-    return repr(fx.map_arg((node.args, node.kwargs), lambda _: "*"))
+def _reached_by_loss(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Return the operators that a gradient of the loss reaches."""
+    reached = {outputs(graph)[0]}
+    for node in reversed(graph.nodes):
+        if node in reached and node.op == "call_function":
+            reached.update(x for x in tensor_inputs(node) if needs_grad(x))
+    return frozenset(reached)
 
 
-def _wanted(node: fx.Node) -> list[int]:
-    """The outputs of an operator through which a gradient may come back."""
-    if not isinstance(facts(node).value, tuple):
-        return [0]
-    return sorted({origin(user)[1] for user in node.users if is_getitem(user) and needs_grad(user)})
-
-
-def _look(x: Tensor) -> tuple[Hashable, ...]:
-    return tuple(x.shape), x.stride(), x.dtype
-
-
-def _parameter(node: fx.Node) -> fx.Node | None:
-    """The parameter that a conversion moves: itself, a copy, or what other conversions made of it."""
-    here = node
-    while here.target is convert:
-        (here,) = here.all_input_nodes
-    here = copied_from(here) or here
-    found = leaf(here)
-    return here if found is not None and found.kind == "parameter" and node.target is convert else None
-
-
-def _sums(node: fx.Node) -> torch.dtype | None:
-    """Of a lookup in a copy of a parameter, the dtype of the parameter: rows of its gradient are added up in that."""
-    if node.target not in LOOKUPS:
-        return None
-    here = tensor_inputs(node)[0]
-    while here.target is convert:
-        (here,) = here.all_input_nodes
-    whole = copied_from(here)
-    return None if whole is None else value(whole).dtype
+def _depends(node: fx.Node, source: fx.Node | None) -> bool:
+    """Return whether ``node`` is computed from ``source``."""
+    seen, pending = set[fx.Node](), [node]
+    while pending:
+        ancestor = pending.pop()
+        if ancestor is source:
+            return True
+        pending += [x for x in ancestor.all_input_nodes if x not in seen]
+        seen.update(ancestor.all_input_nodes)
+    return False

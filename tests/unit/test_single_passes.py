@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from quintnet_compiler.core.annotations import shape
+from quintnet_compiler.core.annotations import shape, tensor_inputs, value
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.core.precision import Precision
@@ -29,6 +29,7 @@ from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.autodiff.recompute import Recompute
 from quintnet_compiler.passes.checks.backward import check_backward
 from quintnet_compiler.passes.checks.code import check_code
+from quintnet_compiler.passes.checks.expected_calls import ExpectedCalls
 from quintnet_compiler.passes.checks.notation import check_notation
 from quintnet_compiler.passes.checks.reductions import check_reductions
 from quintnet_compiler.passes.checks.rewrites.fused import check_fused
@@ -149,6 +150,17 @@ def test_the_backward_follows_from_the_types() -> None:
     assert set(_targets(made)) & {str(op) for op in COMMUNICATION} <= {"quintnet.all_reduce"}
     inference = Differentiate(False)(_local())
     assert inference.gradients == {} and len(inference.graph.nodes) < len(made.graph.nodes)
+
+
+def test_equal_calls_have_one_pattern() -> None:
+    local, templates = _local(), dict[Any, Any]()
+    node = next(n for n in local.graph.nodes if n.target is torch.ops.aten.linear.default)
+    expected = ExpectedCalls(local, templates)
+    forward = expected.pattern(node, tensor_inputs(node), [None], needs_backward=False)
+    assert forward is expected.pattern(node, tensor_inputs(node), [None], needs_backward=False)
+    assert forward.outputs[0] is not None and forward.outputs[0].target is node.target
+    backward = expected.pattern(node, tensor_inputs(node), [value(node)], needs_backward=True)
+    assert forward.gradients == (None, None) and any(gradient is not None for gradient in backward.gradients)
 
 
 def test_nothing_is_recomputed_outside_of_repeated_blocks() -> None:
