@@ -69,7 +69,7 @@ def check_backward(
     Raises:
         CompileError: QN209 with the operator whose forward or backward is not what it should be.
     """
-    _BackwardCheck(program, training, ExpectedCalls(program.local, templates or {}, proven)).check()
+    _BackwardCheck(program, training, ExpectedCalls(program.local, templates or {}, proven)).check_all()
 
 
 class _BackwardCheck:
@@ -87,7 +87,7 @@ class _BackwardCheck:
         self.reached_by_loss = _reached_by_loss(self.local.graph)
         self.terms: dict[tuple[Value, int | None], list[Term]] = defaultdict(list)
 
-    def check(self) -> None:
+    def check_all(self) -> None:
         """Check the forward, which collects the terms of gradients; then each gradient."""
         for copy, original in self.program.copies.items():
             self._check_copy(copy, original)
@@ -137,13 +137,17 @@ class _BackwardCheck:
         tangents = [None if x is None else value(x) for x in cotangents]
         pattern = self.expected.pattern(node, inputs, tangents, needs_backward)
         bindings = dict(zip(pattern.inputs, inputs, strict=True))
-        for result, expected in zip(results, pattern.outputs, strict=False):
-            if result is None or expected is None:
-                continue
-            if not self._matches(expected, result, bindings, self.local.stage.get(node)):
-                raise _fail(f"{result.name} is not what {node.name} should compute", node)
+        self._check_results(node, pattern, bindings, results)
         if needs_backward and any(x is not None for x in cotangents):
             self._add_terms(node, pattern, bindings, cotangents)
+
+    def _check_results(
+        self, node: fx.Node, pattern: Pattern, bindings: dict[fx.Node, fx.Node], results: Sequence[fx.Node | None]
+    ) -> None:
+        pairs = [(a, b) for a, b in zip(pattern.outputs, results, strict=False) if a is not None and b is not None]
+        for expected, result in pairs:
+            if not self._matches(expected, result, bindings, self.local.stage.get(node)):
+                raise _fail(f"{result.name} is not what {node.name} should compute", node)
 
     def _inputs(self, node: fx.Node, *, has_results: bool) -> list[fx.Node]:
         """Return the nodes that ``node`` reads in the differentiated graph.
@@ -359,8 +363,7 @@ class _BackwardCheck:
 
 
 def _addends(node: fx.Node, name: str, user: fx.Node) -> list[fx.Node]:
-    is_sum = node.target is aten.add.Tensor and len(node.args) == 2 and len(node.all_input_nodes) in (1, 2)
-    if not is_sum:
+    if node.target is not aten.add.Tensor or len(node.args) != 2 or len(node.all_input_nodes) not in (1, 2):
         raise _fail(f"{name} adds {node.name}, which is none of its terms", user)
     return list(node.args)  # type: ignore[arg-type]
 

@@ -45,7 +45,7 @@ def check_code(program: DistributedProgram, stages: Iterable[StageProgram] | Non
         CompileError: QN209 with what differs; QN208 for the schedule.
     """
     for stage in dict.fromkeys(map(_ByIdentity, program.stages if stages is None else stages)):
-        _StageCheck(program, stage.stage).check()
+        _StageCheck(program, stage.stage).check_functions()
     _check_state(program)
     _check_transfers(program)
     check_batches(program)
@@ -85,7 +85,7 @@ class _StageCheck:
         self.seen: set[fx.Node] = set()
         self.accumulated: list[str] = []
 
-    def check(self) -> None:
+    def check_functions(self) -> None:
         """Check each function, that no operator of the stage is missing, and the names that the interpreter reads."""
         for label, piece in self.stage.pieces.items():
             self._check_piece(label, piece)

@@ -1,4 +1,4 @@
-"""What is proven: an operator with its operands, and what its forward and backward are made of."""
+"""A call of an operator, and the pattern of its forward and backward."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ INVALID = (RuntimeError, IndexError, ValueError, TypeError)  # what operators ra
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a graph should compute, as a small graph of its own: ``inputs`` and ``tangents`` stand for nodes of the
-    checked graph; ``outputs`` and ``gradients`` are what it must contain."""
+    """A small graph that a checked graph should contain.
+
+    Attributes:
+        inputs: placeholders for the nodes that the operator reads.
+        tangents: for each output a placeholder for its gradient, or None without one.
+        outputs: what the forward computes.
+        gradients: what the backward computes for each input, or None.
+    """
 
     inputs: tuple[fx.Node, ...]
     tangents: tuple[fx.Node | None, ...]
@@ -27,36 +33,45 @@ class Pattern:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """An operator and what its operands look like. ``given``: its arguments, in which each node stands for the next of
-    ``operands``; ``same``: for each of these the first that is the same value. ``tangents``: for each output the
-    gradient that arrives, if one does; ``wanted``: the outputs through which one may. ``sums``: the dtype in which the
-    rows of a lookup's gradient are added up, if not in their own."""
+    """An operator with fake operands.
+
+    Attributes:
+        target: the operator.
+        arguments: positional and keyword arguments; each node in them stands for the next of ``operands``.
+        operands: fake tensors.
+        grads: for each operand, whether it needs a gradient.
+        first_use: for each operand, the position of the first operand that is the same value.
+        tangents: for each output, the gradient that arrives, as a fake tensor, or None.
+        wanted: the outputs that a gradient may reach.
+        sums: the dtype in which the rows of a lookup's gradient are added up, if not their own.
+    """
 
     target: Any
-    given: tuple[Any, Any]
+    arguments: tuple[Any, Any]
     operands: tuple[Tensor, ...]
     grads: tuple[bool, ...]
-    same: tuple[int, ...]
+    first_use: tuple[int, ...]
     tangents: tuple[Tensor | None, ...]
     wanted: tuple[int, ...]
     sums: torch.dtype | None = None
 
     @property
-    def look(self) -> Hashable:
-        """Equal of two calls that differ in nothing but which tensors they are given."""
-        literals = repr(fx.map_arg(self.given, lambda _: "*"))
+    def proof_key(self) -> Hashable:
+        """Return a key that is equal for calls which differ in the values of their tensors alone."""
+        literals = repr(fx.map_arg(self.arguments, lambda _: "*"))
         tensors = tuple(
             None if x is None else (tuple(x.shape), x.stride(), x.dtype, x.device)
             for x in (*self.operands, *self.tangents)
         )
-        return self.target, literals, tensors, self.grads, self.same, self.wanted, self.sums
+        return self.target, literals, tensors, self.grads, self.first_use, self.wanted, self.sums
 
-    def filled(self, with_: Sequence[Any]) -> tuple[Any, Any]:
-        """The arguments with these in the operands' places."""
-        following = iter(with_)
-        found: tuple[Any, Any] = fx.map_arg(self.given, lambda _: next(following))
-        return found
+    def filled(self, operands: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the arguments with ``operands`` in place of its own."""
+        following = iter(operands)
+        arguments: tuple[Any, Any] = fx.map_arg(self.arguments, lambda _: next(following))
+        return arguments
 
 
 def wrong(call: OperatorCall, what: str) -> CompileError:
+    """Return error QN209: the derivative of an operator is not its derivative."""
     return CompileError("QN209", f"backward check: the derivative of {call.target} is wrong: {what}", fix=REPORT)

@@ -1,4 +1,4 @@
-"""A pattern on drawn values, beside autograd of the eager operator."""
+"""Comparison of a pattern with autograd of the eager operator, on drawn values."""
 
 from __future__ import annotations
 
@@ -16,53 +16,72 @@ from .calls import INVALID, OperatorCall, Pattern, wrong
 from .device_kernels import on_cpu
 from .operands import drawn
 
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of what is largest; 5e-2 for dtypes of 16 bits
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # as a share of the largest value; 5e-2 for 16 bits
 
 
 def check_numbers(call: OperatorCall, pattern: Pattern) -> bool:
-    """Compare the pattern with autograd of the operator itself; False if this process cannot run that."""
-    for positive in (False, True):  # some operators are only defined there
-        generator = torch.Generator().manual_seed(len(call.operands))
-        bound = min([n for x in call.operands for n in x.shape if n] or [1])
-        draw: list[Tensor] = []
-        for x, first in zip(call.operands, call.same, strict=True):  # one value that is read twice is drawn once
-            draw.append(draw[first] if first < len(draw) else drawn(x, generator, bound, positive))
-        draw = _PLANNED[call.target](draw) if call.target in _PLANNED else draw
-        arrives = [None if t is None else drawn(t, generator, bound, False) for t in call.tangents]
-        try:
-            expected = _eager(call, draw, arrives)
-        except INVALID:
-            return False  # no kernel here, or the drawn operands are none of its own
-        if all(x is None or bool(x.isfinite().all()) for x in expected):
-            break
-    places = zip(pattern.inputs, draw, strict=True)
-    env = dict(places) | {p: t for p, t in zip(pattern.tangents, arrives, strict=True) if p is not None}
+    """Compare the pattern with autograd of the operator; return False if this process cannot run that.
+
+    Raises:
+        CompileError: QN209 with the output or gradient that is wrong.
+    """
+    example = _example(call)
+    if example is None:
+        return False
+    operands, tangents, expected = example
+    env: dict[fx.Node, Any] = dict(zip(pattern.inputs, operands, strict=True))
+    env |= {node: t for node, t in zip(pattern.tangents, tangents, strict=True) if node is not None}
+    nodes = (*pattern.outputs, *pattern.gradients)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            found = [None if n is None else _run(n, env) for n in (*pattern.outputs, *pattern.gradients)]
+            actual = [None if node is None else _run(node, env) for node in nodes]
     except NotImplementedError:
-        return False  # what it is traced to runs on another kind of device
+        return False  # its trace runs on another kind of device
     except INVALID as error:
         raise wrong(call, f"it does not run: {error}") from error
-    for position, (have, want) in enumerate(zip(found, expected, strict=True)):
-        worst = difference(have, want)
-        if worst is not None:
+    for position, pair in enumerate(zip(actual, expected, strict=True)):
+        error_share = difference(*pair)
+        if error_share is not None:
             count = len(pattern.outputs)
-            what = f"output {position}" if position < count else f"gradient {position - count}"
-            raise wrong(call, f"{what} is off by {worst:.1e} of its largest value")
+            name = f"output {position}" if position < count else f"gradient {position - count}"
+            raise wrong(call, f"{name} is off by {error_share:.1e} of its largest value")
     return True
 
 
-def _eager(call: OperatorCall, draw: Sequence[Tensor], arrives: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The outputs that the backward may need, then the gradient of each operand."""
+def _example(
+    call: OperatorCall,
+) -> tuple[Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor | None]] | None:
+    """Return drawn operands and tangents, and what autograd makes of them; None if the operator does not run.
+
+    Where results are not finite, the operands are drawn again, between 0 and 1.
+    """
+    for positive in (False, True):
+        generator = torch.Generator().manual_seed(len(call.operands))
+        bound = min([n for x in call.operands for n in x.shape if n] or [1])
+        operands: list[Tensor] = []
+        for x, first in zip(call.operands, call.first_use, strict=True):  # a value that is read twice is drawn once
+            operands.append(operands[first] if first < len(operands) else drawn(x, generator, bound, positive))
+        operands = _PLANNED[call.target](operands) if call.target in _PLANNED else operands
+        tangents = [None if t is None else drawn(t, generator, bound, False) for t in call.tangents]
+        try:
+            expected = _eager(call, operands, tangents)
+        except INVALID:
+            return None  # no kernel, or the operator does not take the drawn operands
+        if all(x is None or bool(x.isfinite().all()) for x in expected):
+            break
+    return operands, tangents, expected
+
+
+def _eager(call: OperatorCall, operands: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the outputs of the operator, then the gradient of each operand."""
     with torch.inference_mode(False), torch.enable_grad():
-        leaves = [x.detach().requires_grad_(flag) for x, flag in zip(draw, call.grads, strict=True)]
+        leaves = [x.detach().requires_grad_(flag) for x, flag in zip(operands, call.grads, strict=True)]
         args, kwargs = on_device(call.filled(leaves), CPU)
-        made = _REFERENCES.get(call.target, call.target)(*args, **kwargs)
-        outs = list(made) if isinstance(made, (tuple, list)) else [made]
-        pairs = [(o, t) for o, t in zip(outs, arrives, strict=True) if t is not None and o.requires_grad]
-        ask = [x for x in leaves if x.requires_grad]
-        grads = iter(torch.autograd.grad([o for o, _ in pairs], ask, [t for _, t in pairs], allow_unused=True))
+        result = _REFERENCES.get(call.target, call.target)(*args, **kwargs)
+        outs = list(result) if isinstance(result, (tuple, list)) else [result]
+        pairs = [(o, t) for o, t in zip(outs, tangents, strict=True) if t is not None and o.requires_grad]
+        inputs = [x for x in leaves if x.requires_grad]
+        grads = iter(torch.autograd.grad([o for o, _ in pairs], inputs, [t for _, t in pairs], allow_unused=True))
         return [*outs, *(next(grads) if x.requires_grad else None for x in leaves)]
 
 
@@ -73,32 +92,40 @@ def _run(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
     return env[node]
 
 
-def difference(have: Tensor | None, want: Tensor | None) -> float | None:
-    """The largest error, of what is largest; None where it is no more than rounding."""
-    if have is None or not isinstance(want, Tensor):
-        return None if want is None or (have is None and not bool(want.any())) else math.inf
-    if have.shape != want.shape:
+def difference(actual: Tensor | None, expected: Tensor | None) -> float | None:
+    """Return the largest error as a share of the largest value, or None if it is no more than rounding."""
+    if expected is None:
+        return None
+    if actual is None or not isinstance(expected, Tensor):
+        return None if actual is None and not bool(expected.any()) else math.inf
+    if actual.shape != expected.shape:
         return math.inf
-    if not want.is_floating_point() and not want.is_complex():
-        return None if torch.equal(have.to(want.dtype), want) else math.inf
-    wide = torch.complex128 if want.is_complex() else torch.float64
-    a, b = have.detach().to(wide), want.detach().to(wide)
-    known = b.isfinite()
-    if not torch.equal(known, a.isfinite()):
+    if not expected.is_floating_point() and not expected.is_complex():
+        return None if torch.equal(actual.to(expected.dtype), expected) else math.inf
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    return _relative_error(actual.detach().to(wide), expected.detach().to(wide), TOLERANCE.get(expected.dtype, 5e-2))
+
+
+def _relative_error(actual: Tensor, expected: Tensor, tolerance: float) -> float | None:
+    finite = expected.isfinite()
+    if not torch.equal(finite, actual.isfinite()):
         return math.inf
-    gap, size = (float(x[known].abs().max()) if bool(known.any()) else 0.0 for x in (a - b, b))
-    return None if gap <= TOLERANCE.get(want.dtype, 5e-2) * max(size, 1e-3) else gap / max(size, 1e-30)
+    if not bool(finite.any()):
+        return None
+    error = float((actual - expected)[finite].abs().max())
+    largest = float(expected[finite].abs().max())
+    return None if error <= tolerance * max(largest, 1e-3) else error / max(largest, 1e-30)
 
 
 def _experts(rows: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """Each row times the matrix of its expert, one by one."""
+    """Multiply each row by the matrix of its expert, row by row."""
     chosen = (torch.arange(rows.shape[0]).unsqueeze(1) >= ends).sum(1)
     matrix = weight[chosen] if transposed else weight[chosen].transpose(1, 2)
-    made = (rows.unsqueeze(1) @ matrix).squeeze(1)
-    return made if bias is None else made + bias[chosen]
+    product = (rows.unsqueeze(1) @ matrix).squeeze(1)
+    return product if bias is None else product + bias[chosen]
 
 
-# operators of this package that autograd knows nothing of
+# operators of this package that have no autograd
 _REFERENCES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         grouped_linear: _experts,
@@ -108,17 +135,17 @@ _REFERENCES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
 )
 
 
-def _ending(x: Tensor, ends: Tensor) -> Tensor:
-    """Drawn ``ends`` of groups as there may be: in order, and the last where the rows of ``x`` end."""
+def _valid_ends(x: Tensor, ends: Tensor) -> Tensor:
+    """Return drawn ``ends`` of groups in order, with the last at the end of the rows of ``x``."""
     return torch.cat([ends.sort().values[:-1], ends.new_full([1], x.shape[0])])
 
 
-# what takes a plan, and one made of drawn operands
+# operators that take a plan of groups, and how drawn operands become a valid one
 _PLANNED: Mapping[Any, Callable[[list[Tensor]], list[Tensor]]] = MappingProxyType(
     {
-        grouped_linear: lambda draw: [draw[0], _ending(draw[0], draw[1]), *draw[2:]],
+        grouped_linear: lambda draw: [draw[0], _valid_ends(draw[0], draw[1]), *draw[2:]],
         **dict.fromkeys(
-            (group_rows, ungroup_rows), lambda draw: [draw[0], draw[1].argsort(), _ending(draw[0], draw[2])]
+            (group_rows, ungroup_rows), lambda draw: [draw[0], draw[1].argsort(), _valid_ends(draw[0], draw[2])]
         ),
     }
 )

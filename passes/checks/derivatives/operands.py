@@ -11,11 +11,12 @@ from .calls import OperatorCall
 
 
 def elements(call: OperatorCall) -> int:
+    """Return the number of elements of all operands and tangents."""
     return sum(x.numel() for x in (*call.operands, *call.tangents) if x is not None)
 
 
 def drawn(like: Tensor, generator: torch.Generator, bound: int, positive: bool) -> Tensor:
-    """Values for a fake tensor, in memory as it is: in that order, with gaps and repetitions where it has some."""
+    """Return drawn values for a fake tensor, with its order in memory, gaps and repetitions."""
     strides = nested_strides(like, like.shape)
     count = 1 + sum((n - 1) * s for n, s in zip(like.shape, strides, strict=True)) if like.numel() else 0
     if like.dtype is torch.bool:
@@ -30,11 +31,11 @@ def drawn(like: Tensor, generator: torch.Generator, bound: int, positive: bool) 
 
 
 def nested_strides(like: Tensor, sizes: Sequence[int]) -> list[int]:
-    """Strides of a tensor of these ``sizes`` that nest as those of ``like`` do."""
-    made, span, dense = [0] * len(sizes), 1, 1
+    """Return strides for ``sizes`` that are nested as those of ``like``."""
+    strides, span, dense = [0] * len(sizes), 1, 1
     order = sorted((s, d) for d, s in enumerate(like.stride()) if s)
     for stride, dim in order:
         gap = like.shape[dim] > 1 and stride > dense
-        made[dim] = span * 2 if gap else span
-        span, dense = made[dim] * max(sizes[dim], 1), max(dense, stride * like.shape[dim])
-    return made
+        strides[dim] = span * 2 if gap else span
+        span, dense = strides[dim] * max(sizes[dim], 1), max(dense, stride * like.shape[dim])
+    return strides

@@ -19,13 +19,18 @@ from .of_ranks import RANKED, check_ranked, check_sums
 from .operands import elements
 from .smaller_calls import in_numbers, smaller
 
-MOST = 1 << 13  # elements of all operands together: more are made fewer
-MOST_AS_THEY_ARE = 1 << 22  # where they cannot be made fewer
+MAX_ELEMENTS = 1 << 13  # of all operands together; calls of more are made smaller
+MAX_ELEMENTS_UNCHANGED = 1 << 22  # of calls that cannot be made smaller
 
 
 class Derivatives:
-    """Patterns of operators with their backward, in the graph of ``scratch``. ``templates``: those traced already;
-    ``proven``: smaller calls whose trace was right, also in other programs."""
+    """Patterns of operators with their backward, in the graph of ``scratch``.
+
+    Attributes:
+        absent: the GPU that the program is compiled for, if this machine has none.
+        proven: smaller calls whose trace was right, also in other programs.
+        operators: traces operators, starting from ``templates``, which were traced already.
+    """
 
     def __init__(
         self,
@@ -35,64 +40,64 @@ class Derivatives:
         proven: set[Hashable] | None = None,
     ) -> None:
         self.absent, self.proven = absent, set[Hashable]() if proven is None else proven
-        self.scratch, self.operators = scratch, VectorJacobian(scratch, templates, _rows, absent)
+        self.scratch, self.operators = scratch, VectorJacobian(scratch, templates, _has_dense_rows, absent)
 
     def pattern(self, call: OperatorCall) -> Pattern:
-        """What ``call`` and its backward are.
+        """Return the pattern of ``call`` and its backward.
 
         Raises:
-            CompileError: QN209 if the template that says so is not the derivative.
+            CompileError: QN209 if its template is not the derivative.
         """
-        made = self._pattern(call)
+        pattern = self._pattern(call)
         if call.sums is not None:
-            check_sums(call, made)
+            check_sums(call, pattern)
         if call.target in RANKED:
-            check_ranked(call, made)
-        elif all(t is None for t in call.tangents) or _random(call):
-            return made
+            check_ranked(call, pattern)
+        elif all(t is None for t in call.tangents) or _is_random(call):
+            return pattern
         elif (example := in_numbers(call, self.scratch.mode)) is not None:
             self.pattern(example)
-        elif not self._check_smaller(call) and elements(call) <= MOST_AS_THEY_ARE:
-            check_numbers(call, made)
-        return made
+        elif not self._check_smaller(call) and elements(call) <= MAX_ELEMENTS_UNCHANGED:
+            check_numbers(call, pattern)
+        return pattern
 
     def _check_smaller(self, call: OperatorCall) -> bool:
-        """Whether a large ``call`` was checked as a smaller one."""
-        for small in smaller(call, self.scratch.mode) if elements(call) > MOST else ():
-            if (self.absent, small.look) in self.proven:
+        """Check a large ``call`` as a smaller one, and return whether that was possible."""
+        for small in smaller(call, self.scratch.mode) if elements(call) > MAX_ELEMENTS else ():
+            if (self.absent, small.proof_key) in self.proven:
                 return True
             try:
                 pattern = self._pattern(small)
             except INVALID:
                 continue  # the call itself was traced: its arguments do not fit the smaller operands
             if check_numbers(small, pattern):
-                self.proven.add((self.absent, small.look))
+                self.proven.add((self.absent, small.proof_key))
                 return True
         return False
 
     def _pattern(self, call: OperatorCall) -> Pattern:
-        stands: list[fx.Node] = []
-        for x, grad, first in zip(call.operands, call.grads, call.same, strict=True):
-            new = first == len(stands)
-            stands.append(self.scratch.placeholder("x", x, needs_grad=grad) if new else stands[first])
+        inputs: list[fx.Node] = []
+        for x, grad, first in zip(call.operands, call.grads, call.first_use, strict=True):
+            is_new = first == len(inputs)
+            inputs.append(self.scratch.placeholder("x", x, needs_grad=grad) if is_new else inputs[first])
         tangents = [None if t is None else self.scratch.placeholder("t", t) for t in call.tangents]
-        args, kwargs = call.filled(stands)
-        made, pullback = self.operators.apply(call.target, args, kwargs, call.wanted, call.sums)
-        terms = pullback(tangents) if any(t is not None for t in tangents) else [None] * len(stands)
-        return Pattern(tuple(stands), tuple(tangents), tuple(made), tuple(terms))
+        args, kwargs = call.filled(inputs)
+        results, pullback = self.operators.apply(call.target, args, kwargs, call.wanted, call.sums)
+        terms = pullback(tangents) if any(t is not None for t in tangents) else [None] * len(inputs)
+        return Pattern(tuple(inputs), tuple(tangents), tuple(results), tuple(terms))
 
 
-def _rows(place: fx.Node) -> bool:
-    """Whether the elements of a row are neighbours, as its fake tensor has it; a program may take more care."""
-    x = value(place)
+def _has_dense_rows(node: fx.Node) -> bool:
+    """Return whether the elements of a row are neighbours in memory, by the fake tensor."""
+    x = value(node)
     return x.dim() == 0 or x.shape[-1] < 2 or x.stride(-1) == 1
 
 
-def _random(call: OperatorCall) -> bool:
-    """Whether two runs differ."""
+def _is_random(call: OperatorCall) -> bool:
+    """Return whether two runs of a call differ."""
     schema = schema_or_none(call.target)
-    for position, known in enumerate(schema.arguments if schema is not None else ()):
-        if known.name == "dropout_p":
-            args, kwargs = call.given
-            return bool(args[position] if position < len(args) else kwargs.get("dropout_p", known.default_value))
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "dropout_p":
+            args, kwargs = call.arguments
+            return bool(args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value))
     return torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ())
