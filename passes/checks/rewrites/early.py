@@ -1,4 +1,4 @@
-"""Check of parameters that are under way when a step begins: nothing reads them before they are there."""
+"""Check of parameters whose all-gather runs when a step begins: nothing reads them before it has ended."""
 
 from __future__ import annotations
 
@@ -17,21 +17,33 @@ _fail = partial(check_failure, "early gathers")
 
 
 def check_early(program: DifferentiatedProgram) -> None:
-    """Raises: CompileError QN209 with what reads a parameter that may still be on its way, or waits for nothing."""
+    """Check each early all-gather, and each wait for one.
+
+    Raises:
+        CompileError: QN209 with what reads a parameter that may still be on its way, or waits for nothing.
+    """
     for node in program.graph.nodes:
         if node.target is gather_early:
-            if node not in program.once:
-                raise _fail(f"{node.name} starts in each microbatch", node)
-            for pick in node.users:
-                for user in pick.users if pick.target is operator.getitem else (pick,):
-                    if user.target is not arrived:
-                        raise _fail(f"{user.name} reads {pick.name} while it is under way", node)
-        if node.target is arrived:
-            (pick,) = node.all_input_nodes
-            made = pick.args[0] if pick.target is operator.getitem else None
-            if not isinstance(made, fx.Node) or made.target is not gather_early:
-                raise _fail(f"{node.name} waits for {pick.name}, which nothing started", node)
-            if node in program.once or program.stage.get(node) != program.stage.get(made):
-                raise _fail(f"{node.name} waits in another function than those that follow", node)
-            if facts(node).phase != "forward":
-                raise _fail(f"{node.name} waits in the backward alone", node)
+            _check_start(program, node)
+        elif node.target is arrived:
+            _check_wait(program, node)
+
+
+def _check_start(program: DifferentiatedProgram, node: fx.Node) -> None:
+    if node not in program.once:
+        raise _fail(f"{node.name} starts in each microbatch", node)
+    for result in node.users:
+        for user in result.users if result.target is operator.getitem else (result,):
+            if user.target is not arrived:
+                raise _fail(f"{user.name} reads {result.name} while it is under way", node)
+
+
+def _check_wait(program: DifferentiatedProgram, node: fx.Node) -> None:
+    (result,) = node.all_input_nodes
+    start = result.args[0] if result.target is operator.getitem else None
+    if not isinstance(start, fx.Node) or start.target is not gather_early:
+        raise _fail(f"{node.name} waits for {result.name}, which nothing started", node)
+    if node in program.once or program.stage.get(node) != program.stage.get(start):
+        raise _fail(f"{node.name} waits in another function than those that read {result.name}", node)
+    if facts(node).phase != "forward":
+        raise _fail(f"{node.name} waits in the backward alone", node)

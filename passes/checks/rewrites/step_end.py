@@ -1,14 +1,15 @@
-"""Check of what is computed when a step is over: put behind the program again, it gives what the program gave."""
+"""Check of what is computed at the end of a step: after the rest of the program, it gives the same results."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from torch import fx
 
 from ....core.annotations import leaf
 from ....ir.distributed_program import DistributedProgram
-from ....ir.program import Program, outputs
+from ....ir.program import Program, StepEnd, outputs
 from ....ir.value_numbers import ValueNumbers
 from ..failure import check_failure
 from ..tables import spellings
@@ -17,78 +18,92 @@ _fail = partial(check_failure, "end of a step")
 
 
 def check_step_end(before: Program, after: Program) -> None:
-    """Each result of ``before`` is one of ``after``, or of its end of a step, which reads what it says.
+    """Check that each result of ``before`` is one of ``after``, or of its end of a step, with the values that it reads.
 
     Raises:
         CompileError: QN209 with the result that is another one.
     """
     numbers = ValueNumbers()
     old, new = _numbered(before.graph, {}, numbers), _numbered(after.graph, {}, numbers)
-    wanted = [old[n] for n in outputs(before.graph)]
-    found = [new[n] for n in outputs(after.graph)]
-    first, ended = len(found) - len(after.last), dict[str, int]()
-    by_name = dict(zip(after.last, found[first:], strict=True))
-    if (end := after.end) is not None:
-        given = end.graph.find_nodes(op="placeholder")
-        reads = {n: by_name[name] for n, name in zip(given, end.reads, strict=False)}
-        inside = _numbered(end.graph, reads, numbers)
-        ended = dict(zip(end.makes, (inside[n] for n in outputs(end.graph)), strict=True))
-        unread = [n for n in given[len(end.reads) :] if (known := leaf(n)) is None or known.kind == "input"]
-        if unread:
-            raise _fail(f"the end of a step reads {unread[0].name}, which is not there then", unread[0])
-    whole = {**by_name, **ended}
-    made = [*found[:first], *(whole[name] for name in before.last)]
-    for position, (left, right) in enumerate(zip(wanted, made, strict=True)):
+    expected = [old[node] for node in outputs(before.graph)]
+    results = [new[node] for node in outputs(after.graph)]
+    num_first = len(results) - len(after.last)
+    by_name = dict(zip(after.last, results[num_first:], strict=True))
+    if after.end is not None:
+        by_name |= _numbers_of_end(after.end, by_name, numbers)
+    actual = [*results[:num_first], *(by_name[name] for name in before.last)]
+    for position, (left, right) in enumerate(zip(expected, actual, strict=True)):
         if left != right:
             raise _fail(f"result {position} is another one", outputs(before.graph)[position])
 
 
-def _numbered(graph: fx.Graph, known: dict[fx.Node, int], numbers: ValueNumbers) -> dict[fx.Node, int]:
-    found = dict(known)
+def _numbers_of_end(end: StepEnd, by_name: Mapping[str, int], numbers: ValueNumbers) -> dict[str, int]:
+    """Return the numbers of the values that the end of a step makes, by name."""
+    placeholders = end.graph.find_nodes(op="placeholder")
+    reads = {node: by_name[name] for node, name in zip(placeholders, end.reads, strict=False)}
+    for node in placeholders[len(end.reads) :]:
+        node_leaf = leaf(node)
+        if node_leaf is None or node_leaf.kind == "input":
+            raise _fail(f"the end of a step reads {node.name}, which it cannot have", node)
+    made = _numbered(end.graph, reads, numbers)
+    return dict(zip(end.makes, (made[node] for node in outputs(end.graph)), strict=True))
+
+
+def _numbered(graph: fx.Graph, reads: Mapping[fx.Node, int], numbers: ValueNumbers) -> dict[fx.Node, int]:
+    number_of = dict(reads)
     for node in graph.nodes:
-        if node.op == "output" or node in found:
+        if node.op == "output" or node in number_of:
             continue
-        if (kept := leaf(node)) is not None:
-            found[node] = numbers.number("leaf", kept.kind, kept.name)
+        node_leaf = leaf(node)
+        if node_leaf is not None:
+            number_of[node] = numbers.number("leaf", node_leaf.kind, node_leaf.name)
         else:
-            found[node] = numbers.call(None, node.target, (node.args, node.kwargs), found.__getitem__)
-    return found
+            number_of[node] = numbers.call(None, node.target, (node.args, node.kwargs), number_of.__getitem__)
+    return number_of
 
 
 def check_code_of_end(program: DistributedProgram) -> None:
-    """The generated function is the graph that :func:`check_step_end` has seen, and its arguments have its names.
+    """Check that the generated function is the graph of the end of a step, and its arguments have the graph's names.
 
     Raises:
         CompileError: QN209 with the call that is another one.
     """
-    whole, made = program.source.local.staged.sharded.program.end, program.end
-    if (whole is None) != (made is None):
-        raise _fail("the end of a step is lost", None)
-    if whole is None or made is None:
+    end, function = program.source.local.staged.sharded.program.end, program.end
+    if (end is None) != (function is None):
+        raise _fail("the end of a step is lost")
+    if end is None or function is None:
         return
-    nodes = {n.name: n for n in whole.graph.nodes}
-    given = whole.graph.find_nodes(op="placeholder")
-    many = len(whole.reads)
-    names = dict(zip(given, whole.reads, strict=False))
-    names |= {n: known.name for n in given[many:] if (known := leaf(n)) is not None}
-    env = dict[fx.Node, fx.Node]()
-    arguments = iter((*made.static, *made.dynamic))
-    for position, node in enumerate(made.module.graph.nodes):
+    nodes = {node.name: node for node in end.graph.nodes}
+    names = _names_of_reads(end)
+    graph_nodes = dict[fx.Node, fx.Node]()  # of nodes of the function
+    arguments = iter((*function.static, *function.dynamic))
+    for position, node in enumerate(function.module.graph.nodes):
         if node.op == "output":
-            if [env[n] for n in node.args[0]] != list(outputs(whole.graph)) or made.outputs != whole.makes:
-                raise _fail("the end of a step makes other values", None)
-        elif node.op == "placeholder":
-            if position and names.get(nodes[node.name]) != next(arguments):
+            if [graph_nodes[n] for n in node.args[0]] != list(outputs(end.graph)) or function.outputs != end.makes:
+                raise _fail("the end of a step makes other values")
+        elif node.op != "placeholder":
+            graph_nodes[node] = _check_call(node, nodes.get(node.name), graph_nodes)
+        elif position:
+            if names.get(nodes[node.name]) != next(arguments):
                 raise _fail(f"the end of a step reads another value as {node.name}", nodes[node.name])
-            if position:
-                env[node] = nodes[node.name]
-        else:
-            source = nodes.get(node.name)
-            args = fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
-            if (
-                source is None
-                or node.target not in spellings(source.target)
-                or repr(args) != repr((source.args, dict(source.kwargs)))
-            ):
-                raise _fail(f"{node.name} is another call at the end of a step", source)
-            env[node] = source
+            graph_nodes[node] = nodes[node.name]
+
+
+def _names_of_reads(end: StepEnd) -> dict[fx.Node, str]:
+    """Return the names of what the graph reads: values first, then parameters and buffers."""
+    placeholders = end.graph.find_nodes(op="placeholder")
+    names = dict(zip(placeholders, end.reads, strict=False))
+    for node in placeholders[len(end.reads) :]:
+        node_leaf = leaf(node)
+        if node_leaf is not None:
+            names[node] = node_leaf.name
+    return names
+
+
+def _check_call(node: fx.Node, source: fx.Node | None, graph_nodes: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    arguments = repr(fx.map_arg((node.args, dict(node.kwargs)), graph_nodes.__getitem__))
+    if source is None or node.target not in spellings(source.target):
+        raise _fail(f"{node.name} is another call at the end of a step", source)
+    if arguments != repr((source.args, dict(source.kwargs))):
+        raise _fail(f"{node.name} has other arguments at the end of a step", source)
+    return source
