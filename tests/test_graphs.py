@@ -25,7 +25,7 @@ from quintnet_compiler.api import compiled_program as compiled
 from quintnet_compiler.runtime.execute import cudagraphs as graphs
 from quintnet_compiler.runtime.execute import engines
 from quintnet_compiler.runtime.execute.cudagraph_segment import Buffers, CudaGraphSegment, Work
-from quintnet_compiler.runtime.execute.cudagraphs import Graphs, GraphedSegment
+from quintnet_compiler.runtime.execute.cudagraphs import GraphedSegment, Graphs
 from quintnet_compiler.runtime.execute.engines import Inductor
 from quintnet_compiler.runtime.execute.replay_safety import Observed
 
