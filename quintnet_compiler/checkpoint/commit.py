@@ -32,10 +32,10 @@ def place_to_write(folder: CheckpointFolder, step: int) -> CheckpointFiles:
     Raises:
         CheckpointError: QN603 if the one that would be replaced cannot be read: it may be whole.
     """
-    _finish_leaving(folder)
     for entry in folder.named():
         if entry.step == step:
             require_replaceable(entry)
+    _finish_leaving(folder)
     for entry in folder.leftovers():
         if whole(entry) and entry.step not in {other.step for other in folder.named()}:
             folder.publish(entry.files, entry.step)

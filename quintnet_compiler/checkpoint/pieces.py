@@ -35,14 +35,16 @@ class Digest:
 class FileSink(Protocol):
     """A file that is written from its beginning to its end."""
 
-    def write(self, piece: Sequence[memoryview], /) -> None: ...
+    def write(self, piece: Sequence[memoryview], /) -> None:
+        """Append a piece, which is made of parts."""
 
 
 class FileSource(Protocol):
     """A file that threads read anywhere, several at a time."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Return how many bytes it has."""
 
     @property
     def bytes_at_once(self) -> int:
@@ -108,7 +110,7 @@ class _Nobody:
 
 
 @dataclass(frozen=True)
-class _Collector(_Nobody):
+class _KeptBytes(_Nobody):
     data: bytearray
 
     def take_window(self, offset: int, window: memoryview) -> None:
@@ -178,7 +180,7 @@ class VerifiedSource:
     def _piece(self, number: int) -> bytes:
         if number != self._kept:
             data, piece = bytearray(), self._pieces[number]
-            if not is_as_written(piece, _Collector(data)):
+            if not is_as_written(piece, _KeptBytes(data)):
                 raise not_as_written(piece.name)
             self._kept, self._data = number, bytes(data)
         return self._data

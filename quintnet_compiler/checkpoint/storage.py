@@ -283,11 +283,13 @@ def without_warning_of_one_process() -> Iterator[None]:
 
 def error_of_ranks(code: str, error: CheckpointException, fix: str) -> CheckpointError:
     """Return the error that says what each rank's was; ``fix`` is that of other libraries' and the system's errors."""
-    causes = [(rank, cause) for rank, (cause, _) in error.failures.items()]
-    own = [cause for _, cause in causes if isinstance(cause, CheckpointError)]
-    lines = [f"rank {rank}: {_words_of(cause)}" for rank, cause in causes[:20]]
-    return CheckpointError(code, "\n  ".join(lines), fix=own[0].fix if own else fix)
+    for failure, _ in error.failures.values():
+        if isinstance(failure, CheckpointError):
+            return CheckpointError(failure.code, failure.message, fix=failure.fix)
+    return CheckpointError(code, "\n  ".join(reasons_of_ranks(error)), fix=fix)
 
 
-def _words_of(cause: BaseException) -> str:
-    return cause.message if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {shown(str(cause))}"
+def reasons_of_ranks(error: CheckpointException) -> list[str]:
+    """Return a line for each rank that failed, of the first twenty."""
+    failures = [(rank, failure) for rank, (failure, _) in error.failures.items()][:20]
+    return [f"rank {rank}: {type(failure).__name__}: {shown(str(failure))}" for rank, failure in failures]

@@ -27,7 +27,7 @@ from .pretrained import WeightsSubject, everywhere
 from .reading.choice import Chosen, with_newest
 from .reading.open_files import VanishedError
 from .staging import on_host
-from .storage import Reader, SavePlanning, Writer, error_of_ranks, load_parts
+from .storage import Reader, SavePlanning, Writer, error_of_ranks, load_parts, reasons_of_ranks
 from .tied import torn_ties, under_stored_names
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -142,7 +142,7 @@ def write(
                 text = f"whether the checkpoint of step {step} has its name in {shown(str(folder.path))} is not known"
             raise CheckpointError(
                 "QN603",
-                f"{text}; then failed:\n  {error_of_ranks('QN603', error, '').message}",
+                "\n  ".join([f"{text}; then failed:", *reasons_of_ranks(error)]),
                 fix="go on from it if it is there; the next save finishes what failed",
             ) from error
         if writer.temporary is not None:
@@ -326,9 +326,9 @@ def _names(saved: Iterable[str]) -> Iterator[str]:
 
 
 def _left_out(name: str, part: SavedPart, subject: WeightsSubject) -> bool:
-    """Return whether earlier versions did not store it: a buffer without elements, or one that nothing reads."""
+    """Return whether earlier versions did not store it: it has no elements, or is a buffer that nothing reads."""
     spec = subject.program.state.get(name.removeprefix(MODEL))
-    return spec is None or (spec.kind == "buffer" and not part.shape.numel())
+    return spec is None or not part.shape.numel()
 
 
 def _misfits(

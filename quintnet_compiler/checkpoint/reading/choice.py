@@ -67,7 +67,7 @@ def with_newest(tell_all: TellAll, folder: CheckpointFolder, step: int | None, u
         time.sleep(min(LONGEST_WAIT, 1.3**look / 1000) if look else 0)
         with contextlib.ExitStack() as stack:
             try:
-                return use(_Look.listed_by_first(tell_all, folder, step).open_newest(stack))
+                return use(_FolderLook.listed_by_first(tell_all, folder, step).open_newest(stack))
             except VanishedError as vanished:
                 reason = str(vanished)
     raise CheckpointError(
@@ -104,7 +104,7 @@ class _Report:
 
 
 @dataclass(frozen=True)
-class _Look:
+class _FolderLook:
     """One look of all ranks at a folder: ``names`` of what may be loaded, as ``step/name``, the newest first."""
 
     tell_all: TellAll
@@ -114,7 +114,7 @@ class _Look:
     ranks: int
 
     @classmethod
-    def listed_by_first(cls, tell_all: TellAll, folder: CheckpointFolder, step: int | None) -> _Look:
+    def listed_by_first(cls, tell_all: TellAll, folder: CheckpointFolder, step: int | None) -> _FolderLook:
         """List what there is, as the first rank sees it.
 
         Raises:
@@ -182,7 +182,7 @@ class _Look:
 
     def _refuse(self, report: _Report, name: str) -> None:
         """Raise what a checkpoint that is not whole leads to; warn if the one before it is to be tried."""
-        again = _Look.listed_by_first(self.tell_all, self.folder, self.step)
+        again = _FolderLook.listed_by_first(self.tell_all, self.folder, self.step)
         if report.outcome is _Outcome.VANISHED or again.names != self.names:
             raise VanishedError(report.text)
         where = f"{shown(str(self.folder.path))}/{name.partition('/')[2]}"
@@ -254,13 +254,14 @@ def _nothing(folder: CheckpointFolder, step: int | None) -> CheckpointError:
     return CheckpointError("QN601", f"{where} has no whole checkpoint", fix=_instead(folder))
 
 
-def _instead(checkpoints: CheckpointFolder) -> str:
+def _instead(of: CheckpointFolder) -> str:
     """Return how to load what is in a folder that has no checkpoint of this package."""
-    for aside in checkpoints.abandoned():
+    folder = of.path
+    for aside in of.abandoned():
         steps = ", ".join(str(entry.step) for entry in aside.named()[:10])
         if steps:
-            return f"a run that went back set its later steps aside: load {shown(str(aside.path))}, which has {steps}"
-    folder = checkpoints.path
+            where = shown(str(aside.path))
+            return f"a run that went back had set its later steps aside: load {where}, which has {steps}"
     if isinstance(folder, str):
         return "give the URL that was given to save"
     within = sorted(folder.iterdir()) if folder.is_dir() else []

@@ -141,15 +141,11 @@ class DiskFolder:
         return sorted(entries, key=lambda entry: -entry.step)
 
     def _listed(self, pattern: re.Pattern[str]) -> list[tuple[os.DirEntry[str], re.Match[str]]]:
-        """Return what has a name of ``pattern``.
-
-        Raises:
-            OSError: if the folder cannot be read. One that is not there is empty.
-        """
         matches = ((entry, pattern.fullmatch(entry.name)) for entry in twice(self._entries))
         return [(entry, match) for entry, match in matches if match]
 
     def _entries(self) -> list[os.DirEntry[str]]:
+        """Return what is in this folder, which may not be there. Raises: OSError if it cannot be read."""
         try:
             with os.scandir(self.path) as entries:
                 return list(entries)
@@ -163,8 +159,10 @@ def _is_folder(entry: os.DirEntry[str], *, linked: bool) -> bool:
     """Return whether it is a folder or, if ``linked``, a link to one."""
     try:
         return entry.is_dir(follow_symlinks=linked)
-    except OSError:  # a link to itself
-        return False
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link to itself
+            return False
+        raise with_path(error, Path(entry.path)) from error
 
 
 def _exchange(one: Path, other: Path) -> None:
