@@ -335,6 +335,26 @@ def test_a_fault_after_the_name_says_that_the_checkpoint_is_there(
     assert not [name for name in _there(tmp_path) if name.startswith(".")]
 
 
+@pytest.mark.parametrize("keep", [None, 1])
+def test_a_checkpoint_that_cannot_be_read_again_stays(
+    keep: int | None, program: CompiledProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run goes back, and every file that is read after its checkpoint has its name is an error."""
+    program.save(tmp_path, step=2)
+    with monkeypatch.context() as patch:
+        real = disk_folder.DiskFolder.publish
+
+        def publish(folder: disk_folder.DiskFolder, made: Any, step: int) -> Any:
+            final = real(folder, made, step)
+            patch.setattr(disk_folder, "DiskFile", _raise)
+            return final
+
+        patch.setattr(disk_folder.DiskFolder, "publish", publish)
+        program.save(tmp_path, step=0, keep=keep)
+    assert program.load(tmp_path).step == 0
+    assert _there(tmp_path) == ["abandoned-01", "step-00000000"]
+
+
 def _raise(*_: Any) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 

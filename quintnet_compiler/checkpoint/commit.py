@@ -10,17 +10,9 @@ import contextlib
 import json
 from collections.abc import Mapping
 
-from .folder import CheckpointFiles, CheckpointFolder
+from .folder import CheckpointFiles, CheckpointFolder, PublishedError
 from .manifest import is_named, of_this_run, require_replaceable, whole, write_manifest
 from .pieces import Digest
-
-
-class PublishedError(Exception):
-    """Say what failed after a checkpoint got its name, or, if not ``certain``, when that could no longer be read."""
-
-    def __init__(self, text: str, *, certain: bool = True) -> None:
-        super().__init__(text)
-        self.certain = certain
 
 
 def place_to_write(folder: CheckpointFolder, step: int) -> CheckpointFiles:
@@ -58,25 +50,29 @@ def commit(
             and the folder's others are as they were.
     """
     digest = write_manifest(made, step, files)
-    later = any(entry.step > step for entry in folder.named())
+    later = [entry for entry in folder.named() if entry.step > step]
+    if later:
+        folder.write_mark(json.dumps({"step": step, "sha256": digest}))
     try:
-        if later:
-            folder.write_mark(json.dumps({"step": step, "sha256": digest}))
         final = folder.publish(made, step)
-        if later:
-            _finish_leaving(folder)
-        if keep is not None:
-            prune(folder, step, keep)
+    except PublishedError:
+        raise
     except Exception as error:
         try:
             named = is_named(folder, step, digest)
-        except Exception:  # the disk is gone
+        except Exception:  # the disk is gone; the mark has to stay
             raise PublishedError(f"{type(error).__name__}: {error}", certain=False) from error
         if named:
             raise PublishedError(f"{type(error).__name__}: {error}") from error
         with contextlib.suppress(Exception):  # it says nothing without the checkpoint
             folder.remove_mark()
         raise
+    with PublishedError.instead():
+        if later:
+            folder.set_aside(later)
+            folder.remove_mark()
+        if keep is not None:
+            prune(folder, step, keep)
     return final
 
 
@@ -98,7 +94,7 @@ def prune(folder: CheckpointFolder, newest: int, keep: int) -> None:
     many whole ones are there. Then go those, too, of abandoned runs that were not farther than this one. What cannot be
     read does not count, and stays.
     """
-    there = folder.named()
+    there = [entry for entry in folder.named() if entry.step <= newest]
     good = [entry for entry in there if entry.step == newest or whole(entry)][:keep]
     if len(good) < keep:
         return

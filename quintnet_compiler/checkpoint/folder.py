@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,23 @@ class CheckpointFiles(Protocol):
 
     def create(self, name: str, /) -> AbstractContextManager[FileSink]:
         """A new file, which is stored when the ``with`` block ends without an error."""
+
+
+class PublishedError(Exception):
+    """Say what failed after a checkpoint got its name, or, if not ``certain``, when that could no longer be read."""
+
+    def __init__(self, text: str, *, certain: bool = True) -> None:
+        super().__init__(text)
+        self.certain = certain
+
+    @classmethod
+    @contextlib.contextmanager
+    def instead(cls) -> Iterator[None]:
+        """Raise it instead of any other error."""
+        try:
+            yield
+        except Exception as error:
+            raise cls(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -80,7 +98,11 @@ class CheckpointFolder(Protocol):
         """Room for a checkpoint that has no name yet. Raises: FileExistsError if a file has the name of ``step``."""
 
     def publish(self, made: CheckpointFiles, step: int, /) -> CheckpointFiles:
-        """Give ``made``, which is whole, its name. One of the same step is replaced, at once."""
+        """Give ``made``, which is whole, its name. One of the same step is replaced, at once.
+
+        Raises:
+            PublishedError: if something failed when it had its name.
+        """
 
     def write_mark(self, text: str, /) -> None:
         """Store a text at once, in place of one that is there: see :func:`.manifest.of_this_run`."""

@@ -66,7 +66,7 @@ def is_named(folder: CheckpointFolder, step: int, digest: str) -> bool:
     """Return whether the checkpoint of ``step`` has a manifest of this SHA-256.
 
     Raises:
-        OSError: if that cannot be read.
+        OSError: if there is one, and it cannot be read.
     """
     try:
         with folder.at(name_of(step)).open() as files:

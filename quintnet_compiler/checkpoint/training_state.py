@@ -18,8 +18,7 @@ from ..compat.distributed import save_state_dict
 from ..core.empty_storage import is_of_other_ranks
 from ..core.errors import CheckpointError
 from ..weights.files import refuse_all, shown
-from .commit import PublishedError
-from .folder import CheckpointFolder, name_of
+from .folder import CheckpointFolder, PublishedError, name_of
 from .lock import FolderLocks
 from .optimizer_state import ParameterPlace, local_of, merged, plain, restored, stored
 from .parts import SavedPart

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.files import open_plain
-from ..folder import MARK, CheckpointFiles, Entry, abandoned_name, name_of
+from ..folder import MARK, CheckpointFiles, Entry, PublishedError, abandoned_name, name_of
 from ..reading.open_files import OpenFiles
 from .disk import NewDiskFile, created, sync
 from .disk_lock import FolderLock
@@ -94,8 +94,9 @@ class DiskFolder:
             _exchange(temporary, final)
         else:
             os.rename(temporary, final)
-        sync(self.path)
-        _remove(temporary)  # what had the name before
+        with PublishedError.instead():
+            sync(self.path)
+            _remove(temporary)  # what had the name before
         return DiskFiles(final)
 
     def write_mark(self, text: str) -> None:
@@ -182,8 +183,9 @@ def _exchange(one: Path, other: Path) -> None:
     except OSError:
         os.rename(old, other)
         raise
-    sync(other.parent)
-    _remove(old)
+    with PublishedError.instead():
+        sync(other.parent)
+        _remove(old)
 
 
 def _remove(path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from ..folder import MARK, CheckpointFiles, Entry, abandoned_name, name_of
+from ..folder import MARK, CheckpointFiles, Entry, PublishedError, abandoned_name, name_of
 from ..manifest import MANIFEST
 from ..pieces import PIECE
 from ..reading.open_files import FileStamp, OpenFiles, VanishedError
@@ -165,9 +165,10 @@ class ObjectFolder:
         name = name_of(step)
         before = _last(self.at(name).prefix)
         self.store.pipe_file(f"{self.root}/{name}.json", json.dumps({"files": made.name}).encode())
-        if before not in self._used():
-            _remove(self.store, self._data(before))
-        return self.at(name)
+        with PublishedError.instead():
+            if before not in self._used():
+                _remove(self.store, self._data(before))
+            return self.at(name)
 
     def write_mark(self, text: str) -> None:
         self.store.pipe_file(f"{self.root}/{MARK}", text.encode())
