@@ -346,7 +346,7 @@ def test_a_checkpoint_that_cannot_be_read_again_stays(
 
         def publish(folder: disk_folder.DiskFolder, made: Any, step: int) -> Any:
             final = real(folder, made, step)
-            patch.setattr(disk_folder, "DiskFile", _raise)
+            patch.setattr(disk_folder, "open_folder_to_read", _raise)
             return final
 
         patch.setattr(disk_folder.DiskFolder, "publish", publish)

@@ -21,10 +21,10 @@ def find_cuts(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.No
 
     A fused QKV weight gets the cut 3 from the split after its linear; a flattened [B*S] gets the cut B.
     """
-    return _CutSearch(factors).propagate()
+    return _GraphCutSearch(factors).propagate()
 
 
-class _CutSearch:
+class _GraphCutSearch:
     """Propagates cuts between operators and values until there is no new one.
 
     Attributes:
