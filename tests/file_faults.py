@@ -303,9 +303,9 @@ def save_case(case: Case, faults: Sequence[Fault]) -> bool:
     else:
         allowed = {**newest, step: {state, *newest.get(step, set())}}
     there = case.check_folder(allowed, fault.lies)
-    if outcome.kind == "refused" and there == (step, state) and "is there" not in outcome.text:
+    if outcome.kind == "refused" and there == (step, state) and "has its name" not in outcome.text:
         case.problem("refused, and the checkpoint is there")
-    if outcome.kind == "refused" and there != (step, state) and "is there" in outcome.text:
+    if outcome.kind == "refused" and there != (step, state) and "is whole and has its name" in outcome.text:
         case.problem("said to be there, and it is not")
     case.saved[step] = state
     case.check_next_save()
