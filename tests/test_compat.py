@@ -80,6 +80,7 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_pp_plan": _LLAMA,
         "_split_tensor": Shard(0),
         "_to_replicate_tensor": Shard(0),
+        "_get_num_items_in_batch": transformers.Trainer,
         "_save_rng_state": transformers.Trainer,
         "_tp_plan": _LLAMA,
         "_experts_implementation": transformers.MixtralConfig(),
