@@ -302,6 +302,13 @@ def test_losses_of_labels(
         assert ours[key] == pytest.approx(value, rel=1e-6, abs=1e-7), key
 
 
+def test_an_evaluation_divides_by_what_the_trainer_counts(tmp_path: Path) -> None:
+    """Of GPT-2 that is more labels than the loss is a sum of."""
+    changes: dict[str, Any] = {"max_steps": 1, "gradient_accumulation_steps": 1}
+    known = _logs_and_evaluation(str(tmp_path), gpt2(), None, **changes)
+    assert_same(_logs_and_evaluation(str(tmp_path), gpt2(), quintnet.Mesh(tp=2), **changes), known, first=-1)
+
+
 def test_smoothed_labels_in_processes(tmp_path: Path) -> None:
     changes = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.2}
     known = _logs_and_evaluation(str(tmp_path), language_model(), None, **changes)
