@@ -26,13 +26,13 @@ __all__ = [
     "TCPStore",  # likewise
     "all_gather", "checkpoint_parts_by", "dtensor_over", "flight_record", "interleaved_shard", "is_interleaved",
     "local_tensor", "numbers_by", "positions_of", "reduce_scatter", "replace_local_tensor",
-    # instead: torch.distributed.checkpoint.save, which warns where one process is alone; filters of warnings are the
-    # process's, and a thread that saves must not change them
     "save_state_dict",
     "store_of_world", "symmetric_matmuls", "timeout_of", "use_symmetric_memory",
     "wait_as_long",
 ]  # fmt: skip
 
+# torch.distributed.checkpoint.save warns where one process is alone; filters of warnings are the process's, and a
+# thread that saves must not change them
 save_state_dict: Callable[..., Any] = _save_state_dict
 
 # torch 2.13 renamed these two; the names before it are deprecated

@@ -45,18 +45,25 @@ class HasTurn(Protocol):
 Self = TypeVar("Self", bound=HasTurn)
 
 
-class LocalTurn(type(threading.RLock())):  # type: ignore[misc]  # a subclass, because each step acquires it
+class LocalTurn:
     """The lock of programs whose ranks are all in this process: threads wait for it."""
 
     def __init__(self) -> None:
         """Number the lock, so that several are acquired in one order."""
-        super().__init__()
         self.number = next(_ORDER)
+        self._lock, self._last_thread = threading.RLock(), 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._last_thread = threading.get_ident()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
 
     def fork(self) -> None:
         """Release the lock in a forked process, where threads that held it do not exist."""
-        if not self._is_owned():
-            self._at_fork_reinit()
+        if self._last_thread != threading.get_ident():
+            self._lock = threading.RLock()
 
 
 class LocalTurns:
