@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import time
@@ -82,6 +83,8 @@ def test_texts_that_are_too_long_for_a_store() -> None:
 
 
 class _Program:
+    _turn = contextlib.nullcontext()
+
     _label = ""
 
     @collective
