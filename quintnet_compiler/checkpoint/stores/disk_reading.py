@@ -37,7 +37,7 @@ def open_folder_to_read(path: Path) -> Iterator[OpenFiles]:
     with contextlib.ExitStack() as stack:
         try:
             descriptor = twice(lambda: os.open(path, os.O_RDONLY | os.O_DIRECTORY))
-            stack.callback(os.close, descriptor)
+            stack.callback(close_quietly, descriptor)
             stamps = twice(lambda: _stamps(descriptor))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise VanishedError(f"{path.name} is not there any more") from error
@@ -64,7 +64,7 @@ class _OpenFolder:
             return error.errno not in _EXHAUSTED  # why it cannot be opened is said when it is read
         except VanishedError:
             return True
-        stack.callback(os.close, self.kept[name])
+        stack.callback(close_quietly, self.kept[name])
         return True
 
     def fill(self, name: str, offset: int, into: memoryview) -> None:
@@ -101,7 +101,7 @@ class _OpenFolder:
         except FileNotFoundError as error:
             raise VanishedError(f"{name} was removed") from error
         if _stamp(os.fstat(descriptor)) != self.stamps[name]:
-            os.close(descriptor)
+            close_quietly(descriptor)
             raise VanishedError(f"{name} was written again")
         return descriptor
 
@@ -119,7 +119,13 @@ class _OpenFolder:
             raise with_path(error, self.path / name) from error
         finally:
             if descriptor is not None and descriptor != kept:
-                os.close(descriptor)
+                close_quietly(descriptor)
+
+
+def close_quietly(descriptor: int) -> None:
+    """Close a file that was read: what a disk says of that changes nothing of the bytes."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
 
 
 def twice(call: Callable[[], T]) -> T:
