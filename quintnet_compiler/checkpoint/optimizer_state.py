@@ -170,7 +170,6 @@ def restored(
         if not note["class"] and options.keys() != group.keys() - {"params"}:
             other = ", ".join(sorted(options.keys() ^ (group.keys() - {"params"})))
             raise CheckpointError("QN602", f"the options of a {kind} are others than the checkpoint's: {shown(other)}")
-        require_options(_inner(optimizer), options, group)
         other, before = seen.setdefault(id(group), (name, options))
         if before != options:
             raise CheckpointError(
@@ -179,6 +178,7 @@ def restored(
                 fix="make the optimizer's groups as they were",
             )
         if other == name:
+            require_options(_inner(optimizer), options, group)
             changes.append((group, options))
         place = places[name]
         if isinstance(optimizer, WholeOptimizer) and not optimizer.here(place.parameter):

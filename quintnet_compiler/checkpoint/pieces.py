@@ -110,11 +110,17 @@ class _Nobody:
 
 
 @dataclass(frozen=True)
-class _KeptBytes(_Nobody):
-    data: bytearray
+class _KeptBytes:
+    """Has what begins at ``start`` read to where it is kept."""
+
+    data: memoryview
+    start: int
+
+    def room_at(self, offset: int, size: int) -> memoryview:
+        return self.data[offset - self.start :][:size]
 
     def take_window(self, offset: int, window: memoryview) -> None:
-        self.data.extend(window)
+        """Leave it: it lies where it is kept."""
 
 
 def read_in_windows(file: FileSource, start: int, stop: int, sink: WindowSink) -> None:
@@ -163,7 +169,7 @@ class VerifiedSource:
 
     def __init__(self, file: FileSource, pieces: Sequence[FilePiece]) -> None:
         self.size, self.bytes_at_once = file.size, file.bytes_at_once
-        self._pieces, self._kept, self._data = pieces, -1, b""
+        self._pieces, self._kept, self._data = pieces, -1, memoryview(b"")
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` with what begins at ``offset``.
@@ -173,16 +179,17 @@ class VerifiedSource:
         """
         while len(into):
             number, start = divmod(offset, PIECE)
-            part = memoryview(self._piece(number))[start : start + len(into)]
+            part = self._piece(number)[start : start + len(into)]
             into[: len(part)] = part
             offset, into = offset + len(part), into[len(part) :]
 
-    def _piece(self, number: int) -> bytes:
+    def _piece(self, number: int) -> memoryview:
         if number != self._kept:
-            data, piece = bytearray(), self._pieces[number]
-            if not is_as_written(piece, _KeptBytes(data)):
+            piece = self._pieces[number]
+            data = memoryview(bytearray(piece.size))
+            if not is_as_written(piece, _KeptBytes(data, piece.start)):
                 raise not_as_written(piece.name)
-            self._kept, self._data = number, bytes(data)
+            self._kept, self._data = number, data
         return self._data
 
 

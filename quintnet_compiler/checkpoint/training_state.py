@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -215,9 +216,12 @@ class _Restoring:
             finish()
         return restored_note
 
+    @cached_property
+    def _reader(self) -> Reader:
+        return Reader(self.chosen.files, self.chosen.index)
+
     def _saved(self) -> dict[str, TensorStorageMetadata]:
-        metadata = Reader(self.chosen.files, self.chosen.index).read_metadata()
-        return metadata.state_dict_metadata  # type: ignore[return-value]
+        return self._reader.read_metadata().state_dict_metadata  # type: ignore[return-value]
 
     def _targets(
         self, aliases: Mapping[str, str], saved: Mapping[str, TensorStorageMetadata]
@@ -282,7 +286,7 @@ class _Restoring:
             VanishedError: on every rank, if another checkpoint is to be looked for.
         """
         alone = not dist.is_initialized() or dist.get_world_size() == 1
-        load_parts(parts, Reader(self.chosen.files, self.chosen.index), alone=alone)
+        load_parts(parts, self._reader, alone=alone)
 
 
 def _parts(subject: WeightsSubject) -> tuple[dict[str, SavedPart], dict[str, ParameterPlace]]:
