@@ -485,7 +485,7 @@ class CompiledProgram(ProgramGeneration):
             backend.forget(old)
         results = backend.run(program, given.tensors, self._how(kind, local), recorder=recorder)
         captured = self._programs.captured[kind]
-        if captured.guards is not None:
+        if captured.guards is not None and captured.guards.source.of_calls:
             remake(captured.guards.source.of_calls)
         return [x.to(dtype) for x, dtype in zip(results, captured.result_dtypes, strict=True)]
 

@@ -92,7 +92,14 @@ def _same(now: list[Any], then: list[Any]) -> bool:
 def global_hooks() -> tuple[tuple[int, ...], ...]:
     """Return the numbers of the handles of hooks of all modules. Those that belong to torch are left out: they only
     watch, for tools such as ``FlopCounterMode`` and ``CommDebugMode``."""
-    return tuple(tuple(key for key, hook in hooks.items() if not _is_of_torch(hook)) for hooks in GLOBAL_HOOKS)
+    handles: tuple[tuple[int, ...], ...] = ()
+    for hooks in GLOBAL_HOOKS:  # a loop: in each step, and mostly there are none
+        handles = (*handles, _handles(hooks) if hooks else ())
+    return handles
+
+
+def _handles(hooks: Mapping[int, Any]) -> tuple[int, ...]:
+    return tuple(key for key, hook in hooks.items() if not _is_of_torch(hook))
 
 
 @contextlib.contextmanager

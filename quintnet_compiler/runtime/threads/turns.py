@@ -51,19 +51,20 @@ class LocalTurn:
     def __init__(self) -> None:
         """Number the lock, so that several are acquired in one order."""
         self.number = next(_ORDER)
-        self._lock, self._last_thread = threading.RLock(), 0
+        self.lock = threading.RLock()
 
     def __enter__(self) -> None:
-        self._lock.acquire()
-        self._last_thread = threading.get_ident()
+        self.lock.acquire()
 
     def __exit__(self, *error: object) -> None:
-        self._lock.release()
+        self.lock.release()
 
     def fork(self) -> None:
         """Release the lock in a forked process, where threads that held it do not exist."""
-        if self._last_thread != threading.get_ident():
-            self._lock = threading.RLock()
+        if self.lock.acquire(blocking=False):
+            self.lock.release()
+        else:
+            self.lock = threading.RLock()
 
 
 class LocalTurns:
@@ -194,7 +195,10 @@ def in_turn(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[S
 
     @functools.wraps(method)
     def locked(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self._turn:
+        turn = self._turn
+        with (
+            turn.lock if type(turn) is LocalTurn else turn
+        ):  # each step does: the lock itself takes no call of Python's
             return method(self, *args, **kwargs)
 
     return locked
