@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
@@ -25,13 +27,21 @@ from .training_state import Destination, Snapshot, write
 
 
 class Saving(Future[Path | str]):
-    """A save under way. It cannot be cancelled: other ranks take part. ``asked``: whether somebody has heard how it
-    ended, from ``result`` or ``exception``; if nobody has, a failure is told later."""
+    """A save under way. It cannot be cancelled: other ranks take part.
 
-    def __init__(self, to: Destination) -> None:
+    Attributes:
+        where: the folder and the checkpoint's name, for errors.
+        asked: whether ``result`` or ``exception`` has said how it ended; if not, a failure is raised later.
+        thread: writes it. It is over when this has ended: freeing tensors while the interpreter ends would abort.
+    """
+
+    def __init__(self, to: Destination, write_to: Callable[[Saving], None]) -> None:
+        """Prepare the thread that calls ``write_to``, which sets the result."""
         super().__init__()
         self.where = f"{shown(str(to.folder.path))}: {name_of(to.step)}"
         self.asked = False
+        # as a daemon: the process's exit waits for it by itself, and not for ever
+        self.thread = threading.Thread(target=write_to, args=(self,), name="quintnet-save", daemon=True)
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Path | str:
@@ -48,7 +58,8 @@ class Saving(Future[Path | str]):
 
     @property
     def over(self) -> bool:
-        return self.done() and self._untold() is None
+        """Return whether nothing is left to do or to raise."""
+        return self.done() and not self.thread.is_alive() and self._untold() is None
 
     def wait(self) -> None:
         """Until it has ended, however that is."""
@@ -59,7 +70,8 @@ class Saving(Future[Path | str]):
         Raises:
             CheckpointError: QN603 if it takes longer than ``seconds``; or if it failed, and nobody has asked.
         """
-        if wait_for([self], seconds).not_done:
+        self.thread.join(seconds)
+        if self.thread.is_alive():
             raise CheckpointError(
                 "QN603",
                 f"{self.where}: save_async was still writing it after {seconds:.0f} s more, and it is given up",
@@ -99,10 +111,9 @@ class SaveLine:
 
     def begin(self, found: Snapshot, to: Destination) -> Saving:
         """Write ``found``, which is a copy, in a thread. Nothing else is under way."""
-        saving = self.last = Saving(to)
+        saving = self.last = Saving(to, functools.partial(_write, found, to, self.group))
+        saving.thread.start()
         finish_at_exit(saving)
-        # as a daemon: the process's exit waits for it by itself, and not for ever
-        threading.Thread(target=_run, args=(saving, found, to, self.group), name="quintnet-save", daemon=True).start()
         return saving
 
     def wait(self) -> None:
@@ -156,7 +167,7 @@ def _line_of(world: dist.ProcessGroup | None, process: int) -> SaveLine:
     return SaveLine(None if world is None else new_group(backend="gloo"))
 
 
-def _run(saving: Saving, found: Snapshot, to: Destination, group: dist.ProcessGroup | None) -> None:
+def _write(found: Snapshot, to: Destination, group: dist.ProcessGroup | None, saving: Saving) -> None:
     with contextlib.suppress(OSError):
         _step_back()
     try:

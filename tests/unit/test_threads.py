@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 from torch import nn
 
+from quintnet_compiler.checkpoint.background import Saving
+from quintnet_compiler.checkpoint.lock import FolderLocks
+from quintnet_compiler.checkpoint.stores.disk_folder import DiskFolder
+from quintnet_compiler.checkpoint.training_state import Destination
 from quintnet_compiler.core.errors import CheckpointError, CheckpointWarning, RunError
 from quintnet_compiler.runtime.threads import at_exit
 from quintnet_compiler.runtime.threads.turns import LocalTurns, WorldTurn, all_turns, turn_of
@@ -65,3 +70,21 @@ def test_all_is_finished_and_the_first_error_told() -> None:
     at_exit.finish_at_exit(works[1])
     with pytest.warns(CheckpointWarning, match="first"):
         at_exit.finish_or_warn(5.0)
+
+
+def test_a_save_is_over_when_its_thread_has_ended() -> None:
+    """A thread that still frees tensors while the interpreter ends would abort the process."""
+    lingers = threading.Event()
+
+    def write(saving: Saving) -> None:
+        saving.set_result(Path("step"))
+        lingers.wait(60)
+
+    saving = Saving(Destination(DiskFolder(Path("folder")), 1, None, FolderLocks()), write)
+    saving.thread.start()
+    assert saving.result(60) == Path("step") and not saving.over
+    with pytest.raises(CheckpointError, match="QN603"):
+        saving.finish(0.01)
+    lingers.set()
+    saving.finish(60)
+    assert saving.over
