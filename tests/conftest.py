@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 with torch.device("meta"):
     # torch remembers its functions that make tensors at the first such call. If that were inside of transformers, which
@@ -38,3 +41,12 @@ def _mark_samples(items: list[pytest.Item]) -> None:
         mixed = sorted(found, key=lambda item: hashlib.sha256(item.name.encode()).digest())
         for item in mixed[count.args[0] :]:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Yield where checkpoints are saved: a folder's path, or the URL of a store in memory, which is empty."""
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield str(tmp_path / "run") if request.param == "disk" else f"memory://{tmp_path.name}/run"
+    MemoryFileSystem.store.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,16 +27,32 @@ def _program() -> CompiledProgram:
     return quintnet.compile(nn.Linear(6, 3), quintnet.Mesh(dp=1), BATCH, loss_fn=F.mse_loss)
 
 
-@pytest.fixture(params=["disk", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-    yield str(tmp_path / "run") if request.param == "disk" else f"memory://{tmp_path.name}/run"
-    MemoryFileSystem.store.clear()
-
-
 def _there(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name != NAME)
+
+
+@contextlib.contextmanager
+def _held_by_child(take: Callable[[], object]) -> Iterator[int]:
+    """Fork a child that takes a folder's lock and holds it while the block runs; yield its process id."""
+    (ready, say), (wait, leave) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(leave)
+        take()
+        os.write(say, b"x")
+        os.read(wait, 1)
+        os._exit(0)
+    os.read(ready, 1)
+    try:
+        yield child
+    finally:
+        os.close(leave)
+        os.waitpid(child, 0)
+
+
+def _lock_without_name(folder: Path) -> Callable[[], None]:
+    """Return a function that locks the folder's file and does not write who holds it."""
+    return lambda: fcntl.flock(os.open(folder / NAME, os.O_RDONLY), fcntl.LOCK_EX)
 
 
 def test_programs_of_a_process_take_turns(place: str) -> None:
@@ -115,37 +131,18 @@ def test_a_holder_that_did_not_write_its_name_is_not_taken_for_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quintnet_compiler.checkpoint.stores.disk_lock._PATIENCE", 0.2)
-    program, (ready, say), (wait, leave) = _program(), os.pipe(), os.pipe()
+    program = _program()
     assert _forked(lambda: program.save(tmp_path, step=1)) == 0
     named = (tmp_path / NAME).read_text()
-    child = os.fork()
-    if child == 0:
-        os.close(leave)
-        fcntl.flock(os.open(tmp_path / NAME, os.O_RDONLY), fcntl.LOCK_EX)
-        os.write(say, b"x")
-        os.read(wait, 1)
-        os._exit(0)
-    os.read(ready, 1)
-    try:
+    with _held_by_child(_lock_without_name(tmp_path)) as child:
         with pytest.raises(quintnet.CheckpointError, match=f"has ended; process {child}, perhaps one that") as raised:
             program.save(tmp_path, step=2)
         assert raised.value.code == "QN603" and (tmp_path / NAME).read_text() == named
-    finally:
-        os.close(leave)
-        os.waitpid(child, 0)
 
 
 def test_a_run_is_told_before_its_first_step_that_another_writes(tmp_path: Path) -> None:
-    program, (ready, say), (wait, leave) = _program(), os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(leave)
-        program.reserve(tmp_path)
-        os.write(say, b"x")
-        os.read(wait, 1)
-        os._exit(0)
-    os.read(ready, 1)
-    try:
+    program = _program()
+    with _held_by_child(lambda: program.reserve(tmp_path)) as child:
         trainer = quintnet.Trainer(
             program,
             torch.optim.SGD(program.parameters(), lr=0.1),
@@ -156,26 +153,12 @@ def test_a_run_is_told_before_its_first_step_that_another_writes(tmp_path: Path)
         with pytest.raises(quintnet.CheckpointError, match=f"process {child} on"):
             trainer.fit()
         assert trainer.history.step == 0
-    finally:
-        os.close(leave)
-        os.waitpid(child, 0)
 
 
 def test_names_from_a_lock_are_shown_and_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, (ready, say), (wait, leave) = _program(), os.pipe(), os.pipe()
+    program = _program()
     (tmp_path / NAME).write_text('{"host": "\\u001b[31mevil\\nQN000", "process": 7, "started": 7}')
-    child = os.fork()
-    if child == 0:
-        os.close(leave)
-        fcntl.flock(os.open(tmp_path / NAME, os.O_RDONLY), fcntl.LOCK_EX)
-        os.write(say, b"x")
-        os.read(wait, 1)
-        os._exit(0)
-    os.read(ready, 1)
-    try:
+    with _held_by_child(_lock_without_name(tmp_path)):
         with pytest.raises(quintnet.CheckpointError, match=r"process 7 on .*evil") as raised:
             program.save(tmp_path, step=1)
         assert "\x1b" not in str(raised.value) and "\nQN000" not in str(raised.value)
-    finally:
-        os.close(leave)
-        os.waitpid(child, 0)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,14 +35,6 @@ def _program(model: nn.Module | None = None, *, check: Literal["first", "off"] =
 @pytest.fixture(scope="module")
 def program() -> CompiledProgram:
     return _program()
-
-
-@pytest.fixture(params=["disk", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-    yield str(tmp_path / "run") if request.param == "disk" else f"memory://{tmp_path.name}/run"
-    MemoryFileSystem.store.clear()
 
 
 def _there(folder: Path) -> list[str]:

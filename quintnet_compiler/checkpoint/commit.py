@@ -29,9 +29,10 @@ def place_to_write(folder: CheckpointFolder, step: int) -> CheckpointFiles:
             require_replaceable(entry)
     _finish_leaving(folder)
     for entry in folder.leftovers():
-        if whole(entry) and entry.step not in {other.step for other in folder.named()}:
+        is_whole = whole(entry)
+        if is_whole and entry.step not in {other.step for other in folder.named()}:
             folder.publish(entry.files, entry.step)
-        elif whole(entry) is not None:
+        elif is_whole is not None:
             folder.remove(entry.files)
     return folder.new(step)
 

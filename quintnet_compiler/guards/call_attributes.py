@@ -51,9 +51,8 @@ def made_in_calls(attributes: Sequence[CallAttribute], missing: Callable[[], Ite
     Raises:
         CompileError: QN110 if one was read before the call of its module.
     """
-    before = [(vars(one.module), one.name, vars(one.module).get(one.name, MISSING)) for one in attributes]
-    for space, name, _ in before:
-        space.pop(name, None)
+    spaces = [(vars(attribute.module), attribute.name) for attribute in attributes]
+    values = [space.pop(name, MISSING) for space, name in spaces]
     try:
         yield
         _refuse_early(attributes, missing())
@@ -61,21 +60,21 @@ def made_in_calls(attributes: Sequence[CallAttribute], missing: Callable[[], Ite
         _refuse_early(attributes, missing())
         raise
     finally:
-        for space, name, value in before:
+        for (space, name), value in zip(spaces, values, strict=True):
             space.pop(name, None)
             if value is not MISSING:
                 space[name] = value
 
 
 def _refuse_early(attributes: Sequence[CallAttribute], missing: Iterable[Any]) -> None:
-    asked = {(id(read.owner), read.name) for read in missing}
-    for one in attributes:
-        if one.key in asked:
+    missing_names = {(id(read.owner), read.name) for read in missing}
+    for attribute in attributes:
+        if attribute.key in missing_names:
             raise CompileError(
                 "QN110",
-                f"the forward pass reads {one.name!r} before a hook makes it, in the call of that module: it would be "
-                "that of the pass before",
-                where=Where(one.path, ""),
+                f"the forward pass reads {attribute.name!r} before a hook makes it, in the call of that module: it "
+                "would be that of the pass before",
+                where=Where(attribute.path, ""),
                 fix="call the module before its attribute is read, or make the attribute a parametrization "
                 "(torch.nn.utils.parametrize)",
             )
@@ -83,5 +82,5 @@ def _refuse_early(attributes: Sequence[CallAttribute], missing: Iterable[Any]) -
 
 def without_values(roots: Mapping[str, nn.Module]) -> dict[int, Any]:
     """Return a memo for ``copy.deepcopy``: copies have None there, until their own hooks make something."""
-    values = (vars(one.module).get(one.name) for one in call_attributes(roots))
+    values = (vars(attribute.module).get(attribute.name) for attribute in call_attributes(roots))
     return {id(value): None for value in values if value is not None}
