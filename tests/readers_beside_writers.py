@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quintnet
-from quintnet_compiler.runtime.launch import launch
 
 ROOT = Path(__file__).parents[1]
 STOP = "stop"  # a file whose appearance ends the writer
@@ -114,8 +113,8 @@ def writer_process(saving: Saving, files: int, control: Path) -> Iterator[None]:
     finally:
         (control / STOP).touch()
         output, _ = process.communicate(timeout=START_SECONDS)
-    if process.returncode:
-        raise RuntimeError(output[-3000:])
+        if process.returncode:
+            raise RuntimeError(output[-3000:])
 
 
 @contextlib.contextmanager
@@ -175,7 +174,7 @@ def main() -> None:
     arguments = (place, bool(int(rotates)), int(keep), control)
     if files == "1":
         return write(*arguments)
-    launch(write, int(files), arguments)
+    quintnet.launch(write, int(files), arguments)
 
 
 if __name__ == "__main__":
