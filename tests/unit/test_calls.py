@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,6 +128,31 @@ def test_a_call_is_refused_where_another_rank_is_in_another_one(pulses: list[Hea
         assert time.monotonic() - start < 1  # rank 0 said nothing by itself: its heartbeat did
         rows = read_rows(one.store, range(2))
         assert rows[1].name == "save" and rows[1].inside and rows[0].step == 0
+
+
+def test_ranks_that_look_later_read_the_call_that_was_refused(pulses: list[Heartbeat]) -> None:
+    """The error of the first rank ends its call, and the second rank's error names that call all the same."""
+    first, second = pulses
+    first.place = (True, "train.py:3 in main")  # where a look saw it, before the call
+    _begin(second, "step", (), 0, 37, usual=True)
+    second.inside = True
+    second._write()
+    with pytest.raises(RunError, match="QN401"), announced_by(first):
+        _begin(first, "verify", (), None, 46, usual=False)
+    first._write()
+    with pytest.raises(RunError, match=r"rank 0 is in verify at train.py:46, rank 1 is in step 0 at train.py:37"):
+        second._compare(second.now, 1.0)
+    first.finish()
+    assert not read_rows(first.store, range(2))[0].inside
+
+
+@contextlib.contextmanager
+def announced_by(pulse: Heartbeat) -> Iterator[None]:
+    pulse.inside = True
+    try:
+        yield
+    finally:
+        pulse.inside = False
 
 
 def test_a_frequent_call_of_the_same_kind_does_not_wait(pulses: list[Heartbeat]) -> None:

@@ -88,6 +88,7 @@ class Heartbeat:
         self.main = threading.get_ident()
         self.now = CollectiveCall()  # one value: the other thread reads it
         self.inside = self.finished = self.offers = self.saves = False
+        self.refused = 0  # the number of the call that ended because other ranks are elsewhere, until the next one
         self.step = -1  # that began last
         self.usual: dict[Any, Any] = {}  # what frequent calls were given last
         self.programs = 0  # that were set up, which all ranks do in one order
@@ -151,7 +152,11 @@ class Heartbeat:
         if usual and not apart:
             return
         self._write()
-        late = self._compare(call, 2 * LATEST if usual else self.patience)
+        try:
+            late = self._compare(call, 2 * LATEST if usual else self.patience)
+        except RunError:
+            self.refused = call.number  # other ranks, which look later, read that this one was in it
+            raise
         if late and not usual:
             rows = self.rows()
             places = "\n  ".join(f"rank {rank} is at {rows[rank].at or 'its start'}" for rank in late)
@@ -338,14 +343,15 @@ class Heartbeat:
 
     def _say(self) -> None:
         self.beat += 1
-        now, waiting, at = self.now, *self.place
+        now = self.now
+        waiting, at = self.place if self.looked == now.number else (False, "")
         row = RankStatus(
             beat=self.beat,
             calls=now.number,
             kind=now.kind + now.label,
             name=now.name,
             line=shown_line(*now.line),
-            inside=self.inside,
+            inside=self.inside or (self.refused == now.number > 0 and not self.finished),
             step=self.step,
             given=brief(shown(now.given)),
             waiting=waiting,
