@@ -249,24 +249,16 @@ def plan_model(
         CompileError: QN212 if nothing fits, with the smallest change that makes it fit; or if time ran out before
             anything was found.
     """
-    started, notes = time.monotonic(), list[str]()
+    started = time.monotonic()
     searches, alternatives = _search_all(planner, question, top_k, progress, among)
-    fitting = [search for search in searches if search.found.ranked]
-    first = searches[0]
-    if not fitting and not first.found.complete:
-        message = first.found.unfinished(question.effort)
-        raise CompileError("QN212", message, fix="search longer (seconds=), or pin the mesh")
-    if not fitting:
-        saver = _search_with_savers(first, question, top_k, progress)
-        if saver is None:
-            raise _infeasible(first.planner, first.found, question.effort)
-        fitting, notes = [saver[0]], [f"{saver[1]}: nothing fits without"]
+    fitting, notes = _fitting(searches, question, top_k, progress)
     best = min(fitting, key=lambda search: question.value(search.found.ranked[0]))
     host_memory = HostMemory(best.planner, best.pricing, best.found, question.objective, question.effort.work)
     if (outside := host_memory.better(top_k)) is not None:
         best = _Searched({**best.decisions, **outside.decisions}, outside.planner, outside.pricing, outside.found)
         notes.append(outside.note)
-    decisions, planner, pricing, found = best.decisions, best.planner, best.pricing, best.found
+    decisions, planner, pricing = best.decisions, best.planner, best.pricing
+    first = best.found.ranked[0]
 
     def longer(length: int) -> Planner:
         assert of_length is not None
@@ -276,18 +268,34 @@ def plan_model(
         _price_single_stages(planner, question.effort, pricing)
     if lengths := planner.pinned.documents:
         notes.append(f"rows are taken to hold documents of {min(lengths):,} to {max(lengths):,} positions")
-    plans, machine = tuple(planner.complete(estimate) for estimate in found.ranked), planner.machine
-    simpler = _simpler(planner, question, found.ranked[0], pricing)
+    plans, machine = tuple(planner.complete(estimate) for estimate in best.found.ranked), planner.machine
+    simpler = _simpler(planner, question, first, pricing)
     if question.objective == "memory":
         notes.append(
             f"the fastest plans that take at most {MEMORY_SLACK:.0%} more memory than the least that was found"
         )
     return PlanReport(
-        machine.name, planner.folded.program.batch_size, machine.memory_bytes, machine.reserve, found, plans,
-        time.monotonic() - started, Questions(planner, question, found.ranked[0], pricing, of_length and longer),
+        machine.name, planner.folded.program.batch_size, machine.memory_bytes, machine.reserve, best.found, plans,
+        time.monotonic() - started, Questions(planner, question, first, pricing, of_length and longer),
         "; ".join(notes),
         (simpler, planner.complete(simpler)) if simpler else None, alternatives,
     )  # fmt: skip
+
+
+def _fitting(
+    searches: Sequence[_Searched], question: Question, top_k: int, progress: Progress | None
+) -> tuple[list[_Searched], list[str]]:
+    """Return the searches that found a layout, or one with what saves memory and a note about that."""
+    first, fitting = searches[0], [search for search in searches if search.found.ranked]
+    if fitting:
+        return fitting, []
+    if not first.found.complete:
+        message = first.found.unfinished(question.effort)
+        raise CompileError("QN212", message, fix="search longer (seconds=), or pin the mesh")
+    saver = _search_with_savers(first, question, top_k, progress)
+    if saver is None:
+        raise _infeasible(first.planner, first.found, question.effort)
+    return [saver[0]], [f"{saver[1]}: nothing fits without"]
 
 
 def _price_single_stages(planner: Planner, effort: SearchEffort, pricing: Pricing) -> None:

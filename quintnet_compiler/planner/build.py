@@ -48,7 +48,6 @@ class Builder:
     Attributes:
         cost: prices by which shardings are chosen.
         costs: prices of ranks.
-
         found: the cache.
         guessed: operators whose price is a bound.
         solved: solutions of sharding problems.

@@ -45,7 +45,7 @@ class Versus:
             yield f"  of it waiting for {axis}", a.communication.get(axis, 0.0), b.communication.get(axis, 0.0)
         yield "gradients", a.gradients, b.gradients
         yield "optimizer", a.optimizer, b.optimizer
-        fullest: list[StageMemory] = [max(one.memory, key=lambda rank: rank.total) for one in (a, b)]
+        fullest: list[StageMemory] = [max(estimate.memory, key=lambda rank: rank.total) for estimate in (a, b)]
         yield "memory", fullest[0].total, fullest[1].total
         for name, size in fullest[0].parts.items():
             yield f"  of it {name}", size, fullest[1].parts[name]
@@ -54,16 +54,16 @@ class Versus:
         """Yield names of figures with their values for both layouts; None where a value is unknown."""
         if self.other is None or not (self.best.workload and self.other.workload):
             return
-        one, two = self.best.figures, self.other.figures
-        unit = one.unit
-        yield "devices", one.devices, two.devices
-        yield f"{unit}s/s", one.per_second, two.per_second
-        yield f"{unit}s/s/device", one.per_second_per_device, two.per_second_per_device
-        yield "model FLOP utilisation", one.utilisation, two.utilisation
-        yield "joules a step", one.joules, two.joules
-        yield f"cost of a million {unit}s", one.cost_per_million, two.cost_per_million
-        yield "hours of training", _hours(one.train_seconds), _hours(two.train_seconds)
-        yield "cost of training", one.train_cost, two.train_cost
+        best, other = self.best.figures, self.other.figures
+        unit = best.unit
+        yield "devices", best.devices, other.devices
+        yield f"{unit}s/s", best.per_second, other.per_second
+        yield f"{unit}s/s/device", best.per_second_per_device, other.per_second_per_device
+        yield "model FLOP utilisation", best.utilisation, other.utilisation
+        yield "joules a step", best.joules, other.joules
+        yield f"cost of a million {unit}s", best.cost_per_million, other.cost_per_million
+        yield "hours of training", _hours(best.train_seconds), _hours(other.train_seconds)
+        yield "cost of training", best.train_cost, other.train_cost
 
     def numbers(self) -> dict[str, Any]:
         """Return all fields of both, in seconds and bytes."""
@@ -85,10 +85,10 @@ class Versus:
             show = bytes_of if memory else time_of
             change = f"{b / a - 1:+.1%}" if a else ""
             lines.append(f"{name:<24} {show(a):>10} {show(b):>10} {change:>8}")
-        for name, one, two in self.figures():
-            if one is not None or two is not None:
-                shown = ["-" if x is None else rounded(x) for x in (one, two)]
-                change = f"{two / one - 1:+.1%}" if one and two else ""
+        for name, best, other in self.figures():
+            if best is not None or other is not None:
+                shown = ["-" if x is None else rounded(x) for x in (best, other)]
+                change = f"{other / best - 1:+.1%}" if best and other else ""
                 lines.append(f"{name:<24} {shown[0]:>10} {shown[1]:>10} {change:>8}")
         return "\n".join([*lines, *([self.refused] if self.refused else [])])
 
@@ -111,8 +111,8 @@ class Alternative:
 
     def numbers(self) -> dict[str, Any]:
         """Return all fields, in seconds and bytes."""
-        found = self.found.numbers() if self.found else None
-        return {"decisions": dict(self.decisions), "plan": found, "why_not": self.why}
+        plan = self.found.numbers() if self.found else None
+        return {"decisions": dict(self.decisions), "plan": plan, "why_not": self.why}
 
     def __str__(self) -> str:
         if self.found is None:

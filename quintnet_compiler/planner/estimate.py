@@ -156,7 +156,7 @@ class Estimate:
             "stage_memory_bytes": [vars(stage) | {"total": stage.total} for stage in self.memory],
             "stages": list(self.begins),
             "guessed_prices": list(self.guessed),
-            **({"places": [_numbers(one) for one in self.places]} if self.places else {}),
+            **({"places": [_numbers(place) for place in self.places]} if self.places else {}),
             **(self.figures.numbers() if self.workload else {}),
         }
 
@@ -186,18 +186,18 @@ class Estimate:
     def _device(self) -> str:
         if self.workload is None or self.places:
             return ""
-        there = self.workload.device.memory_bytes
-        return f" of {bytes_of(there)}" + (", which is not enough" if self.memory_bytes > there else "")
+        available = self.workload.device.memory_bytes
+        return f" of {bytes_of(available)}" + (", which is not enough" if self.memory_bytes > available else "")
 
     @property
     def mixed(self) -> bool:
         """Return whether a place of the pipeline has several kinds of devices."""
-        return any(one.alone for one in self.places)
+        return any(place.alone for place in self.places)
 
     def places_text(self) -> list[str]:
         """Return lines for people about each place, if the cluster has several kinds of devices."""
         rows = zip(self.places, self.memory, strict=False)
-        return [one.text(number, self.seconds, memory) for number, (one, memory) in enumerate(rows)]
+        return [place.text(number, self.seconds, memory) for number, (place, memory) in enumerate(rows)]
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
@@ -275,14 +275,14 @@ def cells_of(estimates: Sequence[Estimate]) -> list[tuple[str, ...]]:
     if first.workload:
         head += [f"{first.figures.unit}s/s/device", "MFU", *(["per million"] if first.figures.cost_per_million else [])]
     rows = [(*head, "layout")]
-    for one in estimates:
-        cells = [time_of(one.seconds), bytes_of(one.memory_bytes)]
-        cells += [f"{one.bubble / one.seconds:.1%}", f"{one.exposed / one.seconds:.1%}"]
-        if one.workload:
-            found = one.figures
-            cells += [rounded(found.per_second_per_device), found.share]
-            cells += [rounded(found.cost_per_million)] if found.cost_per_million else []
-        rows.append((*cells, str(one.layout)))
+    for estimate in estimates:
+        cells = [time_of(estimate.seconds), bytes_of(estimate.memory_bytes)]
+        cells += [f"{estimate.bubble / estimate.seconds:.1%}", f"{estimate.exposed / estimate.seconds:.1%}"]
+        if estimate.workload:
+            figures = estimate.figures
+            cells += [rounded(figures.per_second_per_device), figures.share]
+            cells += [rounded(figures.cost_per_million)] if figures.cost_per_million else []
+        rows.append((*cells, str(estimate.layout)))
     return rows
 
 

@@ -38,7 +38,7 @@ def evaluate(
     slices_of = {id(place): Slices(layout, place.costs, layout.mesh, offload) for place in places}
     slices = [slices_of[id(place)] for place in places]
     estimate = _Evaluation(cut_places(places, layout, begins), places, layout, slices, bucket).to_estimate()
-    if begins or all(one.total <= place.memory_bytes for one, place in zip(estimate.memory, places, strict=True)):
+    if begins or all(memory.total <= place.memory_bytes for memory, place in zip(estimate.memory, places, strict=True)):
         return estimate
 
     def state_bytes(unit: StageUnit, place: Place) -> float:
@@ -52,7 +52,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Rank:
-    """What a rank of one pipeline place runs and holds."""
+    """A rank of one pipeline place: its units, and its parameters by group."""
 
     units: Sequence[StageUnit]
     groups: Sequence[ParameterGroup]

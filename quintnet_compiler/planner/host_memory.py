@@ -39,7 +39,6 @@ class Outside:
 
     Attributes:
         planner: with these decisions.
-        found: the result of the search.
         note: what offloading gains, for people.
     """
 

@@ -108,11 +108,8 @@ def _subsets(axes: list[str]) -> Iterator[tuple[str, ...]]:
 class Slowdown:
     """A lower bound of the time of a pipeline on unlike devices, however it is cut into stages.
 
-    It is a multiple of the time on hypothetical devices that are as fast as the fastest kind for each operator.
-
-    Attributes:
-        fastest: prices of the hypothetical devices.
-        cache: results, by functions and number of places.
+    It is a multiple of the time on hypothetical devices that are as fast as the fastest kind for each operator
+    (``fastest``).
     """
 
     build: Builder

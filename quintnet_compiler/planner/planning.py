@@ -87,12 +87,7 @@ class Pricing:
 
 @dataclass(frozen=True)
 class Planner:
-    """A captured and folded model on a machine.
-
-    Attributes:
-        pinned: decisions that the user has made.
-        workload: the work of a step.
-    """
+    """A captured and folded model on a machine; ``pinned``: decisions that the user has made."""
 
     folded: Folded
     machine: PricedCluster

@@ -47,8 +47,8 @@ class LogAxis:
         """
         for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            found = [step * 10.0**power for power in powers for step in steps]
-            inside = [value for value in found if self.low <= value <= self.high]
+            values = [step * 10.0**power for power in powers for step in steps]
+            inside = [value for value in values if self.low <= value <= self.high]
             if len(inside) >= 3:
                 break
         else:
@@ -68,11 +68,11 @@ def points_svg(
     """
     if not marks:
         return ""
-    ideal = [marks[0].y * one.x / marks[0].x for one in marks] if proportional else []
-    across = LogAxis.spanning([one.x for one in (*marks, *others)], LEFT, RIGHT)
-    up = LogAxis.spanning([*(one.y for one in (*marks, *others)), *ideal], BOTTOM, TOP)
+    ideal = [marks[0].y * mark.x / marks[0].x for mark in marks] if proportional else []
+    across = LogAxis.spanning([mark.x for mark in (*marks, *others)], LEFT, RIGHT)
+    up = LogAxis.spanning([*(mark.y for mark in (*marks, *others)), *ideal], BOTTOM, TOP)
     places, beside = (
-        [(across.position(one.x), up.position(one.y), one.text) for one in kind] for kind in (marks, others)
+        [(across.position(mark.x), up.position(mark.y), mark.text) for mark in kind] for kind in (marks, others)
     )
     ends = [(places[at][0], up.position(ideal[at])) for at in (0, -1)] if proportional else []
     template = environment(__package__).get_template("points.svg.jinja")

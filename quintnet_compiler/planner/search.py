@@ -151,7 +151,7 @@ class SearchEffort:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a search looks for, and its limits.
+    """The objective of a search, and its limits.
 
     Attributes:
         top_k: the number of layouts.
