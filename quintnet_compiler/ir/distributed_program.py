@@ -1,4 +1,4 @@
-"""What ranks run: generated functions by stage, parameters as they are stored, and the actions of a schedule."""
+"""The program of all ranks: generated functions by stage, parameters as they are stored, and a schedule's actions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ from .program import BUCKET_MIB, Axis, Captured, DifferentiatedProgram
 
 @dataclass(frozen=True)
 class Piece:
-    """One generated function: ``module([comm, *static, *dynamic])`` empties the list and returns a tuple.
+    """A generated function: ``module([comm, *static, *dynamic])`` empties the list and returns a tuple.
 
-    ``static`` values stay the same for a whole step (state, whole-batch values); ``dynamic`` ones belong to a
-    microbatch; ``outputs`` names what comes back.
+    Attributes:
+        module: the function.
+        static: values that stay the same for a whole step (state, whole-batch values).
+        dynamic: values of a microbatch.
+        outputs: names of the results.
     """
 
     module: GeneratedModule
@@ -34,7 +37,7 @@ class Piece:
 
     @property
     def code(self) -> str:
-        """The generated Python source, with a comment where the module path changes."""
+        """Return the generated Python source, with a comment where the module path changes."""
         if isinstance(self.module, StoredModule):
             return self.module.code
         return with_headings(self.module.code, self.module.graph)
@@ -42,8 +45,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The values that stage ``source`` hands to stage ``target`` for each microbatch, and the gradients that
-    come back."""
+    """Values that stage ``source`` sends to stage ``target`` for each microbatch, and gradients that come back."""
 
     source: int
     target: int
@@ -64,13 +66,19 @@ class Slice:
 class StageProgram:
     """Everything that one pipeline stage runs. Values have the names of the differentiated graph's nodes.
 
-    ``once`` runs at the start of a step (what no parameter touches); ``forward`` and ``backward`` run once per
-    microbatch. Where a schedule splits backwards, ``backward`` computes what other stages wait for, and ``weight``
-    the rest, from the same values and from what ``backward`` hands it. ``state`` maps a value to the parameter,
-    buffer or constant that it is; ``inputs`` to its position in the flat batch; ``results`` a position among the
-    program's outputs to the value. ``saved`` is what the backward needs of the forward. ``gradients`` maps what the
-    backward accumulates to its parameter, in the order of settling. ``carried`` maps a value of ``state`` that changes
-    from microbatch to microbatch to the value that it becomes.
+    Attributes:
+        index: the number of the stage.
+        once: runs at the start of a step (what does not depend on parameters).
+        forward: runs once per microbatch.
+        backward: likewise; where a schedule splits backwards, only what other stages wait for.
+        state: the parameter, buffer or constant of each value.
+        inputs: the position of each value in the flat batch.
+        slices: the values that are a microbatch's part of whole-batch values.
+        results: the values that are outputs of the program, by position.
+        saved: the values that the backward reads from the forward.
+        gradients: the parameter of each gradient that the backward accumulates, in the order in which they are settled.
+        weight: the remaining backward where a schedule splits it; reads the same values, and results of ``backward``.
+        carried: the values of ``state`` that change from microbatch to microbatch, and their new values.
     """
 
     index: int
@@ -88,20 +96,30 @@ class StageProgram:
 
     @property
     def pieces(self) -> Mapping[str, Piece]:
-        """Its functions by name, in the order in which a microbatch passes them."""
-        found = {"once": self.once, "forward": self.forward, "backward": self.backward}
-        return found if self.weight is None else {**found, "weight": self.weight}
+        """Return the functions by name, in the order in which a microbatch passes them."""
+        pieces = {"once": self.once, "forward": self.forward, "backward": self.backward}
+        return pieces if self.weight is None else {**pieces, "weight": self.weight}
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """How a parameter, buffer or constant is laid out: its global shape, its type on each axis, its stages.
+    """The layout of a parameter, buffer or constant.
 
-    ``resident``: its type for operators all through a step, if it is gathered at the start, else as ``sharding``.
-    ``accumulated``: the type whose gradient the microbatches add up; at the end of the step it becomes that of
-    ``sharding``. ``read``: the dtype of what operators read, a copy where it is not ``dtype``. ``summed``: the dtype
-    in which microbatches add up its gradient, ``reduced``: in which ranks do. ``host``: whether it is in memory of the
-    host, with its gradient when that is added up.
+    Attributes:
+        name: its name in the module.
+        kind: ``parameter``, ``buffer``, ``constant`` or ``cache``.
+        shape: the global shape.
+        dtype: the dtype in which it is stored.
+        trainable: whether it is a parameter that is trained.
+        sharding: its type on each axis, as it is stored.
+        stages: the stages that use it.
+        resident: its type for operators all through a step, if it is gathered at the start, else as ``sharding``.
+        accumulated: the type whose gradient the microbatches add up; at the end of the step it becomes that of
+            ``sharding``.
+        read: the dtype that operators read; a copy where it is not ``dtype``.
+        summed: the dtype in which microbatches add up its gradient.
+        reduced: the dtype in which ranks add up its gradient.
+        host: whether it is in host memory, with its accumulated gradient.
     """
 
     name: str
@@ -120,26 +138,26 @@ class StateSpec:
 
     @property
     def in_place(self) -> bool:
-        """Whether what a rank stores is a run of rows of what is resident, and can lie in its memory."""
+        """Return whether a rank's part is a run of rows of what is resident, so that it can lie in the same memory."""
         if self.read != self.dtype:
             return False
-        rows = [kind for kind, whole in zip(self.sharding, self.resident, strict=True) if kind != whole]
-        first = next((i for i, kind in enumerate(self.sharding) if kind != self.resident[i]), 0)
-        inner = [w for w in self.resident[first:] if isinstance(w, Shard) and w.dim == 0]
-        return bool(rows) and all(kind == Shard(0) for kind in rows) and not inner
+        gathered = [axis for axis, kind in enumerate(self.sharding) if kind != self.resident[axis]]
+        if not gathered or any(self.sharding[axis] != Shard(0) for axis in gathered):
+            return False
+        return not any(isinstance(kind, Shard) and kind.dim == 0 for kind in self.resident[gathered[0] :])
 
     def room(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the memory in which a rank keeps it: of its part, or of what is gathered there, with padding."""
+        """Return the shape of the memory in which a rank stores its part, or what is gathered there, with padding."""
         part = local_shape(self.shape, self.sharding, ranks)
         if not self.in_place:
             return part
-        kinds = zip(ranks, self.sharding, self.resident, strict=True)
-        return part[0] * math.prod(size for size, kind, there in kinds if kind != there), *part[1:]
+        types = zip(ranks, self.sharding, self.resident, strict=True)
+        return part[0] * math.prod(size for size, stored, resident in types if stored != resident), *part[1:]
 
 
 @dataclass(frozen=True)
 class ValueSpec:
-    """What one leaf of the batch must be (or one output is): its path, global shape, and type on every axis."""
+    """The required form of one leaf of the batch, or of one output: its path, global shape, and type on every axis."""
 
     path: str
     shape: tuple[int, ...]
@@ -147,14 +165,14 @@ class ValueSpec:
     sharding: Sharding
 
     def summed(self, axes: Sequence[Axis]) -> tuple[str, ...]:
-        """The axes whose ranks have terms of it. Scalars are added up with the loss, in another message."""
+        """Return the axes whose ranks hold terms of it. Scalars are added up with the loss, in another message."""
         kinds = zip(axes, self.sharding, strict=True)
         return tuple(axis.name for axis, kind in kinds if kind is P and axis.role != "time" and self.shape != ())
 
 
 @dataclass(frozen=True)
 class DiskSpec:
-    """In which folder a rank makes its own for files, and bytes of the largest value that goes there."""
+    """Files of a rank: the folder in which it creates its own, and the bytes of the largest value that it writes."""
 
     folder: str
     largest: int
@@ -184,17 +202,28 @@ class RankProgram:
 class DistributedProgram:
     """The compiled program of all ranks. Ranks of one stage share one :class:`StageProgram`.
 
-    ``values``: shape and dtype of what crosses stages.
-    ``results``: what the module returns, and then the new values of what it changes: of a buffer the whole, of a
-    parameter what each rank stores of it. ``end``: a function of the last of these, by their paths, and of buffers and
-    constants by name, that makes new values of buffers when a step is over; all of them are whole.
-    ``sites``: what the numbers at communication calls mean (operator, module path, source line). ``precision`` and
-    ``batches``: see :class:`Program`. ``made_from``: gives ``source``. ``bucket_mib``: see
-    :class:`.plan.Plan`, also for ``expert_imbalance`` and ``hot_rows``, which predictions read.
-    ``disk``: where saved values wait in files. ``host_optimizer``: whether optimizers that the program makes compute
-    on the host.
-    ``flops``: of a step of the unsplit model, where that was written with the program. ``key``: of the
-    cache, if the program is kept there.
+    Attributes:
+        mesh: the mesh of ranks.
+        axes: its axes, and that of microbatches.
+        stages: what each pipeline stage runs.
+        state: the layout of each parameter, buffer and constant, by name.
+        inputs: the form of each leaf of the batch.
+        results: what the module returns, then the new values of what it changes: of a buffer the whole value, of a
+            parameter the part that each rank stores.
+        transfers: the values that cross stages.
+        values: their shapes and dtypes.
+        schedule: the order of each pipeline rank's actions.
+        sites: the meaning of the numbers at communication calls (operator, module path, source line).
+        captured: the captured model.
+        precision: see :class:`Program`, also for ``batches``.
+        made_from: returns ``source``.
+        bucket_mib: see :class:`.plan.Plan`, also for ``expert_imbalance`` and ``hot_rows``, which predictions read.
+        flops: of a step of the unsplit model, where it was written with the program.
+        key: the key of the cache, if the program is in one.
+        end: a function that runs when a step is over. It computes new values of buffers from the last results (by their
+            paths) and from buffers and constants (by name); all of them are whole.
+        disk: where saved values wait in files.
+        host_optimizer: whether optimizers that the program makes compute on the host.
     """
 
     mesh: Mesh
@@ -222,41 +251,43 @@ class DistributedProgram:
 
     @cached_property
     def source(self) -> DifferentiatedProgram:
-        """The graph that the functions were cut from. A program that was read from a file is compiled for it."""
+        """Return the graph from which the functions were cut. A program read from a file is compiled for it."""
         return self.made_from()
 
     @property
     def has_source(self) -> bool:
-        """Whether :attr:`source` is at hand, and nothing has to be compiled for it."""
+        """Return whether :attr:`source` is available without compiling."""
         return self.flops is None or "source" in vars(self)
 
     @property
     def space(self) -> tuple[Axis, ...]:
-        """The axes over ranks (all but the microbatch axis), outermost first."""
+        """Return the axes over ranks (all but the microbatch axis), outermost first."""
         return tuple(axis for axis in self.axes if axis.role != "time")
 
     @cached_property
     def stored(self) -> Mapping[int, StateSpec]:
-        """The results that are new values of parameters, by position."""
-        found = {position: self.state.get(self.results[position].path) for position in self.last}
-        return {position: spec for position, spec in found.items() if spec is not None and spec.kind == "parameter"}
+        """Return the results that are new values of parameters, by position."""
+        specs = {position: self.state.get(self.results[position].path) for position in self.last}
+        return {position: spec for position, spec in specs.items() if spec is not None and spec.kind == "parameter"}
 
     @cached_property
     def last(self) -> range:
-        """The positions of the results that are not the module's own: new values of what it changes, and what ``end``
-        reads."""
+        """Return the positions of the results that the module does not return.
+
+        They are new values of what it changes, and what ``end`` reads.
+        """
         changed = len(self.captured.changed)
-        many = changed if self.end is None else changed - len(self.end.outputs) + len(self.end.dynamic)
-        return range(len(self.results) - many, len(self.results))
+        count = changed if self.end is None else changed - len(self.end.outputs) + len(self.end.dynamic)
+        return range(len(self.results) - count, len(self.results))
 
     @property
     def edges(self) -> tuple[StageEdge, ...]:
-        """Which stages hand values to which."""
+        """Return the pairs of stages between which values travel."""
         return tuple(StageEdge(t.source, t.target, bool(t.backward)) for t in self.transfers)
 
     @property
     def text(self) -> str:
-        """All that ranks must agree on: layout, schedule, and every stage's code."""
+        """Return everything on which ranks must agree: layout, schedule, and every stage's code."""
         parts: list[object] = [self.mesh, self.axes, self.schedule, self.transfers, self.inputs, self.results]
         parts += [self.bucket_mib, self.batches]
         parts += [*sorted(self.state.items()), *sorted(self.values.items())]
@@ -271,12 +302,12 @@ class DistributedProgram:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of :attr:`text`."""
+        """Return the SHA-256 of :attr:`text`."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def rank(self, rank: int) -> RankProgram:
-        """Rank ``rank``'s part."""
-        place = self.mesh.coordinate(rank)
-        pipeline_rank = place.get("pp", 0)
-        mine = [s for s in self.stages if self.schedule.placement[s.index] == pipeline_rank]
-        return RankProgram(rank, place, tuple(mine), self.schedule.actions[pipeline_rank])
+        """Return the part of rank ``rank``."""
+        coordinate = self.mesh.coordinate(rank)
+        pipeline_rank = coordinate.get("pp", 0)
+        stages = [stage for stage in self.stages if self.schedule.placement[stage.index] == pipeline_rank]
+        return RankProgram(rank, coordinate, tuple(stages), self.schedule.actions[pipeline_rank])

@@ -21,10 +21,10 @@ from .distributed_program import DistributedProgram
 from .program import DifferentiatedProgram, LocalProgram, Program, ShardedProgram, StagedProgram
 
 
-def _require(holds: bool, what: Callable[[], str], node: fx.Node | None = None) -> None:
+def _require(holds: bool, message: Callable[[], str], node: fx.Node | None = None) -> None:
     if not holds:
         where = facts(node).where if node is not None and node.op != "output" else None
-        raise CompileError("QN209", what(), where=where, fix=REPORT)
+        raise CompileError("QN209", message(), where=where, fix=REPORT)
 
 
 @singledispatch
@@ -47,19 +47,18 @@ def _(program: Program) -> None:
 
 @verify.register
 def _(program: ShardedProgram) -> None:
-    """Parts and units of shardings divide every shape; the only partial inputs are those of strategies that are linear
-    in them."""
+    """Check that parts and units of shardings divide shapes, and that only linear strategies read partial values."""
     for node, strategies in program.strategies.items():
         if node.op == "output" or is_getitem(node):
             continue
         _require(len(strategies) == len(program.axes), lambda: f"{node} lacks a strategy", node)  # noqa: B023
         for index, whole in enumerate(values(node)):
-            left = tuple(whole.shape)
+            local = tuple(whole.shape)
             for axis, kind in zip(program.axes, program.produced(node, index), strict=True):
                 if isinstance(kind, Shard):
-                    fits = left[kind.dim] % (kind.parts * kind.unit) == 0
-                    _require(fits, lambda: f"{node} of {left} cannot be {kind} over {axis}", node)  # noqa: B023
-                left = local_shape(left, (kind,), (axis.size,))
+                    fits = local[kind.dim] % (kind.parts * kind.unit) == 0
+                    _require(fits, lambda: f"{node} of {local} cannot be {kind} over {axis}", node)  # noqa: B023
+                local = local_shape(local, (kind,), (axis.size,))
         for strategy in strategies:
             if P in strategy.inputs and node.target is not declare_gradient:
                 makes = strategy.outputs if strategy.inside is None else strategy.inside[1:]
@@ -71,13 +70,13 @@ def _(program: StagedProgram) -> None:
     for node, stage in program.stage.items():
         _require(0 <= stage < program.num_stages, lambda: f"{node} in stage {stage}", node)  # noqa: B023
         for source in tensor_inputs(node):
-            before = program.stage.get(source, 0)
-            _require(before <= stage, lambda: f"{node} in stage {stage} reads stage {before}", node)  # noqa: B023
+            earlier = program.stage.get(source, 0)
+            _require(earlier <= stage, lambda: f"{node} in stage {stage} reads stage {earlier}", node)  # noqa: B023
 
 
 @verify.register
 def _(program: LocalProgram) -> None:
-    """Local shapes are those of the shardings; conversions name what they convert."""
+    """Check that local shapes are those of the shardings, and that conversions change the type."""
     sharded = program.staged.sharded
     for node in program.graph.nodes:
         if node.op == "call_function" and node.target is convert:
@@ -98,8 +97,11 @@ def _(program: LocalProgram) -> None:
 
 @verify.register
 def _(program: DifferentiatedProgram) -> None:
-    """Each gradient has the local shape of its parameter (of what it is gathered to, if the gradient is scattered
-    later) and a dtype that its sum can hold, nothing typed is left, and caches are written where they are kept."""
+    """Check gradients, that no typed conversion remains, and that caches are written where they are stored.
+
+    Each gradient has the local shape of its parameter (of the gathered one, if the gradient is scattered later), and a
+    dtype that its sum can hold.
+    """
     local = program.local
     sizes = {facts(n).leaf.name: n for n in local.graph.nodes if n.op == "placeholder" and facts(n).leaf}  # type: ignore[union-attr]
     sizes |= {facts(n).leaf.name: whole for whole, n in local.deferred.items()}  # type: ignore[union-attr]
@@ -109,39 +111,43 @@ def _(program: DifferentiatedProgram) -> None:
         assert isinstance(held.value, Tensor)
         summed = local.staged.sharded.program.precision.accumulated(held.value.dtype)
         fits = shape(node) == shape(parameter) and not narrows(value(node).dtype, summed)
-        told = f"{shape(node)} {value(node).dtype}, not {shape(parameter)} {summed}"
-        _require(fits, lambda: f"the gradient of {name} is {told}", node)  # noqa: B023
+        mismatch = f"{shape(node)} {value(node).dtype}, not {shape(parameter)} {summed}"
+        _require(fits, lambda: f"the gradient of {name} is {mismatch}", node)  # noqa: B023
     for node in program.graph.nodes:
         _require(node.target is not convert, lambda: f"{node} is not lowered", node)  # noqa: B023
-        for given in node.args[3:5] if node.target is paged_attention else ():
-            _require(_is_cache(given), lambda: f"{node} writes to {given}, which nobody keeps", node)  # noqa: B023
+        for cache in node.args[3:5] if node.target is paged_attention else ():
+            _require(_is_cache(cache), lambda: f"{node} writes to {cache}, which nobody keeps", node)  # noqa: B023
 
 
 def _is_cache(node: Any) -> bool:
-    """Whether this is what a rank keeps, or a microbatch's rows in it, and one operator alone writes there."""
+    """Return whether a node is a rank's cache, or a microbatch's rows of it, and only one operator writes to it."""
     if node.target is microbatch:
         return len(node.users) == 1 and node.args[2:] == (0, 1) and _is_cache(node.args[0])
-    found = facts(node).leaf
-    return found is not None and found.kind == "cache" and len(node.users) == 1
+    cache = facts(node).leaf
+    return cache is not None and cache.kind == "cache" and len(node.users) == 1
 
 
 @verify.register
 def _(program: DistributedProgram) -> None:
-    """Every stage gets each value it reads from itself, from state, or from a transfer; code is what we generate."""
+    """Check that every stage has each value that it reads, and that its code is of the generated form.
+
+    A value comes from the stage itself, from state, or from a transfer.
+    """
     for code in {p.module.code for stage in program.stages for p in stage.pieces.values()}:
         check_source(code)
     for stage in program.stages:
         whole = {*stage.state, *stage.inputs, *stage.once.outputs}
-        came = {n for t in program.transfers if t.target == stage.index for n in t.forward}
+        received = {n for t in program.transfers if t.target == stage.index for n in t.forward}
         returned = {n for t in program.transfers if t.source == stage.index for n in t.backward}
-        fresh = came | set(stage.slices) | set(stage.carried)
-        kept = fresh | set(stage.forward.outputs)
-        behind = kept | returned | set(stage.backward.outputs)
-        for label, known in (("forward", fresh), ("backward", kept | returned), ("weight", behind)):
+        forward_values = received | set(stage.slices) | set(stage.carried)
+        backward_values = forward_values | set(stage.forward.outputs) | returned
+        weight_values = backward_values | set(stage.backward.outputs)
+        available = {"forward": forward_values, "backward": backward_values, "weight": weight_values}
+        for label, values_of_microbatch in available.items():
             if label not in stage.pieces:
                 continue
             piece = stage.pieces[label]
             for name in piece.static:
                 _require(name in whole, lambda: f"stage {stage.index} lacks {name}")  # noqa: B023
             for name in piece.dynamic:
-                _require(name in known, lambda: f"stage {stage.index} lacks {name}")  # noqa: B023
+                _require(name in values_of_microbatch, lambda: f"stage {stage.index} lacks {name}")  # noqa: B023

@@ -1,4 +1,4 @@
-"""The plan: what to decide about a layout, as a document that a person, a tool or the planner writes."""
+"""The plan: decisions about a layout, as a document that a person, a tool or the planner writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..core.sharding import AxisType, parse_type
 from ..schedules.synthesis import check_schedule
 from .program import BUCKET_MIB, TILE_BYTES
 
-LARGEST_FILE = 16 * 2**20
+MAX_PLAN_BYTES = 16 * 2**20
 MOST_DOCUMENTS = 4096
 Length = Annotated[int, Field(ge=1, le=2**40)]
 Experts = Annotated[
@@ -172,23 +172,23 @@ class Plan(BaseModel):
     unknown_ops: Literal["error", "replicate"] = "error"
 
     def to_json(self) -> str:
-        """Stable text: equal plans give equal bytes."""
+        """Return the plan as stable text: equal plans give equal bytes."""
         return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
 
     @property
     def agreed(self) -> str:
-        """The text of what ranks must have in common: all but what predictions alone read of a rank's own batch."""
+        """Return the text on which ranks must agree: all but what only predictions read of a rank's own batch."""
         return self.model_copy(update={"documents": ()}).to_json()
 
     @property
     def decisions(self) -> dict[str, Any]:
-        """The decisions that differ from the defaults, without ``parameters``."""
-        found, usual = self.model_dump(mode="json", exclude={"parameters"}), Plan().model_dump(mode="json")
-        return {key: value for key, value in found.items() if value != usual[key]}
+        """Return the decisions that differ from the defaults, without ``parameters``."""
+        decisions, defaults = self.model_dump(mode="json", exclude={"parameters"}), Plan().model_dump(mode="json")
+        return {key: value for key, value in decisions.items() if value != defaults[key]}
 
     def _repr_html_(self) -> str:
         decided = table(["decision", ""], self.decisions.items(), "Plan")
-        kinds = [(name, ", ".join(f"{a}: {k}" for a, k in found.items())) for name, found in self.parameters.items()]
+        kinds = [(name, ", ".join(f"{a}: {k}" for a, k in types.items())) for name, types in self.parameters.items()]
         if not kinds:
             return decided
         return (
@@ -199,12 +199,12 @@ class Plan(BaseModel):
     def from_json(cls, text: str | bytes) -> Plan:
         """Raises: CompileError QN207 for anything that is not a plan: unknown or repeated keys, other types, ..."""
         with _explained():
-            found = text.decode() if isinstance(text, bytes) else text
-            if len(found) > LARGEST_FILE:
-                raise ValueError(f"more than {LARGEST_FILE} characters")
+            document = text.decode() if isinstance(text, bytes) else text
+            if len(document) > MAX_PLAN_BYTES:
+                raise ValueError(f"more than {MAX_PLAN_BYTES} characters")
             # for what pydantic's parser lets pass: keys given twice, NaN
-            json.loads(found, object_pairs_hook=_no_repeats, parse_constant=_no_constant)
-            return cls.model_validate_json(found, strict=True)
+            json.loads(document, object_pairs_hook=_no_repeats, parse_constant=_no_constant)
+            return cls.model_validate_json(document, strict=True)
 
     def changed(self, decisions: Mapping[str, Any], *, keep_open: bool = False) -> Plan:
         """This plan with ``decisions`` in place of its own; None leaves one as it is. ``keep_open``: what neither sets
@@ -213,9 +213,9 @@ class Plan(BaseModel):
         Raises:
             CompileError: QN207 for a value that a plan cannot have.
         """
-        given = {name: value for name, value in decisions.items() if value is not None}
+        decided = {name: value for name, value in decisions.items() if value is not None}
         with _explained():
-            return Plan.model_validate({**self.model_dump(exclude_unset=keep_open), **given}, strict=True)
+            return Plan.model_validate({**self.model_dump(exclude_unset=keep_open), **decided}, strict=True)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as a file that :func:`quintnet.compile` reads: at once, in place of what was there."""
@@ -289,33 +289,33 @@ def _explained() -> Iterator[None]:
         raise _malformed(f"the document: {error}") from None
 
 
-def read_plan(given: Any) -> Plan:
+def read_plan(source: Any) -> Plan:
     """A plan from what ``compile(plan=...)`` takes: None, a Plan, a dict, or a path.
 
     Raises:
         CompileError: QN207.
     """
-    if given is None:
+    if source is None:
         return Plan()
-    if isinstance(given, Plan):
-        return given
-    if isinstance(given, Mapping):
+    if isinstance(source, Plan):
+        return source
+    if isinstance(source, Mapping):
         try:
-            return Plan.from_json(json.dumps(dict(given)))
+            return Plan.from_json(json.dumps(dict(source)))
         except (TypeError, ValueError, RecursionError) as error:
             if isinstance(error, CompileError):
                 raise
             raise _malformed(f"the dict: {error}") from None
-    if isinstance(given, (str, Path)):
-        return Plan.from_json(_read(Path(given)))
-    raise CompileError("QN207", f"a {type(given).__name__} is not a plan", fix="pass a Plan, a dict, or a path")
+    if isinstance(source, (str, Path)):
+        return Plan.from_json(_read(Path(source)))
+    raise CompileError("QN207", f"a {type(source).__name__} is not a plan", fix="pass a Plan, a dict, or a path")
 
 
 def _read(path: Path) -> bytes:
     try:
         if path.is_file():  # and not a pipe or a device, which may never end
             with path.open("rb") as file:
-                return file.read(LARGEST_FILE + 1)
+                return file.read(MAX_PLAN_BYTES + 1)
     except OSError as error:
         raise CompileError(
             "QN207", f"the plan file cannot be read: {error.strerror}", fix="pass a Plan, or the path of one"
@@ -323,7 +323,7 @@ def _read(path: Path) -> bytes:
     raise CompileError("QN207", f"there is no plan file {str(path)[:300]!r}", fix="pass a Plan, or the path of one")
 
 
-HOSTED = (0, 3)  # what ZeRO may be with parameters on hosts: 1 and 2 have all of them on the device for a whole step
+HOSTED = (0, 3)  # ZeRO 1 and 2 have all parameters on the device for a whole step
 
 
 def check_host_parameters(plan: Plan) -> None:
@@ -375,7 +375,7 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
 
 
 def precision_of(plan: Plan) -> Precision:
-    """What the plan says of dtypes."""
+    """Return the dtypes of a plan."""
     compute, reduce, sums = (DTYPES.get(word) for word in (plan.precision, plan.reduce_dtype, plan.sum_dtype))
     return Precision(compute, reduce, sums, plan.loss_scale if plan.precision == "fp16" else None)
 
@@ -397,7 +397,7 @@ def fixed_types(
         CompileError: QN204 for a pattern that matches nothing, with the names that come closest.
     """
     names = list(names)
-    found: dict[tuple[str, str], AxisType] = {}
+    types: dict[tuple[str, str], AxisType] = {}
     for pattern, kinds in plan.parameters.items():
         matched = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
         if not matched and not follows:
@@ -408,5 +408,5 @@ def fixed_types(
                 fix=f"did you mean {', '.join(close)}?" if close else "see program.named_parameters()",
             )
         for name in matched:
-            found |= {(name, axis): _type(pattern, text) for axis, text in kinds.items() if mesh[axis] > 1}
-    return found
+            types |= {(name, axis): _type(pattern, text) for axis, text in kinds.items() if mesh[axis] > 1}
+    return types

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 def decided(function: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``function`` was given, for :meth:`.plan.Plan.changed`; an option that is None is left out.
+    """Return the options that ``function`` received, for :meth:`.plan.Plan.changed`, without those that are None.
 
     Raises:
         TypeError: as Python does for an argument that a function does not have.
@@ -26,30 +26,32 @@ def decided(function: str, options: Mapping[str, Any]) -> dict[str, Any]:
             close = difflib.get_close_matches(name, PlanOptions.__annotations__, n=1)
             hint = f". Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
-    given = {name: value for name, value in options.items() if value is not None}
-    return {name: tuple(x) if isinstance(x, Sequence) and not isinstance(x, str) else x for name, x in given.items()}
+    options_set = {name: value for name, value in options.items() if value is not None}
+    return {
+        name: tuple(x) if isinstance(x, Sequence) and not isinstance(x, str) else x for name, x in options_set.items()
+    }
 
 
 def lists_options(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, whose signature (in ``help`` and notebooks) has an argument for each option instead of one for
-    all."""
-    own = inspect.signature(function)
-    kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    """Give ``function`` a signature (in ``help`` and notebooks) with an argument for each option."""
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     hints = {name: getattr(hint, "__forward_arg__", hint) for name, hint in PlanOptions.__annotations__.items()}
     keyword = inspect.Parameter.KEYWORD_ONLY
     listed = [inspect.Parameter(name, keyword, default=None, annotation=hint) for name, hint in hints.items()]
-    function.__dict__["__signature__"] = own.replace(parameters=[*kept, *listed])
+    function.__dict__["__signature__"] = signature.replace(parameters=[*parameters, *listed])
     return function
 
 
 def read_options(texts: Sequence[str]) -> dict[str, Any]:
-    """Options from texts ``name=value``, each value read as the type that :class:`PlanOptions` gives it: elements of a
-    list are separated by commas, ``parameters`` and ``hot_experts`` are JSON.
+    """Read options from texts ``name=value``, each value as the type that :class:`PlanOptions` has for it.
+
+    Elements of a list are separated by commas; ``parameters`` and ``hot_experts`` are JSON.
 
     Raises:
         ValueError: for a name or a value that is not possible, with those that are.
     """
-    kinds, found = get_type_hints(PlanOptions), dict[str, Any]()
+    kinds, options = get_type_hints(PlanOptions), dict[str, Any]()
     for text in texts:
         name, sign, value = (part.strip() for part in text.partition("="))
         if not sign:
@@ -58,18 +60,22 @@ def read_options(texts: Sequence[str]) -> dict[str, Any]:
             close = difflib.get_close_matches(name, kinds, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             raise ValueError(f"there is no option {name!r}; {hint}the options are {', '.join(kinds)}")
-        if name in found:
+        if name in options:
             raise ValueError(f"{name} is given twice")
-        kind = next(one for one in get_args(kinds[name]) if one is not type(None))
+        kind = next(argument for argument in get_args(kinds[name]) if argument is not type(None))
         try:
-            found[name] = _value(kind, value)
+            options[name] = _value(kind, value)
         except ValueError:
             raise ValueError(f"{name}={value}: {name} is {_possible(kind)}") from None
-    return found
+    return options
 
 
 def _value(kind: Any, text: str) -> Any:
-    """Raises: ValueError if ``text`` is no value of ``kind``."""
+    """Read ``text`` as a value of ``kind``.
+
+    Raises:
+        ValueError: if it is none.
+    """
     if get_origin(kind) is collections.abc.Mapping:
         return json.loads(text)
     if get_origin(kind) is collections.abc.Sequence:
@@ -87,7 +93,7 @@ def _choices(kind: Any) -> dict[str, Any]:
 
 
 def _possible(kind: Any) -> str:
-    """What :func:`_value` takes, for people."""
+    """Return which texts :func:`_value` accepts, for people."""
     if get_origin(kind) is collections.abc.Mapping:
         nested = get_origin(get_args(kind)[1]) is collections.abc.Mapping
         example = '"*.up_proj.weight": {"tp": "S(0)"}' if nested else '"layers.3.mlp.experts.*": [3, 17]'

@@ -27,8 +27,8 @@ def _type(node: fx.Node) -> str:
 
 def _call(node: fx.Node) -> str:
     if node.op == "placeholder":
-        found = leaf(node)
-        return f"{found.kind} {found.name!r}" if found else "value"
+        source = leaf(node)
+        return f"{source.kind} {source.name!r}" if source else "value"
     if is_getitem(node):
         return f"{node.args[0]}[{node.args[1]}]"
     args = [_argument(a) for a in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
@@ -44,7 +44,7 @@ def _argument(arg: Any) -> str:
 
 @dataclass(frozen=True)
 class Listing:
-    """A program as text: ``head``, then a line per node of ``graph`` (if there is one) with its note, and ``tail``."""
+    """A program as text: ``head``, a line for each node of ``graph`` (if there is one) with its note, and ``tail``."""
 
     head: str
     graph: fx.Graph | None = None
@@ -52,37 +52,41 @@ class Listing:
     tail: str = ""
 
     def line(self, node: fx.Node) -> str:
+        """Return the line of a node."""
         if node.op == "output":
             return f"return {_argument(node.args[0])}"
         note = self.notes.get(node, "")
         return f"%{node.name}: {_type(node)} = {_call(node)}" + (f"  {note}" if note else "")
 
     def __str__(self) -> str:
-        """Parameters and buffers by pattern, then one line per node, under a comment whenever the place in the user's
-        model changes."""
+        """Return the whole text.
+
+        Parameters and buffers come first, by pattern; then one line per node, under a comment whenever the place in
+        the user's model changes.
+        """
         nodes = list(self.graph.nodes) if self.graph is not None else []
         placeholders = [node for node in nodes if node.op == "placeholder"]
-        state = {n: found for n in placeholders if (found := leaf(n)) is not None and found.kind != "input"}
-        lines = by_pattern((found.name, self.line(node)) for node, found in state.items())
-        last: Where | None = None
+        state = {n: source for n in placeholders if (source := leaf(n)) is not None and source.kind != "input"}
+        lines = by_pattern((source.name, self.line(node)) for node, source in state.items())
+        previous: Where | None = None
         for node in nodes:
             if node in state:
                 continue
             if node.op != "output" and str(where := facts(node).where):
-                lines += [text] if (text := heading(last, where)) else []
-                last = where
+                lines += [text] if (text := heading(previous, where)) else []
+                previous = where
             lines.append(self.line(node))
         return self.head + "".join(f"{line}\n" for line in lines) + self.tail
 
 
 def program_text(program: Any) -> str:
-    """The text of a program after a pass."""
+    """Return the text of a program after a pass."""
     return str(listing(program))
 
 
 @singledispatch
 def listing(program: Any) -> Listing:
-    """What is printed of a program after a pass."""
+    """Return the printed form of a program after a pass."""
     return Listing(f"{program}\n")
 
 
@@ -135,8 +139,8 @@ def _(program: DifferentiatedProgram) -> Listing:
     notes = _placed(program)
     for node in program.graph.nodes:
         if node.target is wait:
-            (begun,) = node.all_input_nodes
-            notes[begun] += f", {sum(map(num_bytes, values(node)))} bytes under way until %{node.name}"
+            (start,) = node.all_input_nodes
+            notes[start] += f", {sum(map(num_bytes, values(node)))} bytes under way until %{node.name}"
     return Listing("", program.graph, notes)
 
 
@@ -162,14 +166,14 @@ def _layout(program: DistributedProgram, spec: StateSpec) -> str:
 
 
 def _function(name: str, piece: Piece) -> str:
-    """A generated function, under how many values it takes and gives."""
+    """Return the source of a generated function, under the numbers of its arguments and results."""
     takes = f"comm, values of the step ({len(piece.static)}), of the microbatch ({len(piece.dynamic)})"
     code = piece.code.strip().replace("def forward(", f"def {name}(").replace("torch.ops.", "ops.")
     return f"# {name} takes {takes}; returns {len(piece.outputs)}\n{code}\n"
 
 
 def code_text(program: DistributedProgram, part: RankProgram) -> str:
-    """What one rank runs: its functions and its actions."""
+    """Return what one rank runs: its functions and its actions."""
     place = ", ".join(f"{axis}={index}" for axis, index in part.coordinate.items())
     lines = [f"# rank {part.rank} of {program.mesh}: {place}", f"# actions: {' '.join(map(str, part.actions))}", ""]
     sites: set[int] = {len(program.sites) - 1}
@@ -188,7 +192,7 @@ def code_text(program: DistributedProgram, part: RankProgram) -> str:
 
 
 def _sites(piece: Piece) -> list[int]:
-    """The numbers at its communication calls."""
+    """Return the numbers at a function's communication calls."""
     calls = [
         n for n in piece.module.graph.nodes if n.op == "call_method" and not str(n.target).startswith("accumulate")
     ]

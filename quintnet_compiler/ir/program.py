@@ -1,5 +1,7 @@
-"""The compiler's intermediate programs. Each stage of knowledge is a type of its own: a pass that runs out of
-order does not type-check."""
+"""The compiler's intermediate programs.
+
+Each stage of knowledge is a type of its own: a pass that runs out of order does not type-check.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,21 @@ BUCKET_MIB = 25.0  # as in DistributedDataParallel: large enough for bandwidth, 
 class Captured:
     """The user's model as torch.export sees it: ATen operators, symbols for sizes that vary, global shapes.
 
-    ``tensors`` holds the module's own parameters, buffers and constants under their original names; ``aliases``
-    maps every further name of a tied parameter to the one that is kept. ``guards``: what must be as it was for the
-    graph to be that of the module. ``form``: of the batches that it serves; ``symbols``: what it calls the sizes that
-    are symbols in the graph. ``output_spec``: of what the model returns. ``only_rows``: the batch size, where the
-    model's code fixes it. ``changed``: the buffers and parameters that forward changes; the graph's last outputs are
-    their new values.
-    ``assigned``: the buffers of them in whose place forward puts another tensor. ``brought``: a module with what the
-    loss function uses and the model does not have. ``parts``: what the results behind the loss are, if there are any.
+    Attributes:
+        graph: the exported graph.
+        tensors: the module's own parameters, buffers and constants, by their original names.
+        aliases: the name in ``tensors`` of every further name of a tied parameter.
+        form: the form of the batches for which the graph holds.
+        output_spec: the structure of what the model returns.
+        training: whether the model was in training mode.
+        only_rows: the batch size, where the model's code fixes it.
+        symbols: the names in ``form`` of the graph's symbols.
+        like: by name of a tensor, the names of those like it.
+        guards: conditions on the module under which the graph is still its graph.
+        changed: the buffers and parameters that forward changes; the graph's last outputs are their new values.
+        assigned: the buffers among them that forward replaces by another tensor.
+        brought: a module with what the loss function uses and the model does not have.
+        parts: the parts of the loss, which follow the module's results, if there are any.
     """
 
     graph: fx.Graph
@@ -56,17 +65,20 @@ class Captured:
 
     @cached_property
     def result_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtype of each result of the module itself."""
-        ends = outputs(self.graph)
-        return tuple(node.meta["val"].dtype for node in ends[: len(ends) - len(self.changed)])
+        """Return the dtype of each result of the module itself."""
+        results = outputs(self.graph)
+        return tuple(node.meta["val"].dtype for node in results[: len(results) - len(self.changed)])
 
 
 @dataclass(frozen=True)
 class StepEnd:
     """New values of buffers that are computed after the last microbatch, from sums over all rows of the step.
 
-    ``graph``: its first placeholders are the last results of the program, with the names ``reads``; the others are
-    buffers and constants. Its outputs are the new values of the buffers ``makes``.
+    Attributes:
+        graph: its first placeholders are the last results of the program; the others are buffers and constants. Its
+            outputs are the new values.
+        reads: the names of those results.
+        makes: the buffers that get the new values.
     """
 
     graph: fx.Graph
@@ -78,11 +90,19 @@ class StepEnd:
 class Program:
     """A captured program for one global batch size: functional, canonical operators, concrete global shapes.
 
-    ``precision``: in which dtypes gradients and other partial sums are added up. ``absent``: the GPU that the program
-    is for, where this machine has none. ``batches``: of how many batches of ``batch_size`` rows a step consists, each
-    of which is one microbatch (``batch_statistics="microbatch"``); the loss is then divided by that, and a buffer that
-    one of them changes is read by the next. ``end``: what is computed of the last results when the step is over.
     Invariants: every node carries facts; only the output node has no users; the output is a tuple of nodes.
+
+    Attributes:
+        captured: the captured model.
+        graph: the graph at this batch size.
+        mode: the fake mode of its values.
+        batch_size: the number of rows of a batch.
+        precision: the dtypes in which gradients and other partial sums are added up.
+        absent: the GPU for which the program is, where this machine has none.
+        batches: how many batches of ``batch_size`` rows a step has, each of which is one microbatch
+            (``batch_statistics="microbatch"``). The loss is then divided by it, and a buffer that a batch changes is
+            read by the next.
+        end: what is computed from the last results when the step is over.
     """
 
     captured: Captured
@@ -96,39 +116,46 @@ class Program:
 
     @property
     def last(self) -> tuple[str, ...]:
-        """What the last outputs are, behind those of the module: new values of what it changes, by its names, and what
-        the end of the step reads."""
+        """Return the names of the last outputs, which the module does not return.
+
+        They are new values of what it changes, and what the end of the step reads.
+        """
         changed = self.captured.changed
         return changed if self.end is None else (*(n for n in changed if n not in self.end.makes), *self.end.reads)
 
     @property
     def ended(self) -> range:
-        """The positions of the outputs that the end of the step reads."""
-        many = len(outputs(self.graph))
-        return range(many - (0 if self.end is None else len(self.end.reads)), many)
+        """Return the positions of the outputs that the end of the step reads."""
+        count = len(outputs(self.graph))
+        return range(count - (0 if self.end is None else len(self.end.reads)), count)
 
     @property
     def carried(self) -> Mapping[str, int]:
-        """The buffers that go from one batch of a step to the next, and which output is their new value."""
+        """Return the buffers that go from one batch of a step to the next, with the positions of their new values."""
         names = self.last if self.batches > 1 else ()
         first = len(outputs(self.graph)) - len(names)
         return {name: first + i for i, name in enumerate(names)}
 
     @property
     def stored(self) -> Mapping[int, fx.Node]:
-        """The outputs that are new values of parameters, by position: each stays where its parameter is, in slices."""
+        """Return the outputs that are new values of parameters, by position: each stays in slices, as they do."""
         names = self.last
         first = len(outputs(self.graph)) - len(names)
-        at = {name: first + i for i, name in enumerate(names)}
-        return {at[f.name]: node for node, f in self.leaves.items() if f.kind == "parameter" and f.name in at}
+        positions = {name: first + i for i, name in enumerate(names)}
+        return {
+            positions[source.name]: node
+            for node, source in self.leaves.items()
+            if source.kind == "parameter" and source.name in positions
+        }
 
     @property
     def leaves(self) -> dict[fx.Node, Leaf]:
+        """Return what each placeholder stands for."""
         return {n: kind for n in self.graph.nodes if n.op == "placeholder" and (kind := leaf(n)) is not None}
 
 
 def outputs(graph: fx.Graph) -> tuple[fx.Node, ...]:
-    """The nodes that a graph returns."""
+    """Return the nodes that a graph returns."""
     result: tuple[fx.Node, ...] = tuple(graph.output_node().args[0])  # type: ignore[arg-type]
     return result
 
@@ -147,9 +174,16 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How one operator runs on one axis: the types it takes and the types it makes. ``part``: of the work that the
-    earlier axes leave, what a rank does; more than a fair share where a size does not divide. ``inside``: where rows
-    travel over another axis as slices, the types of the rows that arrive and of what is made of them there."""
+    """The types of an operator's inputs and outputs on one axis.
+
+    Attributes:
+        inputs: the types of its tensor inputs.
+        outputs: the types of its outputs.
+        label: how the work is split, for reports; see :attr:`factor`.
+        part: the share of the work left by the earlier axes that a rank does; more than a fair share where a size does
+            not divide.
+        inside: where rows travel over another axis as slices, the types of rows that arrive and of results there.
+    """
 
     inputs: tuple[AxisType, ...]
     outputs: tuple[AxisType, ...]
@@ -159,48 +193,52 @@ class Strategy:
 
     @property
     def splits(self) -> bool:
-        """Whether each rank does a part of the operator's work."""
+        """Return whether each rank does a part of the operator's work."""
         return self.label.startswith("split ")
 
     @property
     def factor(self) -> tuple[str, int]:
-        """What is split (``"a+b"``: two at once), and behind which cut of it."""
+        """Return the factor that is split (``"a+b"``: two at once), and how many of its cuts are outside."""
         _, name, cut, *_ = self.label.split()
         return name, int(cut)
 
     @property
     def units(self) -> tuple[tuple[str, int], ...]:
-        """Each factor that is split, and where it does not divide: how many of its indices stay together (else 0)."""
+        """Return each factor that is split, and how many indices stay together where it does not divide (else 0)."""
         if not self.splits:
             return ()
         _, names, _, *units = self.label.split()
-        each = units[0].split("+") if units else ["0"] * (names.count("+") + 1)
-        return tuple(zip(names.split("+"), map(int, each), strict=True))
+        sizes = units[0].split("+") if units else ["0"] * (names.count("+") + 1)
+        return tuple(zip(names.split("+"), map(int, sizes), strict=True))
 
     @property
     def uneven(self) -> bool:
-        """Whether ranks have padding of what is split."""
+        """Return whether ranks hold padding of the factor that is split."""
         return any(unit for _, unit in self.units)
 
     @property
     def signature(self) -> str:
-        """The types, as reports say them."""
+        """Return the types as reports show them."""
         inside = f" ({' -> '.join(map(str, self.inside))} inside)" if self.inside is not None else ""
         return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}{inside}"
 
     @property
     def exchanges(self) -> bool:
-        """Whether the operator itself brings together what two factors that are split at once tear apart."""
+        """Return whether the operator itself exchanges the values of two factors that are split at once."""
         return "+" in self.label
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a parameter is for its operators, where it is stored in more slices than they read; or what ranks cast of
-    these slices, where operators read 8-bit numbers alone.
+    """The form in which operators read a parameter that is stored in more slices than they read.
 
-    ``once``: it is gathered at the start of a step and not in each microbatch. ``deferred``: its gradient is added up
-    over the microbatches as it is here, and scattered to the slices at the end of the step and not in each microbatch.
+    Where operators read 8-bit numbers only, ranks may gather the cast of these slices instead.
+
+    Attributes:
+        sharding: the type on each axis after gathering.
+        once: whether it is gathered at the start of a step, and not in each microbatch.
+        deferred: whether its gradient is added up in this form over the microbatches, and scattered to the slices at
+            the end of the step, and not in each microbatch.
     """
 
     sharding: Sharding
@@ -212,8 +250,10 @@ class Gathered:
 class ShardedProgram:
     """Every value has a sharding: for each node, one strategy per axis (outermost first).
 
-    ``gathered``: the parameters that are stored in slices and gathered for operators, and what is cast of these.
     Invariants: a node's strategies are legal for its operator; the shape left by the earlier axes divides.
+
+    Attributes:
+        gathered: the parameters that are stored in slices and gathered for operators, and casts of them.
     """
 
     program: Program
@@ -223,12 +263,15 @@ class ShardedProgram:
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """Return the size of each axis."""
         return tuple(axis.size for axis in self.axes)
 
     def produced(self, node: fx.Node, output: int = 0) -> Sharding:
+        """Return the sharding of an output of ``node``."""
         return tuple(s.outputs[output] for s in self.strategies[node])
 
     def wanted(self, node: fx.Node, position: int) -> Sharding:
+        """Return the sharding in which ``node`` reads a tensor input."""
         return tuple(s.inputs[position] for s in self.strategies[node])
 
 
@@ -246,14 +289,17 @@ class StagedProgram:
 
 @dataclass(frozen=True)
 class LocalProgram:
-    """What one rank computes, with all stages still in one graph: local shapes, conversions as nodes.
+    """The computation of one rank, with all stages still in one graph: local shapes, conversions as nodes.
 
-    ``sharding`` types every leaf and output; ``stage`` is as in :class:`StagedProgram` (absent: any stage);
-    ``once`` names the nodes that run once a step, before the first microbatch. ``deferred`` maps a parameter that was
-    gathered once, or copied to another dtype, to its leaf, if the transpose of that is part of settling its gradient at
-    the end of the step. ``parts`` maps an output of the
-    program's operators to the node that makes this rank's part of it; ``reads`` an operator to the nodes that stand for
-    its tensor inputs. ``again``: nodes whose values are not kept for the backward, which computes them again.
+    Attributes:
+        stage: as in :class:`StagedProgram` (absent: any stage).
+        sharding: the types of every leaf and output.
+        once: the nodes that run once a step, before the first microbatch.
+        parts: the node that computes this rank's part of each output of the program's operators.
+        reads: for each operator, the nodes that are its tensor inputs.
+        deferred: the leaf of a parameter that was gathered once, or copied to another dtype, if the transpose of that
+            is part of settling its gradient at the end of the step.
+        again: nodes whose values are not saved for the backward, which recomputes them.
     """
 
     staged: StagedProgram
@@ -269,14 +315,19 @@ class LocalProgram:
 
     @property
     def at_start(self) -> frozenset[fx.Node]:
-        """What gathers or copies stored parameters once a step: these nodes alone run once, and have a stage."""
+        """Return the nodes that gather or copy stored parameters once a step: only these run once and have a stage."""
         return self.once & self.stage.keys()
 
     def moved(
         self, graph: fx.Graph, new: Mapping[fx.Node, fx.Node], typed: Mapping[fx.Node, fx.Node] | None = None
     ) -> LocalProgram:
-        """The same program in another ``graph``: ``new`` says where each node went that still exists, and ``typed``
-        (default: ``new``) where its value is what the node was sharded to."""
+        """Return the same program in another ``graph``.
+
+        Args:
+            graph: the new graph.
+            new: the new node of each node that still exists.
+            typed: likewise, where the new node's value has the node's sharding; by default ``new``.
+        """
         typed = new if typed is None else typed
         return replace(
             self,
@@ -295,13 +346,16 @@ class LocalProgram:
 class DifferentiatedProgram:
     """A local program with its backward: one graph of forward and backward nodes.
 
-    ``gradients`` maps (parameter, a stage that uses it) to the node of its gradient: partial over the axes on
-    which the parameter (or what it is gathered to, see :class:`Gathered`) is R, over microbatches, and over the stages
-    that share it. Empty for inference.
-    ``values`` and ``cotangents`` map an output of the local program's operators to the node that computes it, and to
-    the node of its gradient; ``copies`` maps a node that is computed again in the backward to its original. ``again``:
-    see :class:`LocalProgram`.
     Invariants: typed conversions are lowered to plain communication; every backward node has a stage.
+
+    Attributes:
+        gradients: the gradient of each (parameter, stage that uses it). It is partial over the axes on which the
+            parameter (or its gathered form, see :class:`Gathered`) is R, over microbatches, and over the stages that
+            share it. Empty for inference.
+        values: the node that computes each output of the local program's operators.
+        cotangents: the node of the gradient of each of them.
+        copies: the original of each node that is recomputed in the backward.
+        again: see :class:`LocalProgram`.
     """
 
     local: LocalProgram
@@ -318,7 +372,7 @@ class DifferentiatedProgram:
     def moved(
         self, graph: fx.Graph, new: Mapping[fx.Node, fx.Node], stage: Mapping[fx.Node, int]
     ) -> DifferentiatedProgram:
-        """The same program in another ``graph``: ``new`` says where each node went."""
+        """Return the same program in another ``graph``, in which ``new`` has the place of each node."""
         return replace(
             self,
             graph=graph,

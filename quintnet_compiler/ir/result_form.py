@@ -1,4 +1,4 @@
-"""What a model returns beside tensors: its structure, and numbers, text and None in it."""
+"""The form of a model's result: its structure, and the numbers, text and None in it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PLAIN = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.
 
 @dataclass(frozen=True)
 class _TensorPlace:
-    """A tensor stands here."""
+    """A tensor stands in this place."""
 
 
 @dataclass(frozen=True)
 class _SizePlace:
-    """A size of the batch stands here, which the trace calls ``symbol``."""
+    """A size of the batch stands in this place, which the trace calls ``symbol``."""
 
     symbol: str
 
@@ -50,7 +50,11 @@ class ResultForm:
         return cls(structure, tuple(map(_place, leaves))), tensors
 
     def check(self, symbols: Mapping[str, str]) -> None:
-        """Raises: CompileError QN101 for a number that is computed of sizes, which have these ``symbols``."""
+        """Refuse numbers that the model computes from sizes, unless they are among ``symbols``.
+
+        Raises:
+            CompileError: QN101 for such a number.
+        """
         for leaf in self.leaves:
             if isinstance(leaf, _SizePlace) and leaf.symbol not in symbols:
                 raise CompileError(
@@ -60,12 +64,12 @@ class ResultForm:
                 )
 
     def result(self, tensors: Sequence[Tensor], symbols: Mapping[str, str], sizes: Mapping[str, int]) -> Any:
-        """Return what the model would: with these ``tensors``, and of a batch of these ``sizes``, by their names."""
-        left = iter(tensors)
+        """Return the model's result with these ``tensors``, for a batch of these ``sizes`` by name."""
+        remaining = iter(tensors)
         leaves: list[Any] = []
         for leaf in self.leaves:
             if isinstance(leaf, _TensorPlace):
-                leaves.append(next(left))
+                leaves.append(next(remaining))
                 continue
             leaves.append(sizes[symbols[leaf.symbol]] if isinstance(leaf, _SizePlace) else leaf)
         return rebuilt(pytree.tree_unflatten(leaves, self.structure))
