@@ -40,7 +40,7 @@ class Captured:
         training: whether the model was in training mode.
         only_rows: the batch size, where the model's code fixes it.
         symbols: the names in ``form`` of the graph's symbols.
-        like: by name of a tensor, the names of those like it.
+        like: by path of a traced block, the paths of equal blocks that the trace left out.
         guards: conditions on the module under which the graph is still its graph.
         changed: the buffers and parameters that forward changes; the graph's last outputs are their new values.
         assigned: the buffers among them that forward replaces by another tensor.
@@ -138,7 +138,7 @@ class Program:
 
     @property
     def stored(self) -> Mapping[int, fx.Node]:
-        """Return the outputs that are new values of parameters, by position: each stays in slices, as they do."""
+        """Return the outputs that are new values of parameters, by position. Ranks store them in slices."""
         names = self.last
         first = len(outputs(self.graph)) - len(names)
         positions = {name: first + i for i, name in enumerate(names)}
@@ -198,7 +198,7 @@ class Strategy:
 
     @property
     def factor(self) -> tuple[str, int]:
-        """Return the factor that is split (``"a+b"``: two at once), and how many of its cuts are outside."""
+        """Return the factor that is split (``"a+b"``: two at once) and its cut: the number of parts split apart."""
         _, name, cut, *_ = self.label.split()
         return name, int(cut)
 
