@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-import networkx as nx
+import lazy_loader
 import torch
 from torch import fx
 
@@ -18,6 +18,7 @@ from ...ops.catalog import facts_of, work_of
 from ...ops.collectives import COMMUNICATION
 
 aten = torch.ops.aten
+nx = lazy_loader.load("networkx")  # slow to import, and few plans recompute
 SOURCE, SINK = "kept", "wanted"
 TICK = 1e-12  # seconds: what the cut counts in, and what cheap values pay for a byte
 Seconds = Callable[[fx.Node], float]  # of making a node again; inf: it must not be

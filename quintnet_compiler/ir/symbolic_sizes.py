@@ -10,7 +10,7 @@ from unittest import mock
 
 from torch import SymInt
 
-from ..compat.torch_symbols import ConstantSource, DimDynamic, ShapeEnv, enable_python_dispatcher
+from ..compat.torch_symbols import DimDynamic, ShapeEnv, constant_source, enable_python_dispatcher
 from ..core.replaced import for_this_thread
 
 
@@ -42,7 +42,7 @@ class SymbolicSizes:
         self._hashed: set[Any] = set()
         self.sizes: dict[str, Any] = {}  # SymInt, where passes are told of numbers
         for name, value in example.items():
-            source = ConstantSource(name)
+            source = constant_source(name)
             symbol = self._env.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
             size = self._env.create_symintnode(symbol, hint=value, source=source)
             assert isinstance(size, SymInt)
