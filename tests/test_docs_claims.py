@@ -108,11 +108,11 @@ def test_the_table_of_checks_has_the_checks_that_run() -> None:
     assert f"{len(files)} checks" in section
 
 
-def test_nodes_of_a_mixture_are_as_the_page_on_sharding_prints_them() -> None:
+def test_nodes_of_a_mixture_are_as_the_page_on_experts_prints_them() -> None:
     batch = torch.randn(4, WIDTH, dtype=torch.float64), torch.randint(0, 8, (4,))
     program = quintnet.compile(Mixture(bias=False).double(), quintnet.Mesh(ep=2), batch, check="off")
     (text,) = [program_text(made) for name, made in program.passes() if name == "FuseTokenDispatch"]
-    lines = re.findall(r"^%.* = quintnet\.(?:dispatch|combine|group|ungroup).*$", _page("sharding.md"), re.M)
+    lines = re.findall(r"^%.* = quintnet\.(?:dispatch|combine|group|ungroup).*$", _page("experts.md"), re.M)
     assert len(lines) == 7 and all(f"{line}  @ stage 0\n" in text for line in lines)
     assert '"dispatch_1"' in program.simulate().chrome_trace()
 

@@ -46,7 +46,7 @@ def check_experts(graph: fx.Graph, axes: Sequence[str]) -> None:
         raise CompileError(
             "QN204",
             f"the plan spreads experts over {' and '.join(axes)}, and the model has no expert_linear",
-            fix="leave experts out, or shard parameters by name (see docs/sharding.md)",
+            fix="leave experts out, or shard parameters by name (see docs/experts.md)",
         )
 
 

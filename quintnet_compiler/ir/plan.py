@@ -79,7 +79,7 @@ class Plan(BaseModel):
             context ranks hold different experts.
         hot_experts: parameter name or glob -> the experts of that mixture to which most rows go (any of its weights
             names it; later patterns win), for example ``{"layers.3.mlp.experts.*": [3, 17]}``. All ranks over which
-            experts are spread get their weights, and their rows stay where they are. See docs/sharding.md.
+            experts are spread get their weights, and their rows stay where they are. See docs/experts.md.
         hot_rows: the share of rows that go to hot experts, where there are some: what predictions of time, and the
             planner, assume. None: all experts get equally many. It changes no program.
         expert_imbalance: how many rows the rank with the busiest experts gets, over their average: what predictions of
