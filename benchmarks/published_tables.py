@@ -1,4 +1,4 @@
-"""Tables of what ``published_runs.py`` found, for a terminal or, as Markdown, for ``docs/cost_models.md``."""
+"""Tables of what ``published_runs.py`` found, for a terminal or, as Markdown, for ``docs/cost_accuracy.md``."""
 
 from __future__ import annotations
 

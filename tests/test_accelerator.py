@@ -346,7 +346,7 @@ def test_bytes_of_an_optimizer_on_the_host_are_those_simulated(device: Emulated,
 
 
 def test_the_page_counts_what_there_is() -> None:
-    page = " ".join((Path(__file__).parent.parent / "docs" / "verification.md").read_text().split())
+    page = " ".join((Path(__file__).parent.parent / "docs" / "emulated_accelerator.md").read_text().split())
     words = {7: "seven"}
     told = f"adds {len(MORE_JOBS)} layouts with {SEEDS} seeds of delays, and puts {words[len(FAULTS)]} faults back"
     assert told in page

@@ -1,4 +1,4 @@
-"""The kernels of a layer of Llama-3 70B, and what it sends, are those of docs/gpus.md."""
+"""The kernels of a layer of Llama-3 70B, and what it sends, are those of docs/gpu_measurements.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _printed(*options: str) -> dict[str, list[float]]:
 @pytest.mark.slow
 def test_the_documented_kernels_are_counted() -> None:
     found = _printed()
-    page = (ROOT / "docs" / "gpus.md").read_text().partition("## Kernels of a layer")[2]
+    page = (ROOT / "docs" / "gpu_measurements.md").read_text().partition("## Kernels of a layer")[2]
     rows = re.findall(r"^\| ([^|]+) \| \**(\d*)\** ?\| \**(\d+)\** \|$", page, re.M)
     told = {NAMES.get(name, name): [float(x or 0) for x in numbers] for name, *numbers in rows}
     assert told == {name: numbers[1:] for name, numbers in found.items() if name in told}
@@ -41,7 +41,7 @@ def test_the_documented_kernels_are_counted() -> None:
 @pytest.mark.slow
 def test_the_documented_kernels_of_inductor_are_counted() -> None:
     found = _printed("--backend", "inductor")
-    page = (ROOT / "docs" / "gpus.md").read_text()
+    page = (ROOT / "docs" / "gpu_measurements.md").read_text()
     told = re.search(r"(\d+) kernels forward and (\d+) backward, of which (\d+) and (\d+) are its own", page)
     assert told is not None
     assert [float(x) for x in told.groups()] == [*found["all"][1:], *found["fused by inductor"][1:]]

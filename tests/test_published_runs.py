@@ -120,7 +120,7 @@ def test_figures_of_ranking() -> None:
 
 
 def test_ranking_of_single_nodes_is_good() -> None:
-    """A hundred groups of one source; docs/cost_models.md has the figures of all."""
+    """A hundred groups of one source; docs/cost_accuracy.md has the figures of all."""
     rows = read(DATA / "published_runs_single_node.csv")
     found = figures(ranked(rows, [predict(row) for row in rows]))["one node"]
     assert found["groups"] > 100 and found["ties"] == 0
