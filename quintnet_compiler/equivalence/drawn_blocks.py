@@ -3,17 +3,20 @@ a model that does not, or that is on the meta device."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..capture.block_reuse import blocks_once
 from ..compat.torch import pytree
 from ..compat.torch_hooks import backward_hooks
 from ..core.errors import QuintNetError
+from ..huggingface.registries import without_caches
 from ..runtime.state.module_parameters import has_values
 from ..weights.meta_buffers import computed_buffers
 
@@ -40,6 +43,14 @@ def with_values(
         else:
             found[name] = x
     return [copy.deepcopy(module, memo) for module in (model, *others)], found
+
+
+@contextlib.contextmanager
+def each_block_once(model: nn.Module) -> Iterator[None]:
+    """Call each distinct block of ``model`` once while inside. Caches of keys and values, which collect what every
+    block makes, are not made."""
+    with blocks_once(model), without_caches(model):
+        yield
 
 
 def drawn_batch(batch: Any, rows: int, *, short: bool) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture.block_reuse import blocks_once
 from ..capture.capture import capture
 from ..compat.torch import pytree
 from ..core.annotations import leaf, num_bytes, values
@@ -19,7 +18,7 @@ from ..core.errors import CheckWarning, CompileError, QuintNetError
 from ..ir.program import Captured
 from ..ops.rules.notation import Rule
 from ..runtime.state.module_parameters import has_values
-from .drawn_blocks import drawn_batch, with_values
+from .drawn_blocks import drawn_batch, each_block_once, with_values
 from .exact_step import SENSITIVE, exact_differences, wrong_operators
 from .free_memory import free_bytes
 from .module_sides import HOW, NO_CHECKPOINT, OUTSIDE, Sides
@@ -129,7 +128,7 @@ class ModuleCheck:
         copies, tensors = with_values(owner.model, owner.modules[1:], captured.tensors, device)
         loss_fn = copies[1] if len(copies) > 1 else owner.loss_fn
         once = replace(
-            owner, model=copies[0], loss_fn=loss_fn, tensors=tensors, around=lambda: blocks_once(copies[0])
+            owner, model=copies[0], loss_fn=loss_fn, tensors=tensors, around=lambda: each_block_once(copies[0])
         )  # fmt: skip
         check = replace(self, owner=once, captured=replace(captured, tensors=tensors), batch=batch)
         found = check._sides()

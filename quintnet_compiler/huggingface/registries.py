@@ -51,6 +51,19 @@ def traced_as_few_nodes(model: nn.Module, *, as_shipped: bool = False) -> Iterat
         yield
 
 
+@contextlib.contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """Let Hugging Face modules of ``model`` make no cache of keys and values while inside, as no trace does."""
+    configs = [config for config in _configs(model) if getattr(config, "use_cache", False)]
+    try:
+        for config in configs:
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
+
+
 # Attributes of a configuration while it is captured: the name under which a function of ours is registered, and no
 # cache of keys, which is for generating.
 _CHOICES: Mapping[str, str | bool] = MappingProxyType({EXPERTS_CHOICE: "quintnet", "use_cache": False})
