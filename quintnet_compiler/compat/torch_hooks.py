@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from operator import attrgetter
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ __all__ = [
     "FunctionBase",  # the class whose defaults tell which methods a Function has; instead: torch.autograd.Function's
     "CALL_HOOKS", "MODULE_HOOKS", "GLOBAL_HOOKS", "GLOBAL_BACKWARD_HOOKS", "accumulation_hooks", "author_of",
     "backward_hooks",
-    "functions_applied_by", "initialise_lazy", "initialised_by", "is_lazy_module", "made_before_calls",
+    "functions_applied_by", "have_no_hooks", "initialise_lazy", "initialised_by", "is_lazy_module", "made_before_calls",
     "module_backward_hooks_by",
     "node_class", "old_backward_hooks", "share_backward_hooks", "share_hooks", "takes_gradients_as_list",
     "without_hooks_of_export",
@@ -48,6 +48,16 @@ GLOBAL_HOOKS: tuple[MutableMapping[int, Any], ...] = (
 # A tensor's hooks by the number of their handle, or None; instead: likewise. Hot: guards read them with map().
 backward_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
 accumulation_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+
+
+def have_no_hooks(places: Iterable[tuple[Mapping[str, Any], str]], requires_grad: bool) -> bool:
+    """Whether the parameters at ``places``, a mapping and a key each, have this flag and never had a hook; instead:
+    their ``requires_grad``, and ``backward_hooks``. Hot: for each parameter before each step, so without a call."""
+    for space, key in places:
+        parameter = space[key]
+        if parameter.requires_grad is not requires_grad or parameter._backward_hooks is not None:
+            return False
+    return True
 
 
 def share_backward_hooks(source: Tensor, target: Tensor) -> None:

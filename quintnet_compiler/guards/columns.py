@@ -1,20 +1,24 @@
-"""Guards of many values of one kind, as columns that C code compares."""
+"""Guards of many values of one kind, compared in loops without calls: before each step, and mostly nothing changed."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
-from operator import attrgetter, contains, getitem, is_
-from typing import Any, Protocol
+from itertools import chain, compress
+from operator import attrgetter, getitem, not_
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from ..compat.torch import version
+from ..compat.torch_hooks import have_no_hooks
 from .python_state import MISSING, copied, shown
 
 Space = Mapping[str, Any]
 Row = tuple[str, Space, Any, Any]  # a label, a namespace, a name in it, and the value there
+
+_T = TypeVar("_T")
 
 _FLAG = attrgetter("requires_grad")
 _SHAPE = attrgetter("shape")
@@ -42,69 +46,111 @@ def equal(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class PlainValues:
-    """``spaces[i][names[i]]`` equals ``values[i]``, and has its type (1, 1.0 and True are equal)."""
+    """Names whose values equal those of ``rows``, and have their types (1, 1.0 and True are equal).
 
-    labels: tuple[str, ...]
-    spaces: tuple[Space, ...]
-    names: tuple[Any, ...]
-    values: list[Any]
-    kinds: list[type]
+    ``rows``: of values that cannot change in place, by two. ``objects``: of each two, the namespaces, names, and the
+    objects that had the values last, which need no comparison. ``in_place``: of values that can change in place.
+    """
+
+    rows: tuple[tuple[Row, Row], ...]
+    objects: list[tuple[Space, Any, Any, Space, Any, Any]]
+    in_place: tuple[Row, ...]
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> PlainValues:
         """Return guards of the values that these rows have now."""
-        labels, spaces, names, values = _columns(rows)
-        copies = list(map(copied, values))
-        return cls(labels, spaces, names, copies, list(map(type, copies)))
+        fixed = _by_two([row for row in rows if copied(row[-1]) is row[-1]])
+        copies = tuple((*row[:-1], copied(row[-1])) for row in rows if copied(row[-1]) is not row[-1])
+        return cls(fixed, [(*row[1:], *other[1:]) for row, other in fixed], copies)
 
     def hold(self) -> bool:
-        values = list(map(getitem, self.spaces, self.names))
-        return values == self.values and list(map(type, values)) == self.kinds
+        for space, name, value, other_space, other_name, other_value in self.objects:
+            if space[name] is not value or other_space[other_name] is not other_value:
+                return self._equal()
+        return _all_equal(self.in_place)
+
+    def _equal(self) -> bool:
+        """Compare what are other objects now by their values, and remember them."""
+        for index, (space, name, value, other_space, other_name, other_value) in enumerate(self.objects):
+            if space[name] is not value or other_space[other_name] is not other_value:
+                row, other = self.rows[index]
+                if not _all_equal((row, other)):
+                    return False
+                self.objects[index] = (*_unchangeable(row), *_unchangeable(other))
+        return _all_equal(self.in_place)
 
     def broken(self) -> list[str]:
-        rows = zip(self.labels, self.spaces, self.names, self.values, self.kinds, strict=True)
-        return [
+        lines = (
             f"{label} is {shown(_get(space, name))} and was {shown(value)}"
-            for label, space, name, value, kind in rows
-            if type(_get(space, name)) is not kind or not equal(_get(space, name), value)
-        ]
+            for label, space, name, value in (*chain.from_iterable(self.rows), *self.in_place)
+            if not _is_equal(_get(space, name), value)
+        )
+        return list(dict.fromkeys(lines))
+
+
+def _by_two(items: Sequence[_T]) -> tuple[tuple[_T, _T], ...]:
+    """Return items by two, the last one twice if there is one left: a loop over them has half the steps."""
+    return tuple(zip(items[::2], [*items[1::2], *items[-1:]], strict=False))
+
+
+def _unchangeable(row: Row) -> tuple[Space, Any, Any]:
+    """Return a namespace, a name, and the object that is there now; another one, if that can change in place."""
+    _, space, name, _ = row
+    return space, name, space[name] if copied(space[name]) is space[name] else MISSING
+
+
+def _all_equal(rows: Iterable[Row]) -> bool:
+    for _, space, name, value in rows:  # noqa: SIM110 -- a generator makes a call for each
+        if not _is_equal(space[name], value):
+            return False
+    return True
+
+
+def _is_equal(now: Any, then: Any) -> bool:
+    return type(now) is type(then) and equal(now, then)
 
 
 @dataclass(frozen=True)
 class SameObjects:
-    """``spaces[i][names[i]]`` is the object ``values[i]``."""
+    """Names whose values are the very objects of ``rows``."""
 
-    labels: tuple[str, ...]
-    spaces: tuple[Space, ...]
-    names: tuple[Any, ...]
-    values: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, rows: Sequence[Row]) -> SameObjects:
-        """Return guards of the objects that these rows have now."""
-        return cls(*_columns(rows))
+    rows: tuple[Row, ...]
 
     def hold(self) -> bool:
-        return all(map(is_, map(getitem, self.spaces, self.names), self.values))
+        for _, space, name, value in self.rows:  # noqa: SIM110 -- a generator makes a call for each
+            if space[name] is not value:
+                return False
+        return True
 
     def broken(self) -> list[str]:
-        rows = zip(self.labels, self.spaces, self.names, self.values, strict=True)
-        return [f"{label} is another object" for label, space, name, value in rows if _get(space, name) is not value]
+        return [
+            f"{label} is another object" for label, space, name, value in self.rows if _get(space, name) is not value
+        ]
 
 
 @dataclass(frozen=True)
 class Absent:
-    """Names that namespaces do not have (because a class has them, or nobody), and attributes that classes do not."""
+    """Names that namespaces do not have (because a class has them, or nobody), and attributes that classes do not.
 
-    labels: tuple[str, ...]
-    spaces: tuple[Space, ...]
-    names: tuple[str, ...]
+    ``rows``: a label, a namespace, and the name. ``many``: a label, names, and a namespace that has none of them.
+    ``by_name``: each name of ``rows``, and the namespaces that do not have it.
+    """
+
+    rows: tuple[tuple[str, Space, str], ...]
     classes: tuple[tuple[type, str], ...]
-    many: tuple[tuple[str, frozenset[str], Space], ...]  # a label, names, and a namespace that has none of them
+    many: tuple[tuple[str, frozenset[str], Space], ...]
+    by_name: dict[str, list[Space]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_name", {})
+        for _, space, name in self.rows:
+            self.by_name.setdefault(name, []).append(space)
 
     def hold(self) -> bool:
-        if any(map(contains, self.spaces, self.names)):
-            return False
+        for name, spaces in self.by_name.items():
+            for space in spaces:
+                if name in space:
+                    return False
         for kind, name in self.classes:
             if hasattr(kind, name):
                 return False
@@ -114,8 +160,9 @@ class Absent:
         return True
 
     def broken(self) -> list[str]:
-        rows = zip(self.labels, self.spaces, self.names, strict=True)
-        lines = [f"{label} is {shown(space[name])} and was nothing" for label, space, name in rows if name in space]
+        lines = [
+            f"{label} is {shown(space[name])} and was nothing" for label, space, name in self.rows if name in space
+        ]
         lines += [f"{kind.__name__}.{name} was not there" for kind, name in self.classes if hasattr(kind, name)]
         new = ((label, space, name) for label, names, space in self.many for name in sorted(names & space.keys()))
         return lines + [f"{label}.{name} is {shown(space[name])} and was nothing" for label, space, name in new]
@@ -144,7 +191,7 @@ class Constants:
         object.__setattr__(self, "shapes", list(map(_SHAPE, self.stored)))
 
     def hold(self) -> bool:
-        return (
+        return not (self.tensors or self.stored) or (
             list(map(version, self.tensors)) == self.versions
             and list(map(Tensor.data_ptr, self.stored)) == self.pointers
             and list(map(_SHAPE, self.stored)) == self.shapes
@@ -164,53 +211,63 @@ def pointer(x: Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules inside of modules, one module after the other."""
+    """The modules inside of modules. ``rows``: a label, a module's dict of its parts, and what was in it.
 
-    labels: tuple[str, ...]
-    spaces: tuple[dict[str, Any], ...]
-    counts: list[int]
-    modules: list[Any]
+    ``spaces``: these dicts, and something after each of them; ``held``: all that these hold, as Python's collector of
+    garbage lists it in a single call.
+    """
+
+    rows: tuple[tuple[str, dict[str, Any], list[Any]], ...]
+    spaces: tuple[Any, ...]
+    held: list[Any]
 
     @classmethod
     def of(cls, rows: Sequence[tuple[str, dict[str, Any]]]) -> Parts:
         """Return guards of the parts that these modules have now."""
-        spaces = tuple(space for _, space in rows)
-        modules = [module for space in spaces for module in space.values()]
-        return cls(tuple(label for label, _ in rows), spaces, list(map(len, spaces)), modules)
+        spaces = tuple(x for _, space in rows for x in (space, (MISSING,)))
+        values = tuple((label, space, list(dict.values(space))) for label, space in rows)
+        return cls(values, spaces, gc.get_referents(*spaces))
 
     def hold(self) -> bool:
-        return (
-            list(map(len, self.spaces)) == self.counts
-            and list(chain.from_iterable(map(dict.values, self.spaces))) == self.modules
-        )
+        return gc.get_referents(*self.spaces) == self.held or not self.broken()
 
     def broken(self) -> list[str]:
-        then = iter(self.modules)
-        rows = zip(self.labels, self.spaces, self.counts, strict=True)
-        return [
-            f"{label or 'the model'} has other parts than it had"
-            for label, space, count in rows
-            if list(space.values()) != list(islice(then, count))
-        ]
+        labels = (label or "the model" for label, space, then in self.rows if list(dict.values(space)) != then)
+        return [f"{label} has other parts than it had" for label in labels]
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Which parameters require gradients: ``spaces[i][keys[i]]`` (others may be there than there were)."""
+    """Which parameters require gradients: ``spaces[i][keys[i]]`` (others may be there than there were).
+
+    ``trained``: the places of those that do; ``frozen``: of the others.
+    """
 
     names: tuple[str, ...]
     spaces: tuple[Space, ...]
     keys: tuple[str, ...]
     values: list[bool]
+    trained: tuple[tuple[Space, str], ...] = field(init=False)
+    frozen: tuple[tuple[Space, str], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        places = list(zip(self.spaces, self.keys, strict=True))
+        frozen = map(not_, self.values)
+        object.__setattr__(self, "trained", tuple(compress(places, self.values)))
+        object.__setattr__(self, "frozen", tuple(compress(places, frozen)))
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters that are there now."""
         return list(map(getitem, self.spaces, self.keys))
 
-    def hold_for(self, parameters: list[Tensor]) -> bool:
-        """Return whether these parameters, which are there now, have the flags that they had."""
-        return list(map(_FLAG, parameters)) == self.values
+    def hold(self) -> bool:
+        """Return whether the parameters that are there now have the flags that they had."""
+        return list(map(_FLAG, self.parameters)) == self.values
+
+    def hold_without_hooks(self) -> bool:
+        """Return whether, moreover, it is seen at once that none of these parameters has a hook."""
+        return have_no_hooks(self.trained, requires_grad=True) and have_no_hooks(self.frozen, requires_grad=False)
 
     def broken(self) -> list[str]:
         rows = zip(self.names, self.spaces, self.keys, self.values, strict=True)
@@ -241,8 +298,3 @@ def _get(space: Space, name: Any) -> Any:
         return space[name]
     except (KeyError, AttributeError, ValueError):
         return MISSING
-
-
-def _columns(rows: Sequence[Row]) -> tuple[tuple[str, ...], tuple[Space, ...], tuple[Any, ...], tuple[Any, ...]]:
-    labels, spaces, names, values = tuple(zip(*rows, strict=True)) or ((), (), (), ())
-    return labels, spaces, names, values

@@ -10,20 +10,29 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any
+from operator import attrgetter, is_, methodcaller
+from typing import Any, NamedTuple
 
 import numpy
 from torch import nn
 
 from .python_state import MISSING, OWN, PLAIN, SlotFields, shown, slot_names
 
-Reader = Callable[[Any], Iterable[Any]]
 
+class Reading(NamedTuple):
+    """How a container gives what it holds: the ``values`` of ``holder(container)``, and their ``names`` if they have
+    any."""
 
-def _fields(owner: Any) -> Iterable[Any]:
-    values: Iterable[Any] = vars(owner).values()
-    return values
+    values: Callable[[Any], Iterable[Any]]
+    names: Callable[[Any], Iterable[Any]] | None = None
+    holder: Callable[[Any], Any] | None = None  # None: the container itself
+
+    def pairs(self, owner: Any) -> list[tuple[Any, Any]]:
+        """Return what ``owner`` holds, each with its name; its number if it has none."""
+        holder = owner if self.holder is None else self.holder(owner)
+        values = list(self.values(holder))
+        names = range(len(values)) if self.names is None else self.names(holder)
+        return list(zip(names, values, strict=True))
 
 
 def _cell_contents(cell: types.CellType) -> list[Any]:
@@ -41,45 +50,49 @@ def _target(reference: weakref.ref[Any]) -> list[Any]:
     return [reference()]
 
 
+def _named_fields(owner: Any) -> dict[str, Any]:
+    """The attributes of an object by their names, without those of torch's own where it is a module."""
+    fields = getattr(owner, "__dict__", None)
+    named = dict(fields) if isinstance(fields, dict) else {}
+    if slot_names(type(owner)):
+        named.update(SlotFields(owner))
+    return {name: x for name, x in named.items() if name not in OWN} if isinstance(owner, nn.Module) else named
+
+
+_FIELDS = Reading(methodcaller("values"), iter, vars)
+_NAMED_FIELDS = Reading(dict.values, dict.keys, _named_fields)
+
 # How values of a type, or of its subclasses, give what they hold; the methods of the base class, whatever a subclass
 # makes of them.
-READERS: dict[type, Reader] = {
-    dict: dict.values,
-    list: list.__iter__,
-    tuple: tuple.__iter__,
-    set: set.__iter__,
-    frozenset: frozenset.__iter__,
-    deque: deque.__iter__,
-    types.MappingProxyType: types.MappingProxyType.values,
-    types.SimpleNamespace: _fields,
-    types.CellType: _cell_contents,
-    types.FunctionType: attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__dict__"),
-    types.MethodType: attrgetter("__self__", "__func__"),
-    functools.partial: attrgetter("func", "args", "keywords"),
-    ContextVar: _context_value,
-    weakref.ref: _target,
-}
-KEYS: dict[type, Callable[[Any], Iterable[Any]]] = {
-    dict: dict.keys,
-    types.MappingProxyType: types.MappingProxyType.keys,
-    types.SimpleNamespace: vars,
+READINGS: dict[type, Reading] = {
+    dict: Reading(dict.values, dict.keys),
+    list: Reading(list.__iter__),
+    tuple: Reading(tuple.__iter__),
+    set: Reading(set.__iter__),
+    frozenset: Reading(frozenset.__iter__),
+    deque: Reading(deque.__iter__),
+    types.MappingProxyType: Reading(types.MappingProxyType.values, types.MappingProxyType.keys),
+    types.SimpleNamespace: _FIELDS,
+    types.CellType: Reading(_cell_contents),
+    types.FunctionType: Reading(attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__dict__")),
+    types.MethodType: Reading(attrgetter("__self__", "__func__")),
+    functools.partial: Reading(attrgetter("func", "args", "keywords")),
+    ContextVar: Reading(_context_value),
+    weakref.ref: Reading(_target),
 }
 # What holds numbers in memory of its own.
 BUFFERS = (numpy.ndarray, bytearray, array.array, memoryview)
 
 
-def fields_reader(owner: Any) -> tuple[Reader, Callable[[Any], Iterable[Any]]]:
+def reading_of_fields(owner: Any) -> Reading:
     """Return how an object gives the values of its attributes, and their names."""
     plain = hasattr(owner, "__dict__") and not slot_names(type(owner)) and not isinstance(owner, nn.Module)
-    return (_fields, vars) if plain else (fields_of, names_of)
+    return _FIELDS if plain else _NAMED_FIELDS
 
 
-def reader_of(value: Any) -> tuple[Reader, Callable[[Any], Iterable[Any]] | None] | None:
-    """Return how ``value`` gives what it holds, and the names of that; None if it is no container."""
-    for kind, reader in READERS.items():
-        if isinstance(value, kind):
-            return reader, KEYS.get(kind)
-    return None
+def reading_of(value: Any) -> Reading | None:
+    """Return how ``value`` gives what it holds; None if it is no container."""
+    return next((reading for kind, reading in READINGS.items() if isinstance(value, kind)), None)
 
 
 def fields_of(owner: Any) -> list[Any]:
@@ -90,14 +103,6 @@ def fields_of(owner: Any) -> list[Any]:
 def names_of(owner: Any) -> list[str]:
     """Return the names of the attributes of an object, as :func:`fields_of` lists them."""
     return list(_named_fields(owner))
-
-
-def _named_fields(owner: Any) -> dict[str, Any]:
-    fields = getattr(owner, "__dict__", None)
-    named = dict(fields) if isinstance(fields, dict) else {}
-    if slot_names(type(owner)):
-        named.update(SlotFields(owner))
-    return {name: x for name, x in named.items() if name not in OWN} if isinstance(owner, nn.Module) else named
 
 
 def equal(now: Any, then: Any) -> bool:
@@ -115,68 +120,63 @@ class ContainerSnapshot:
 
     label: str
     owner: Any
-    read: Reader
-    keys: Callable[[Any], Iterable[Any]] | None
+    reading: Reading
     unread: frozenset[Any] = frozenset()
     only: tuple[Any, ...] | None = None
-    held: list[Any] = field(init=False)  # keeps the numbers of the objects from being given to others
-    ids: list[int] = field(init=False)
-    names: list[Any] = field(init=False)
+    held: list[Any] = field(init=False)
+    names: list[Any] | None = field(init=False)  # None where values have none
 
     def __post_init__(self) -> None:
-        self.held, self.names = self.values(), self._names()
-        self.ids = list(map(id, self.held))
+        self.held, self.names = self._read()
 
-    def values(self) -> list[Any]:
-        """Return what the container holds that may have been read."""
+    def _read(self) -> tuple[list[Any], list[Any] | None]:
+        """Return what the container holds that may have been read, and the names of that."""
         if self.only is not None:
-            return [dict.get(self.owner, name, MISSING) for name in self.only]
-        values = list(self.read(self.owner))
-        if not self.unread:
-            return values
-        names = self._names()
-        pairs = zip(names, values, strict=True)
-        return [type(x) if name in self.unread and isinstance(x, (int, float)) else x for name, x in pairs]
+            return [dict.get(self.owner, name, MISSING) for name in self.only], list(self.only)
+        values_of, names_of, holder_of = self.reading
+        holder = self.owner if holder_of is None else holder_of(self.owner)
+        values = [*values_of(holder)]
+        names = None if names_of is None else [*names_of(holder)]
+        if self.unread:
+            pairs = zip(range(len(values)) if names is None else names, values, strict=True)
+            values = [type(x) if name in self.unread and isinstance(x, (int, float)) else x for name, x in pairs]
+        return values, names
 
-    def _names(self) -> list[Any]:
-        if self.only is not None:
-            return list(self.only)
-        return list(self.keys(self.owner)) if self.keys is not None else list(range(len(list(self.read(self.owner)))))
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Return what the container holds now that may have been read, each with its name, or its number."""
+        values, names = self._read()
+        return list(zip(range(len(values)) if names is None else names, values, strict=True))
 
     def holds(self) -> bool:
         """Return whether the container holds what it held."""
-        if self.unread or self.only is not None:
-            values = self.values()
-        else:
-            values = list(self.read(self.owner))
-        if self.keys is not None and self.only is None and list(self.keys(self.owner)) != self.names:
+        values, names = self._read()
+        if names != self.names or len(values) != len(self.held):
             return False
-        if list(map(id, values)) == self.ids:
-            return True
-        return self._equal(values)
+        return all(map(is_, values, self.held)) or self._equal(values)
 
     def _equal(self, values: list[Any]) -> bool:
         """Compare plain data by its value, and remember the objects that have it now."""
-        if len(values) != len(self.held) or not all(map(equal, values, self.held)):
+        if not all(map(equal, values, self.held)):
             return False
-        self.held, self.ids = values, list(map(id, values))
+        self.held = values
         return True
 
     def changes(self) -> list[Any] | None:
         """Return the names of the values that are others now; None if there are more or fewer of them."""
-        values = self.values()
-        if len(values) != len(self.held) or self._names() != self.names:
+        values, names = self._read()
+        if names != self.names or len(values) != len(self.held):
             return None
-        pairs = zip(self.names, values, self.held, strict=True)
-        return [name for name, now, then in pairs if not equal(now, then)]
+        then = zip(self.held, self.pairs(), strict=True)
+        return [name for value, (name, now) in then if not equal(now, value)]
 
     def broken(self) -> list[str]:
         """Say what is not as it was."""
         names = self.changes()
         if names is None:
             return [f"{self.label} holds other objects than it did"]
-        then, now = dict(zip(self.names, self.held, strict=True)), dict(zip(self.names, self.values(), strict=True))
-        return [f"{self.label}[{name!r}] is {shown(now[name])} and was {shown(then[name])}" for name in names]
+        now = self.pairs()
+        rows = [(name, x, then) for (name, x), then in zip(now, self.held, strict=True) if name in names]
+        return [f"{self.label}[{name!r}] is {shown(x)} and was {shown(then)}" for name, x, then in rows]
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,9 @@ class Trained:
     hooks: HookGuards
 
     def hold(self) -> bool:
-        parameters = self.flags.parameters
-        return self.flags.hold_for(parameters) and self.hooks.hold(parameters)
+        if not self.hooks.own and self.flags.hold_without_hooks():
+            return self.hooks.of_modules_hold()
+        return self.flags.hold() and self.hooks.hold(self.flags.parameters)
 
     def broken(self) -> list[str]:
         lines = self.flags.broken()
@@ -142,7 +143,7 @@ def guards_of(source: TraceReads, unread: Mapping[int, Unread] = types.MappingPr
     whole = {id(owner) for owner in source.whole}
     containers = container_guards(rows.held, lambda value: id(value) in whole, unread)
     fixed = (constants, Parts.of(rows.parts), rows.trained(), Modes(global_modes, source.modes))
-    plain, same = PlainValues.of(rows.plain), SameObjects.of(rows.same)
+    plain, same = PlainValues.of(rows.plain), SameObjects(tuple(rows.same))
     return Guards(source, unread, plain, same, rows.absent(), containers, fixed)
 
 
@@ -185,8 +186,7 @@ class _Rows:
 
     def absent(self) -> Absent:
         """Return guards of what was not there."""
-        labels, spaces, names = tuple(zip(*self.absences, strict=True)) or ((), (), ())
-        return Absent(labels, spaces, names, tuple(self.absent_in_classes), tuple(self.absent_many))
+        return Absent(tuple(self.absences), tuple(self.absent_in_classes), tuple(self.absent_many))
 
     def trained(self) -> Trained:
         """Return guards of the parameters' flags and of hooks."""

@@ -35,9 +35,11 @@ class HookGuards:
 
     def hold(self, parameters: Sequence[Tensor]) -> bool:
         """Return whether all hooks are those that there were."""
-        if any(self.empty) or not all(map(_same, map(_of_user, self.filled), self.hooks)):
-            return False
-        return not self._others(parameters) if self.own else not any(map(backward_hooks, parameters))
+        return self.of_modules_hold() and not self._others(parameters)
+
+    def of_modules_hold(self) -> bool:
+        """Return whether the hooks of modules are those that there were."""
+        return not any(self.empty) and all(map(_same, map(_of_user, self.filled), self.hooks))
 
     def _others(self, parameters: Sequence[Tensor]) -> list[int]:
         """Places of parameters that have other hooks now."""

@@ -16,9 +16,9 @@ from .containers import (
     ContainerSnapshot,
     Numbers,
     fields_of,
-    fields_reader,
     names_of,
-    reader_of,
+    reading_of,
+    reading_of_fields,
 )
 from .python_state import PLAIN
 from .stand_ins import Tripwire
@@ -65,11 +65,9 @@ def children(
     """Return what ``value`` holds, with labels; [] if it holds nothing that could be read without being recorded."""
     if isinstance(value, (*_CLOSED, *BUFFERS)) or _of_library(value):
         return []
-    container = reader_of(value)
-    if container is not None:
-        read, keys = container
-        values = list(read(value))
-        pairs = list(zip(range(len(values)) if keys is None else keys(value), values, strict=True))
+    reading = reading_of(value)
+    if reading is not None:
+        pairs = reading.pairs(value)
     elif whole(value) or not is_observable(value):
         pairs = list(zip(names_of(value), fields_of(value), strict=True))
     else:
@@ -117,10 +115,10 @@ def container_guards(
             continue
         if isinstance(value, _CLOSED) or _of_library(value):
             continue
-        container = reader_of(value)
-        part = unread.get(id(value), NOTHING_UNREAD)
-        if container is not None:
-            snapshots.append(ContainerSnapshot(label, value, *container, part.names, part.only))
-        elif (whole(value) or not is_observable(value)) and names_of(value):
-            snapshots.append(ContainerSnapshot(label, value, *fields_reader(value), part.names, part.only))
+        reading = reading_of(value)
+        if reading is None and (whole(value) or not is_observable(value)) and names_of(value):
+            reading = reading_of_fields(value)
+        if reading is not None:
+            part = unread.get(id(value), NOTHING_UNREAD)
+            snapshots.append(ContainerSnapshot(label, value, reading, part.names, part.only))
     return ContainerGuards(snapshots, numbers)

@@ -8,7 +8,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .containers import ContainerSnapshot, reader_of
+from .containers import ContainerSnapshot, reading_of
 from .guards import Guards
 from .reach import Unread
 from .stand_ins import RECORDING, RecordingDict, StandIn, Tripwire, recording, touched
@@ -70,7 +70,7 @@ class Trial:
         value = snapshot.owner[name]
         if isinstance(value, StandIn):
             return True
-        if type(value) not in _NUMBERS and reader_of(value) is None:
+        if type(value) not in _NUMBERS and reading_of(value) is None:
             return False
         wire = Tripwire(type(value))
         self._set(snapshot.owner, name, wire)
@@ -81,11 +81,8 @@ class Trial:
         """Everywhere that a value is held, with its name there: snapshots of containers, and namespaces."""
         places: list[tuple[Any, Any]] = []
         for snapshot in self.guards.containers.snapshots:
-            held = zip(snapshot._names(), snapshot.values(), strict=True)
-            places += [(snapshot, name) for name, x in held if x is value]
-        same = self.guards.same
-        rows = zip(same.spaces, same.names, same.values, strict=True)
-        return places + [(space, name) for space, name, x in rows if x is value]
+            places += [(snapshot, name) for name, x in snapshot.pairs() if x is value]
+        return places + [(space, name) for _, space, name, x in self.guards.same.rows if x is value]
 
     def _set(self, space: MutableMapping[Any, Any], name: Any, value: Any) -> None:
         before = space[name]

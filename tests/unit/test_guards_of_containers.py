@@ -14,7 +14,7 @@ from torch import nn
 from quintnet_compiler.driver.unread_state import UnreadState
 from quintnet_compiler.guards.by_name import is_users, spaces_by_name
 from quintnet_compiler.guards.columns import Absent, Constants, PlainValues, SameObjects
-from quintnet_compiler.guards.containers import ContainerSnapshot, Numbers, equal, fields_of, names_of, reader_of
+from quintnet_compiler.guards.containers import ContainerSnapshot, Numbers, equal, fields_of, names_of, reading_of
 from quintnet_compiler.guards.function_reads import Variable
 from quintnet_compiler.guards.guards import Guards, TraceReads, global_modes, guards_of
 from quintnet_compiler.guards.reach import Unread, children, container_guards, is_observable, reachable
@@ -38,9 +38,9 @@ class OwnReads:
 
 
 def _snapshot(value: Any) -> ContainerSnapshot:
-    container = reader_of(value)
-    assert container is not None
-    return ContainerSnapshot("c", value, *container)
+    reading = reading_of(value)
+    assert reading is not None
+    return ContainerSnapshot("c", value, reading)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_variables_of_modules_and_classes_by_name() -> None:
 
 def test_columns() -> None:
     space = {"a": 1, "b": object()}
-    plain, same = PlainValues.of([("a", space, "a", 1)]), SameObjects.of([("b", space, "b", space["b"])])
-    absent = Absent(("c",), (space,), ("c",), (), (("d", frozenset("d"), space),))
+    plain, same = PlainValues.of([("a", space, "a", 1)]), SameObjects((("b", space, "b", space["b"]),))
+    absent = Absent((("c", space, "c"),), (), (("d", frozenset("d"), space),))
     assert plain.hold() and same.hold() and absent.hold()
     space.update(a=True, b=object(), c=1, d=2)
     assert plain.broken() == ["a is True and was 1"] and same.broken() == ["b is another object"]
