@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from inspect import getmembers as members
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -82,6 +83,7 @@ CHANGES = {
         lambda v: v["a"]["b"][0],
         _in_place(lambda v: v["a"]["b"].__setitem__(0, 2.5)),
     ),
+    "array of one number": Change(lambda: numpy.array(1.5), float, _in_place(lambda v: v.fill(2.5))),
     "object": Change(lambda: Box(1.5), lambda v: v.k, _in_place(lambda v: setattr(v, "k", 2.5))),
     "closure": Change(_closure, lambda v: v(), _in_place(lambda v: v.set(2.5))),
     "nothing": Change(lambda: [1.5], lambda v: v[0], lambda v: v),

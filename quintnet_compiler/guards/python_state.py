@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 import functools
 import random
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -39,7 +39,7 @@ def is_simple(value: Any) -> bool:
     and lists, tuples and sets of them, of exactly these types."""
     if type(value) in (list, tuple, set, frozenset):
         return all(map(is_simple, value))
-    return isinstance(value, PLAIN) or (type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0)
+    return isinstance(value, (*PLAIN, numpy.generic))
 
 
 def copied(value: Any) -> Any:
@@ -356,14 +356,10 @@ class Generators:
 
     @classmethod
     def now(cls) -> Generators:
-        found: list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]] = [
-            ("Python's random", random.getstate, random.setstate, random.getstate())
-        ]
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            state = numpy.random.get_state(legacy=False)
-            found.append(("numpy.random", lambda: numpy.random.get_state(legacy=False), numpy.random.set_state, state))
-        return cls(tuple(found))
+        state = numpy.random.get_state(legacy=False)
+        python = "Python's random", random.getstate, random.setstate, random.getstate()
+        of_numpy = "numpy.random", lambda: numpy.random.get_state(legacy=False), numpy.random.set_state, state
+        return cls((python, of_numpy))
 
     def changes(self) -> list[Change]:
         found = []
