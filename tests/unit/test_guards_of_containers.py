@@ -13,7 +13,7 @@ from torch import nn
 
 from quintnet_compiler.driver.unread_state import UnreadState
 from quintnet_compiler.guards.by_name import is_users, spaces_by_name
-from quintnet_compiler.guards.columns import Absent, Constants, PlainValues, SameObjects
+from quintnet_compiler.guards.columns import Absent, Constants, Parts, PlainValues, SameObjects
 from quintnet_compiler.guards.containers import ContainerSnapshot, Numbers, equal, fields_of, names_of, reading_of
 from quintnet_compiler.guards.function_reads import Variable
 from quintnet_compiler.guards.guards import Guards, TraceReads, global_modes, guards_of
@@ -188,3 +188,59 @@ def test_no_trial_without_a_change() -> None:
     assert Trial.of(guards) is None
     now: Any = types.SimpleNamespace(guards=guards)
     assert UnreadState().without(None, now, lambda: now) is now
+
+
+def test_an_equal_value_is_remembered_unless_it_can_change_in_place() -> None:
+    space: dict[str, Any] = {"number": 1.5, "one": (frozenset({1}),), "list": [1]}
+    plain = PlainValues.of([(name, space, name, value) for name, value in space.items()])
+    space["number"] = float("1.5")
+    assert plain.hold() and plain.hold()
+    changes = {1}
+    space["one"] = (changes,)  # equal to what was there
+    assert plain.hold()
+    changes.add(2)
+    assert not plain.hold() and plain.broken() == ["one is ({1, 2},) and was (frozenset({1}),)"]
+    space["one"] = (frozenset({1}),)
+    assert plain.hold()
+    space["list"].append(2)
+    assert not plain.hold() and plain.broken() == ["list is [1, 2] and was [1]"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_each_of_some_values_is_compared(count: int) -> None:
+    for changed in range(count):
+        space = {str(number): number for number in range(count)}
+        plain = PlainValues.of([(name, space, name, value) for name, value in space.items()])
+        assert plain.hold()
+        space[str(changed)] = 7
+        assert not plain.hold() and plain.broken() == [f"{changed} is 7 and was {changed}"]
+
+
+def test_parts_of_modules() -> None:
+    first, second = nn.Sequential(nn.Identity(), nn.ReLU()), nn.Sequential(nn.Tanh())
+    parts = Parts.of([("first", vars(first)["_modules"]), ("second", vars(second)["_modules"])])
+    assert parts.hold()
+    moved = vars(first)["_modules"].pop("1")
+    vars(second)["_modules"] = {"0": moved, "1": second[0]}  # another dict: not the one that is looked at
+    assert not parts.hold() and parts.broken() == ["first has other parts than it had"]
+    first.append(nn.ReLU())
+    assert not parts.hold()
+    vars(first)["_modules"]["1"] = moved
+    assert parts.hold()
+
+
+def test_a_hook_of_a_parameter_that_a_graph_holds_is_seen() -> None:
+    layer = nn.Linear(2, 2)
+    loss = layer(torch.ones(1, 2)).sum()
+    layer.bias.requires_grad_(False)
+    guards = guards_of(TraceReads([("", layer)], modes=global_modes()))
+    assert guards.hold()
+    handles = [layer.weight.register_hook(lambda gradient: gradient)]
+    assert not guards.hold() and loss.requires_grad
+    handles.pop().remove()
+    assert guards.hold()
+    for parameter in layer.parameters():
+        parameter.requires_grad_(not parameter.requires_grad)
+        assert not guards.hold()
+        parameter.requires_grad_(not parameter.requires_grad)
+    assert guards.hold()
