@@ -13,7 +13,8 @@ from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.ops.collectives import combine, dispatch
 from quintnet_compiler.ops.experts.grouped_rows import grouped_linear, grouped_weight_grad
 from quintnet_compiler.simulation.footprint import Footprints
-from quintnet_compiler.simulation.priced import NodeTime, ProgramPrices, expert_loads
+from quintnet_compiler.simulation.piece_parts import NodeTime
+from quintnet_compiler.simulation.priced import ProgramPrices, expert_loads
 
 from .models import WIDTH, Mixture
 

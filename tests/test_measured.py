@@ -17,7 +17,7 @@ import quintnet
 from quintnet import CompileError, Mesh, RunError
 from quintnet_compiler.cli.app import app
 from quintnet_compiler.runtime.execute.record import Recorded, RecordedSpan
-from quintnet_compiler.simulation.measured import MOST, measured_timeline, shown_ranks
+from quintnet_compiler.simulation.measured import MAX_RANKS, measured_timeline, shown_ranks
 from quintnet_compiler.simulation.timeline import Timeline
 
 MODULE = """
@@ -131,7 +131,7 @@ def test_processes_of_a_machine_have_one_clock() -> None:
 def test_of_many_ranks_whole_pipelines_are_shown() -> None:
     mesh = Mesh(pp=4, dp=32)
     shown = shown_ranks(mesh)
-    assert len(shown) == MOST and {mesh.coordinate(rank)["dp"] for rank in shown} == set(range(16))
+    assert len(shown) == MAX_RANKS and {mesh.coordinate(rank)["dp"] for rank in shown} == set(range(16))
     assert shown_ranks(Mesh(pp=128)) == frozenset(range(128))
 
 

@@ -14,7 +14,7 @@ from ..core.errors import Where
 from ..core.name_patterns import by_pattern
 from ..core.names import one_line
 from ..ops.collectives import wait
-from ..schedules.schedule import grid
+from ..schedules.grid import grid
 from .distributed_program import DistributedProgram, Piece, RankProgram, StateSpec
 from .headings import heading
 from .program import Captured, DifferentiatedProgram, LocalProgram, Program, ShardedProgram, StagedProgram

@@ -42,28 +42,28 @@ def verify_schedule(
 
 
 def _check_complete(schedule: Schedule, flow: Flow) -> None:
-    """Every action that must be there is, once, and no other."""
+    """Require every action of a complete schedule once, and no other."""
     places: dict[Action, Place] = {}
     for rank, row in enumerate(schedule.actions):
         for index, action in enumerate(row):
-            here = rank, index
+            place = rank, index
             if action in places:
-                raise schedule.error(f"rank {rank}: {action} is there twice", places[action], here)
+                raise schedule.error(f"rank {rank}: {action} is there twice", places[action], place)
             if action.stage >= schedule.num_stages or action.microbatch >= schedule.num_microbatches:
-                raise schedule.error(f"rank {rank}: {action} has no such stage or microbatch", here)
+                raise schedule.error(f"rank {rank}: {action} has no such stage or microbatch", place)
             if schedule.placement[action.stage] != rank:
                 owner = schedule.placement[action.stage]
-                raise schedule.error(f"rank {rank}: {action} belongs to rank {owner}", here)
-            places[action] = here
+                raise schedule.error(f"rank {rank}: {action} belongs to rank {owner}", place)
+            places[action] = place
 
     required = dict.fromkeys(_required(schedule, flow, places.keys()))
-    for action, here in places.items():
+    for action, place in places.items():
         if action not in required:
-            raise schedule.error(f"rank {here[0]}: no stage or edge asks for {action}", here)
+            raise schedule.error(f"rank {place[0]}: no stage or edge asks for {action}", place)
     for action in required:
         if action not in places:
-            here = _anchor(schedule, action, places)
-            raise schedule.error(f"rank {here[0]}: {action} is missing", here)
+            place = _anchor(schedule, action, places)
+            raise schedule.error(f"rank {place[0]}: {action} is missing", place)
 
     for action, (rank, index) in places.items():
         if action.op in RELEASES and index > places[Action(Op.REDUCE, action.stage)][1]:
@@ -72,7 +72,7 @@ def _check_complete(schedule: Schedule, flow: Flow) -> None:
 
 
 def _required(schedule: Schedule, flow: Flow, present: Iterable[Action]) -> Iterator[Action]:
-    """All actions of a complete schedule; compute actions first, for they locate what else is missing."""
+    """Yield all actions of a complete schedule; compute actions first, for they locate missing transfers."""
     present = set(present)
     stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
     for stage in stages:
@@ -91,12 +91,12 @@ def _required(schedule: Schedule, flow: Flow, present: Iterable[Action]) -> Iter
 
 
 def _anchor(schedule: Schedule, missing: Action, places: dict[Action, Place]) -> Place:
-    """Where to point when ``missing`` is: at the compute action that makes or uses a transfer's value."""
+    """Return where to point when ``missing`` is: at the compute action that computes or uses a transfer's value."""
     rank = schedule.placement[missing.stage]
     if way := DIRECTION.get(missing.op):
-        for op, made in MAKES.items():
+        for op, direction in MAKES.items():
             compute = Action(op, missing.stage, missing.microbatch)
-            if made is way and compute in places:
+            if direction is way and compute in places:
                 return places[compute]
     return rank, len(schedule.actions[rank])
 
@@ -107,79 +107,85 @@ class _Execution:
     def __init__(self, schedule: Schedule, flow: Flow, *, rendezvous: bool) -> None:
         self.schedule, self.flow, self.rendezvous = schedule, flow, rendezvous
         self.cursor = [0] * schedule.num_ranks
-        self.made: set[tuple[Op, int, int]] = set()
+        self.computed: set[tuple[Op, int, int]] = set()
         self.posted: set[Action] = set()
         self.arrived: set[Action] = set()  # receives whose value is there
         # What one end of a channel (sending rank, receiving rank, direction) posted before the other did.
         self.channels: defaultdict[tuple[int, int, Op], deque[tuple[Action, Place]]] = defaultdict(deque)
 
     def run(self) -> None:
+        """Take all actions.
+
+        Raises:
+            ScheduleError: QN208 if ranks wait for each other, or use what does not exist yet.
+        """
         rows = self.schedule.actions
-        before = -1
-        while sum(self.cursor) > before:
-            before = sum(self.cursor)
+        previous = -1
+        while sum(self.cursor) > previous:
+            previous = sum(self.cursor)
             for rank, row in enumerate(rows):
                 while self.cursor[rank] < len(row) and self.step(rank):
                     self.cursor[rank] += 1
-        stuck = [(rank, here) for rank, here in enumerate(self.cursor) if here < len(rows[rank])]
+        stuck = [(rank, index) for rank, index in enumerate(self.cursor) if index < len(rows[rank])]
         if stuck:
             model = "transfers that block both sides" if self.rendezvous else "one channel per direction"
-            waits = ", ".join(f"rank {rank} waits at {rows[rank][here]}" for rank, here in stuck)
+            waits = ", ".join(f"rank {rank} waits at {rows[rank][index]}" for rank, index in stuck)
             raise self.schedule.error(f"deadlock with {model}: {waits}", *stuck)
 
     def step(self, rank: int) -> bool:
         """Take the rank's next action; False when it has to wait."""
-        here = rank, self.cursor[rank]
-        action = self.schedule.actions[rank][here[1]]
+        place = rank, self.cursor[rank]
+        action = self.schedule.actions[rank][place[1]]
         if action.op in COMPUTE:
-            return self.compute(action, here)
+            return self.compute(action, place)
         if action.op in DIRECTION:
             sends = action.op in SEND.values()
-            if sends and (DIRECTION[action.op], action.stage, action.microbatch) not in self.made:
-                raise self.schedule.error(f"rank {rank}: {action} comes before its value exists", here)
-            return self.meet(action) if self.rendezvous else self.post(action, here)
+            if sends and (DIRECTION[action.op], action.stage, action.microbatch) not in self.computed:
+                raise self.schedule.error(f"rank {rank}: {action} comes before its value exists", place)
+            return self.meet(action) if self.rendezvous else self.post(action, place)
         return True
 
-    def compute(self, action: Action, here: Place) -> bool:
+    def compute(self, action: Action, place: Place) -> bool:
+        """Compute a value; False when a receive that was posted has not arrived."""
         for way, stage in self.flow.needs(action):
-            if self.schedule.placement[stage] == here[0]:
-                if (way, stage, action.microbatch) not in self.made:
+            if self.schedule.placement[stage] == place[0]:
+                if (way, stage, action.microbatch) not in self.computed:
                     needed = f"the {way.name.lower()} of stage {stage}"
-                    raise self.schedule.error(f"rank {here[0]}: {action} comes before {needed}", here)
+                    raise self.schedule.error(f"rank {place[0]}: {action} comes before {needed}", place)
                 continue
             receive = Action(RECEIVE[way], action.stage, action.microbatch, stage)
             if receive in self.arrived:
                 continue
             if receive in self.posted:
                 return False
-            raise self.schedule.error(f"rank {here[0]}: {action} comes before {receive}", here)
+            raise self.schedule.error(f"rank {place[0]}: {action} comes before {receive}", place)
         if action.op in MAKES:
-            self.made.add((MAKES[action.op], action.stage, action.microbatch))
+            self.computed.add((MAKES[action.op], action.stage, action.microbatch))
         return True
 
     def meet(self, action: Action) -> bool:
-        """Blocking: the sender moves both ranks on, once the receiver is there too."""
+        """Take a transfer that blocks: the sender moves both ranks on, once the receiver has come to it."""
         other = self.schedule.placement[action.peer]
-        row, here = self.schedule.actions[other], self.cursor[other]
-        if action.op in RECEIVE.values() or here == len(row) or row[here] != action.partner:
+        row, index = self.schedule.actions[other], self.cursor[other]
+        if action.op in RECEIVE.values() or index == len(row) or row[index] != action.partner:
             return False
         self.arrived.add(action.partner)
         self.cursor[other] += 1
         return True
 
-    def post(self, action: Action, here: Place) -> bool:
-        """Not blocking: the n-th send of a channel meets its n-th receive."""
+    def post(self, action: Action, place: Place) -> bool:
+        """Take a transfer that does not block: the n-th send of a channel meets its n-th receive."""
         self.posted.add(action)
         send, receive = (action, action.partner) if action.op in SEND.values() else (action.partner, action)
         placement = self.schedule.placement
         queue = self.channels[placement[send.stage], placement[receive.stage], DIRECTION[action.op]]
         if not queue or queue[0][0].op is action.op:
-            queue.append((action, here))
+            queue.append((action, place))
             return True
-        other, there = queue.popleft()
+        other, other_place = queue.popleft()
         if other != action.partner:
-            problem = f"rank {here[0]}: {action} meets {other} of rank {there[0]}"
-            raise self.schedule.error(problem, here, there)
+            problem = f"rank {place[0]}: {action} meets {other} of rank {other_place[0]}"
+            raise self.schedule.error(problem, place, other_place)
         self.arrived.add(receive)
         return True
 

@@ -15,7 +15,7 @@ from .schedule import Action, Op, Schedule, ScheduleError
 
 
 class Generator(Protocol):
-    """From the number of ranks, of microbatches, and of stages per rank to the compute actions; pure.
+    """A pure function of the number of ranks, of microbatches, and of stages per rank, to the compute actions.
 
     Raises:
         ScheduleError: QN208 for a number of stages per rank that the schedule does not have.
@@ -25,17 +25,17 @@ class Generator(Protocol):
 
 
 def looped(num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """Stages in turn around the ranks: (0, 1, 0, 1)."""
+    """Return stages in turn around the ranks: (0, 1, 0, 1)."""
     return tuple(range(num_ranks)) * virtual_stages
 
 
 def there_and_back(num_ranks: int) -> tuple[int, ...]:
-    """Two stages per rank in the form of a V: (0, 1, 1, 0)."""
+    """Return two stages per rank in the form of a V: (0, 1, 1, 0)."""
     return (*range(num_ranks), *reversed(range(num_ranks)))
 
 
-def _refuse(name: str, virtual_stages: int, wanted: int, why: str) -> ScheduleError:
-    return ScheduleError("QN208", f"{name} has {why}, not {virtual_stages}", fix=f"use virtual_stages={wanted}")
+def _refuse(name: str, virtual_stages: int, wanted: int, stages: str) -> ScheduleError:
+    return ScheduleError("QN208", f"{name} has {stages}, not {virtual_stages}", fix=f"use virtual_stages={wanted}")
 
 
 def gpipe(num_ranks: int, num_microbatches: int, virtual_stages: int = 1, /) -> Schedule:
@@ -135,8 +135,10 @@ def zero_bubble_v(num_ranks: int, num_microbatches: int, virtual_stages: int = 2
 
 
 def _v_row(there: int, back: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """What the rank of stages ``there`` and ``back`` does. The order is that of as many microbatches as fill the
-    pipeline; those that are not there are left out."""
+    """Return the actions of the rank of stages ``there`` and ``back``.
+
+    The order is that of as many microbatches as fill the pipeline; those beyond ``num_microbatches`` are left out.
+    """
     count = max(num_microbatches, 2 * num_ranks - 1)
     row: list[Action] = []
     done: dict[tuple[Op, int], int] = {}
@@ -226,7 +228,7 @@ def _dual_row(there: int, back: int, num_ranks: int, num_microbatches: int) -> l
 
 
 def forward_only(placement: tuple[int, ...], num_microbatches: int) -> Schedule:
-    """Forwards alone: evaluation and inference. Each rank takes what is there, of its latest stage.
+    """Return forwards alone, for evaluation and inference; each rank takes what has arrived, of its latest stage.
 
     >>> print(forward_only((0, 1, 0, 1), 3))
     forward: stages 4, microbatches 3, bubble 25.0%
@@ -236,8 +238,8 @@ def forward_only(placement: tuple[int, ...], num_microbatches: int) -> Schedule:
     rows: list[list[Action]] = [[] for _ in range(1 + max(placement))]
     done = [0] * len(placement)
     while done[-1] < num_microbatches:
-        there = [num_microbatches, *done[:-1]]
-        latest = {rank: stage for stage, rank in enumerate(placement) if done[stage] < there[stage]}
+        arrived = [num_microbatches, *done[:-1]]
+        latest = {rank: stage for stage, rank in enumerate(placement) if done[stage] < arrived[stage]}
         for rank, stage in latest.items():
             rows[rank].append(Action(Op.FORWARD, stage, done[stage]))
             done[stage] += 1

@@ -1,7 +1,7 @@
-"""Pipeline schedules as data: per pipeline rank, the actions it takes, in order.
+"""Pipeline schedules as data: for each pipeline rank, the actions it takes, in order.
 
 One :class:`Schedule` object is checked (:mod:`.check`), printed, simulated and executed; there is no
-second copy. A generator (:mod:`.kinds`) gives the compute actions; :func:`with_transfers` lowers them to
+second copy. A generator (:mod:`.kinds`) returns the compute actions; :func:`with_transfers` lowers them to
 what ranks execute.
 """
 
@@ -23,7 +23,7 @@ class ScheduleError(CompileError):
 
 
 class Op(enum.Enum):
-    """What an action does; the value is its printed form."""
+    """The kind of an action; the value is its printed form."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -43,7 +43,7 @@ RELEASES = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # after these a microba
 SEND = MappingProxyType({Op.FORWARD: Op.SEND_FORWARD, Op.BACKWARD: Op.SEND_BACKWARD})
 RECEIVE = MappingProxyType({Op.FORWARD: Op.RECV_FORWARD, Op.BACKWARD: Op.RECV_BACKWARD})
 DIRECTION = MappingProxyType({op: way for side in (SEND, RECEIVE) for way, op in side.items()})
-# The value that a compute action brings into being: a stage's outputs, or the gradients of its inputs.
+# The value that a compute action computes: a stage's outputs, or the gradients of its inputs.
 MAKES = MappingProxyType({Op.FORWARD: Op.FORWARD, Op.BACKWARD: Op.BACKWARD, Op.BACKWARD_INPUT: Op.BACKWARD})
 
 _PARTNER = MappingProxyType({a[way]: b[way] for a, b in ((SEND, RECEIVE), (RECEIVE, SEND)) for way in SEND})
@@ -82,7 +82,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that prints as ``text``.
+        """Return the action that prints as ``text``.
 
         Raises:
             ScheduleError: QN208 when no action prints so.
@@ -96,13 +96,13 @@ class Action:
 
     @property
     def partner(self) -> Action:
-        """The other side of a transfer."""
+        """Return the other side of a transfer."""
         return Action(_PARTNER[self.op], self.peer, self.microbatch, self.stage)
 
 
 @dataclass(frozen=True, order=True)
 class StageEdge:
-    """Values that stage ``source`` makes and stage ``target`` reads; ``backward``: gradients flow back.
+    """Values that stage ``source`` computes and stage ``target`` reads; ``backward``: gradients flow back.
 
     Raises:
         ScheduleError: QN208 unless ``0 <= source < target``.
@@ -118,17 +118,20 @@ class StageEdge:
 
 
 def chain(num_stages: int) -> tuple[StageEdge, ...]:
-    """The edges of a plain pipeline: every stage feeds the next."""
+    """Return the edges of a plain pipeline: every stage feeds the next."""
     return tuple(StageEdge(stage, stage + 1) for stage in range(num_stages - 1))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule: ``actions[rank]`` are a pipeline rank's actions in order; ``placement[stage]`` is the rank
-    that owns a stage. ``str()`` draws it.
+    """A pipeline schedule; ``str()`` draws it.
+
+    Attributes:
+        actions: a row per pipeline rank, in order.
+        placement: the rank of each stage.
 
     Raises:
-        ScheduleError: QN208 without stages or microbatches, or where a stage's rank is not there.
+        ScheduleError: QN208 without stages or microbatches, or where a stage's rank does not exist.
     """
 
     name: str
@@ -145,38 +148,44 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Of all ranks together."""
+        """Return the number of stages of all ranks together."""
         return len(self.placement)
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
+        """Return the number of pipeline ranks."""
         return len(self.actions)
 
     def __str__(self) -> str:
+        from .grid import grid
+
         return grid(self)
 
     def error(self, problem: str, *places: tuple[int, int]) -> ScheduleError:
-        """An error that shows the actions around each place, a (rank, index into its actions)."""
+        """Return an error that shows the actions around each place, a (rank, index into its actions)."""
         lines = [problem]
-        for rank, here in places:
+        for rank, position in places:
             row = [*map(str, self.actions[rank]), "(end)"]
             lines.append(f"  rank {rank}:")
-            for index in range(max(0, here - 3), min(len(row), here + 3)):
-                lines.append(f"  {index:6}  {row[index]}" + ("  <-- here" if index == here else ""))
+            for index in range(max(0, position - 3), min(len(row), position + 3)):
+                lines.append(f"  {index:6}  {row[index]}" + ("  <-- here" if index == position else ""))
         return ScheduleError("QN208", "\n".join(lines))
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What edges mean for each (direction, stage): the stages it reads from, and those that read from it."""
+    """The edges by (direction, stage): the stages that it reads from, and those that read from it."""
 
     incoming: Mapping[tuple[Op, int], tuple[int, ...]]
     outgoing: Mapping[tuple[Op, int], tuple[int, ...]]
 
     @classmethod
     def of(cls, edges: Iterable[StageEdge], num_stages: int) -> Flow:
-        """Raises ScheduleError (QN208) for an edge to a stage that is not there."""
+        """Return the flow of edges.
+
+        Raises:
+            ScheduleError: QN208 for an edge to a stage that does not exist.
+        """
         links: set[tuple[Op, int, int]] = set()
         for edge in edges:
             if edge.target >= num_stages:
@@ -194,12 +203,12 @@ class Flow:
         return cls(incoming, outgoing)
 
     def needs(self, action: Action) -> list[tuple[Op, int]]:
-        """The values of its microbatch that a compute action reads: (direction, stage that makes it)."""
+        """Return the values of its microbatch that a compute action reads: (direction, stage that computes it)."""
         if action.op is Op.BACKWARD_WEIGHT:
             return [(Op.BACKWARD, action.stage)]
         way = MAKES[action.op]
-        own = [(Op.FORWARD, action.stage)] if way is Op.BACKWARD else []
-        return own + [(way, stage) for stage in self.incoming[way, action.stage]]
+        saved = [(Op.FORWARD, action.stage)] if way is Op.BACKWARD else []
+        return saved + [(way, stage) for stage in self.incoming[way, action.stage]]
 
 
 class ActionSpan(NamedTuple):
@@ -216,55 +225,79 @@ def simulate(
     duration: Callable[[Action], float],
     transfer: Callable[[int, int], float] = lambda source, target: 0.0,
 ) -> tuple[tuple[ActionSpan, ...], ...]:
-    """Per rank, when each compute action runs if all start as early as they can.
+    """Return per rank when each compute action runs if all start as early as they can.
 
-    ``transfer``: what a value's way between two stages on different ranks takes; by default no time.
+    ``transfer``: the time of a value between two stages on different ranks; by default none.
 
     Raises:
-        ScheduleError: QN208 when some action can never start, or its stage is not there.
+        ScheduleError: QN208 when some action can never start, or its stage does not exist.
     """
-    flow, home = Flow.of(edges, schedule.num_stages), schedule.placement
+    flow = Flow.of(edges, schedule.num_stages)
     rows = [[action for action in row if action.op in COMPUTE] for row in schedule.actions]
-    if strange := next((a for row in rows for a in row if a.stage >= schedule.num_stages), None):
-        raise ScheduleError("QN208", f"{strange} is not of {schedule.num_stages} stages")
-    # when each microbatch's value of a direction and stage is there, and the way of those that an action reads
-    made: dict[tuple[Op, int], dict[int, float]] = defaultdict(dict)
-    reads: dict[tuple[Op, int], list[tuple[dict[int, float], float]]] = {}
-    for key in {(action.op, action.stage): action for row in rows for action in row}.values():
-        ways = [(need, 0.0 if home[need[1]] == home[key.stage] else transfer(need[1], key.stage))
-                for need in flow.needs(key)]  # fmt: skip
-        reads[key.op, key.stage] = [(made[need], way) for need, way in ways]
+    if unknown := next((a for row in rows for a in row if a.stage >= schedule.num_stages), None):
+        raise ScheduleError("QN208", f"{unknown} is not of {schedule.num_stages} stages")
+    exists: dict[tuple[Op, int], dict[int, float]] = defaultdict(dict)  # when each value of a microbatch exists
+    inputs = _inputs(schedule, flow, rows, transfer, exists)
     lines: list[list[ActionSpan]] = [[] for _ in rows]
     moved = True
     while moved:
         moved = False
         for row, line in zip(rows, lines, strict=True):
             end = line[-1].end if line else 0.0
-            for place in range(len(line), len(row)):
-                action, start = row[place], end
-                for times, way in reads[action.op, action.stage]:
-                    there = times.get(action.microbatch)
-                    if there is None:
-                        break
-                    start = max(start, there + way)
-                else:
-                    end = start + duration(action)
-                    line.append(ActionSpan(start, end, action))
-                    if action.op in MAKES:
-                        made[MAKES[action.op], action.stage][action.microbatch] = end
-                    moved = True
-                    continue
-                break
-    rest = [row[len(line) :] for row, line in zip(rows, lines, strict=True)]
-    if stuck := [(rank, row[0]) for rank, row in enumerate(rest) if row]:
-        problem = ", ".join(f"rank {rank} at {action}" for rank, action in stuck)
-        places = [(rank, schedule.actions[rank].index(action)) for rank, action in stuck]
-        raise schedule.error(f"some actions can never start: {problem}", *places)
+            for action in row[len(line) :]:
+                start = _earliest(inputs[action.op, action.stage], action.microbatch, end)
+                if start is None:
+                    break
+                end = start + duration(action)
+                line.append(ActionSpan(start, end, action))
+                if action.op in MAKES:
+                    exists[MAKES[action.op], action.stage][action.microbatch] = end
+                moved = True
+    _require_all(schedule, rows, lines)
     return tuple(map(tuple, lines))
 
 
+# values that an action reads: when that of each microbatch exists, and seconds of its transfer
+_Inputs = list[tuple[dict[int, float], float]]
+
+
+def _inputs(
+    schedule: Schedule,
+    flow: Flow,
+    rows: Iterable[Iterable[Action]],
+    transfer: Callable[[int, int], float],
+    exists: Mapping[tuple[Op, int], dict[int, float]],
+) -> dict[tuple[Op, int], _Inputs]:
+    """Return the inputs of each operation of each stage."""
+    rank = schedule.placement
+    inputs: dict[tuple[Op, int], _Inputs] = {}
+    for action in {(action.op, action.stage): action for row in rows for action in row}.values():
+        needs = flow.needs(action)
+        seconds = [0.0 if rank[s] == rank[action.stage] else transfer(s, action.stage) for _, s in needs]
+        inputs[action.op, action.stage] = [(exists[n], time) for n, time in zip(needs, seconds, strict=True)]
+    return inputs
+
+
+def _earliest(inputs: _Inputs, microbatch: int, start: float) -> float | None:
+    """Return when an action can start, not before ``start``; None if one of its inputs does not exist yet."""
+    for times, seconds in inputs:
+        time = times.get(microbatch)
+        if time is None:
+            return None
+        start = max(start, time + seconds)
+    return start
+
+
+def _require_all(schedule: Schedule, rows: list[list[Action]], lines: list[list[ActionSpan]]) -> None:
+    waiting = [row[len(line)] if len(line) < len(row) else None for row, line in zip(rows, lines, strict=True)]
+    if stuck := [(rank, action) for rank, action in enumerate(waiting) if action is not None]:
+        problem = ", ".join(f"rank {rank} at {action}" for rank, action in stuck)
+        places = [(rank, schedule.actions[rank].index(action)) for rank, action in stuck]
+        raise schedule.error(f"some actions can never start: {problem}", *places)
+
+
 def most_held(schedule: Schedule, size: Callable[[int], int] = lambda stage: 1) -> tuple[int, ...]:
-    """Per rank, the most that activations of its stages take at once; ``size``: of one microbatch of a stage."""
+    """Return per rank the most that activations of its stages take at once; ``size``: of a stage's microbatch."""
     peaks = []
     for row in schedule.actions:
         now = most = 0
@@ -284,7 +317,7 @@ def _durations(forward: float, backward: float) -> Callable[[Action], float]:
 
 
 def bubble(schedule: Schedule, edges: Iterable[StageEdge], *, forward: float = 1.0, backward: float = 2.0) -> float:
-    """The share (0 to 1) of all ranks' time that is idle when every stage's actions take these times.
+    """Return the share (0 to 1) of all ranks' time that is idle when every stage's actions take these times.
 
     ``forward`` and ``backward`` are in any one unit; each half of a split backward takes ``backward / 2``.
 
@@ -299,7 +332,7 @@ def bubble(schedule: Schedule, edges: Iterable[StageEdge], *, forward: float = 1
 
 
 def with_transfers(schedule: Schedule, edges: Iterable[StageEdge], *, hoist: int = 1) -> Schedule:
-    """What ranks execute: the compute actions with sends, receives and reductions of gradients between them.
+    """Return what ranks execute: the compute actions, with sends, receives and reductions of gradients.
 
     Each transfer gets its place in one simulated order and both sides list it there. So all ranks' lists are
     parts of one total order, and not even transfers that block both sides can deadlock. Then each receive is
@@ -343,11 +376,11 @@ def _hoisted(row: list[Action], hoist: int) -> list[Action]:
     row = list(row)
     for index, action in enumerate(row):
         if action.op in RECEIVE.values():
-            place, left, earlier = index, hoist, index
-            while left and earlier:
+            place, remaining, earlier = index, hoist, index
+            while remaining and earlier:
                 earlier -= 1
                 if row[earlier].op in COMPUTE:
-                    place, left = earlier, left - 1
+                    place, remaining = earlier, remaining - 1
             row.insert(place, row.pop(index))
     return row
 
@@ -362,36 +395,3 @@ def _with_reductions(row: list[Action]) -> list[Action]:
         if last.get(action.stage) == index:
             result.append(Action(Op.REDUCE, action.stage))
     return result
-
-
-def grid(schedule: Schedule, edges: Iterable[StageEdge] | None = None) -> str:
-    """The compute actions as text: a row per rank, a column per unit of time, every action one unit long.
-
-    Transfers take no time and are not shown. ``edges`` are those of a plain pipeline unless given. The header
-    has the bubble of :func:`bubble`, where a backward takes as long as two forwards.
-
-    Raises:
-        ScheduleError: QN208 when some action can never start.
-
-    >>> from .kinds import gpipe
-    >>> print(gpipe(2, 3))
-    gpipe: stages 2, microbatches 3, bubble 25.0%
-    rank 0  F0 F1 F2 .  .  B0 B1 B2
-    rank 1  .  F0 F1 F2 B0 B1 B2 .
-    """
-    edges = chain(schedule.num_stages) if edges is None else tuple(edges)
-    header = f"{schedule.name}: stages {schedule.num_stages}, microbatches {schedule.num_microbatches}"
-    # The stage need not be named where no rank has two.
-    alone = len(set(schedule.placement)) == schedule.num_stages
-    rows: list[dict[int, str]] = []
-    for line in simulate(schedule, edges, lambda action: 1.0):
-        names = [str(action).removeprefix(str(action.stage) if alone else "") for _, _, action in line]
-        rows.append({int(span.start): name for span, name in zip(line, names, strict=True)})
-    columns = range(1 + max(column for row in rows for column in row))
-    width = max(len(cell) for row in rows for cell in row.values())
-    label = len(f"rank {schedule.num_ranks - 1}")
-    lines = [f"{header}, bubble {bubble(schedule, edges):.1%}"]
-    for rank, row in enumerate(rows):
-        cells = " ".join(row.get(column, ".").ljust(width) for column in columns)
-        lines.append(f"{f'rank {rank}'.ljust(label)}  {cells}".rstrip())
-    return "\n".join(lines)

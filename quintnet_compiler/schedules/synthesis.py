@@ -1,4 +1,4 @@
-"""A schedule for stages that are not alike: made for given times, under a limit on memory."""
+"""A schedule for stages that are not alike: found for their times, under a limit on memory."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What one microbatch of a stage takes, in any one unit: its forward, and both halves of its backward."""
+    """Times of one microbatch of a stage, in any one unit: its forward, and both halves of its backward."""
 
     forward: float
     input: float
     weight: float
 
     def of(self, op: Op) -> float:
+        """Return the time of an operation."""
         table = {Op.FORWARD: self.forward, Op.BACKWARD_INPUT: self.input, Op.BACKWARD_WEIGHT: self.weight}
         return table.get(op, self.input + self.weight)
 
 
 def check_schedule(name: str, virtual_stages: int | None) -> None:
-    """``virtual_stages``: None if they are still open.
+    """Require the name of a schedule; ``virtual_stages``: None if they are still open.
 
     Raises:
         ScheduleError: QN208 for an unknown schedule, or a number of stages per rank that it does not have.
     """
     if name not in SCHEDULES and name != SYNTHESIZED:
-        known = ", ".join(sorted([*SCHEDULES, SYNTHESIZED]))
-        raise ScheduleError("QN208", f"unknown schedule {name!r}", fix=f"use one of {known}")
+        names = ", ".join(sorted([*SCHEDULES, SYNTHESIZED]))
+        raise ScheduleError("QN208", f"unknown schedule {name!r}", fix=f"use one of {names}")
     if name in SCHEDULES and virtual_stages is not None:
         SCHEDULES[name](1, 1, virtual_stages)
 
@@ -49,9 +50,9 @@ def schedule_of(
     times: Callable[[], Sequence[StageTimes]],
     placement: tuple[int, ...] | None = None,
 ) -> Schedule:
-    """What a plan's name stands for; one that is synthesised holds no more activations than 1F1B does.
+    """Return the schedule of a plan's name; a synthesized one holds no more activations than 1F1B does.
 
-    ``times``: of all stages, where they are needed. ``placement``: where the stages are already.
+    ``times``: of all stages, called if they are needed. ``placement``: the rank of each stage, if it is settled.
     """
     if name != SYNTHESIZED:
         return SCHEDULES[name](num_ranks, num_microbatches, virtual_stages)
@@ -67,7 +68,7 @@ def synthesized(
     max_live: int | None = None,
     placement: tuple[int, ...] | None = None,
 ) -> Schedule:
-    """The fastest of all schedules that have a name and of those that list scheduling finds.
+    """Return the fastest of all schedules that have a name and of those that list scheduling finds.
 
     List scheduling (Graham, 1966, doi:10.1002/j.1538-7305.1966.tb01709.x) lets each rank that is free take the most
     urgent action that can start; here by several notions of urgency, on stages that go around the ranks and on stages
@@ -75,6 +76,8 @@ def synthesized(
 
     Args:
         times: of each stage; a multiple of the ranks.
+        num_ranks: pipeline ranks.
+        num_microbatches: microbatches of a step.
         max_live: activations, each of one stage and microbatch, that a rank may hold at once; None: any number.
         placement: the rank of each stage; None: any that a named schedule has.
 
@@ -88,16 +91,16 @@ def synthesized(
     >>> seconds(synthesized(times, 2, 4, max_live=4), times)
     34.0
     """
-    virtual_stages, left = divmod(len(times), max(1, num_ranks))
-    if left or not virtual_stages:
+    virtual_stages, remainder = divmod(len(times), max(1, num_ranks))
+    if remainder or not virtual_stages:
         raise ScheduleError("QN208", f"{len(times)} stages cannot be spread evenly over {num_ranks} ranks")
     best: tuple[float, Schedule] | None = None
-    for found in _candidates(times, num_ranks, num_microbatches, virtual_stages, max_live):
-        moved = placement is not None and found.placement != placement
-        if not moved and (max_live is None or max(most_held(found)) <= max_live):
-            end = seconds(found, times)
+    for candidate in _candidates(times, num_ranks, num_microbatches, virtual_stages, max_live):
+        moved = placement is not None and candidate.placement != placement
+        if not moved and (max_live is None or max(most_held(candidate)) <= max_live):
+            end = seconds(candidate, times)
             if best is None or end < best[0] * (1 - 1e-12):
-                best = end, found
+                best = end, candidate
     if best is None:
         raise ScheduleError(
             "QN208", f"no schedule of {len(times)} stages on {num_ranks} ranks holds {max_live} activations or fewer",
@@ -107,7 +110,7 @@ def synthesized(
 
 
 def seconds(schedule: Schedule, times: Sequence[StageTimes]) -> float:
-    """When the last action of a plain pipeline ends, in the unit of ``times``."""
+    """Return when the last action of a plain pipeline ends, in the unit of ``times``."""
     lines = simulate(schedule, chain(schedule.num_stages), lambda action: times[action.stage].of(action.op))
     return max(line[-1].end for line in lines)
 
@@ -124,9 +127,9 @@ def _candidates(
     placements += [there_and_back(num_ranks)] if virtual_stages == 2 and num_ranks > 1 else []
     for placement in placements:
         for urgency in URGENCIES:
-            found = _Listing(times, placement, num_microbatches, max_live, urgency).run()
-            if found is not None:
-                yield found
+            schedule = _Listing(times, placement, num_microbatches, max_live, urgency).run()
+            if schedule is not None:
+                yield schedule
 
 
 Urgency = Callable[[Action], tuple[int, ...]]
@@ -141,7 +144,7 @@ URGENCIES: tuple[Urgency, ...] = (
 
 
 class _Listing:
-    """One run of list scheduling; None if the limit on memory brings it to a halt."""
+    """One run of list scheduling."""
 
     def __init__(
         self,
@@ -154,13 +157,16 @@ class _Listing:
         self.times, self.placement, self.count, self.urgency = times, placement, num_microbatches, urgency
         self.limit = len(placement) * num_microbatches if max_live is None else max_live
         self.rows: list[list[Action]] = [[] for _ in range(1 + max(placement))]
-        self.mine = [[stage for stage, home in enumerate(placement) if home == rank] for rank in range(len(self.rows))]
+        self.stages = [
+            [stage for stage, home in enumerate(placement) if home == rank] for rank in range(len(self.rows))
+        ]
         self.live = [0] * len(self.rows)
         # how many microbatches of each stage have begun and ended each operation
         self.begun = {(op, stage): 0 for op in (Op.FORWARD, *HALVES) for stage in range(len(placement))}
         self.ended = dict(self.begun)
 
     def run(self) -> Schedule | None:
+        """Return the schedule, or None if the limit on memory brings it to a halt."""
         events: list[tuple[float, int, Action]] = []
         busy: set[int] = set()
         now = 0.0
@@ -186,18 +192,18 @@ class _Listing:
 
     def _ready(self, rank: int) -> Iterator[Action]:
         last = len(self.placement) - 1
-        for stage in self.mine[rank]:
+        for stage in self.stages[rank]:
             forwards = self.ended[Op.FORWARD, stage - 1] if stage else self.count
             after = self.ended[Op.BACKWARD_INPUT, stage + 1] if stage < last else self.count
             inputs = min(after, self.ended[Op.FORWARD, stage])
             weights = self.ended[Op.BACKWARD_INPUT, stage]
-            for op, there in ((Op.FORWARD, forwards), (Op.BACKWARD_INPUT, inputs), (Op.BACKWARD_WEIGHT, weights)):
-                if self.begun[op, stage] < there:
+            for op, ready in ((Op.FORWARD, forwards), (Op.BACKWARD_INPUT, inputs), (Op.BACKWARD_WEIGHT, weights)):
+                if self.begun[op, stage] < ready:
                     yield Action(op, stage, self.begun[op, stage])
 
     def _fits(self, rank: int, action: Action) -> bool:
-        """A forward leaves room for the rank's later stages, through which its microbatch must pass."""
-        later = len(self.mine[rank]) - 1 - self.mine[rank].index(action.stage)
+        """Return whether a forward leaves room for the rank's later stages, which its microbatch must pass."""
+        later = len(self.stages[rank]) - 1 - self.stages[rank].index(action.stage)
         return action.op is not Op.FORWARD or self.live[rank] + later < self.limit
 
     def _begin(self, rank: int, action: Action) -> None:

@@ -1,4 +1,4 @@
-"""Timelines as pictures: what a template needs, in pixels."""
+"""Timelines as pictures: the values of a template, in pixels."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .timeline import Event, RankTimeline, Timeline, duration, label
 
 WIDTH, MARGIN, LEFT, RIGHT = 1320, 24, 168, 24
 TOP, BOX, THIN, CURVE, GAP = 104, 30, 9, 30, 18
-MOST_ROWS = 24  # of a picture: more are cut off, and counted
-MOST_CHARACTERS = 400_000  # of a notebook's
+MAX_PICTURE_ROWS = 24  # more are cut off, and counted
+MAX_NOTEBOOK_CHARACTERS = 400_000
 LEGEND = {
     "F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "once": "once a step",
     "collective": "collective", "transfer": "transfer between stages", "sum": "sum of gradients",
@@ -38,11 +38,12 @@ class Scale:
     width: float = WIDTH - LEFT - RIGHT
 
     def x(self, seconds: float) -> float:
+        """Return the pixel of a time."""
         share = seconds / self.seconds if self.seconds else 0.0
         return round(self.left + share * self.width, 2)
 
     def ticks(self) -> list[dict[str, Any]]:
-        """Round numbers, at most ten."""
+        """Return round numbers, at most ten."""
         if not self.seconds:
             return []
         step = round_step(self.seconds / 10)
@@ -51,7 +52,7 @@ class Scale:
 
 
 def round_step(rough: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that is not below ``rough``.
+    """Return the smallest of 1, 2, 5 times a power of ten that is not below ``rough``.
 
     >>> round_step(0.3), round_step(70)
     (0.5, 100.0)
@@ -62,15 +63,16 @@ def round_step(rough: float) -> float:
 
 @dataclass
 class _Layout:
-    """Rows from top to bottom."""
+    """Rows from top to bottom; ``most_bytes``: the largest memory of them."""
 
     timeline: Timeline
     scale: Scale
-    most: int
+    most_bytes: int
     y: float = TOP
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, row: RankTimeline) -> None:
+        """Add the row of a rank."""
         axes = sorted(
             {event.axis for event in row.events if event.axis}, key=lambda axis: (_ORDER.get(axis, len(AXES)), axis)
         )
@@ -111,6 +113,7 @@ class _Layout:
 
     @property
     def places(self) -> int:
+        """Return the number of pipeline places."""
         return max(1, len({row.coordinate.get("pp", 0) for row in self.timeline.rows}))
 
     def _thin(self, event: Event) -> dict[str, Any]:
@@ -124,21 +127,21 @@ class _Layout:
         }
 
     def _memory(self, row: RankTimeline, y: float) -> dict[str, Any]:
-        """A staircase of what is held, with the peaks within actions on top."""
+        """Return a staircase of the bytes held, with the peaks within actions on top."""
         base = y + CURVE
         points = [(self.scale.left, base)]
-        most = max(1, self.most)
+        most_bytes = max(1, self.most_bytes)
 
         def height(count: int) -> float:
-            return round(base - CURVE * count / most, 2)
+            return round(base - CURVE * count / most_bytes, 2)
 
-        before = 0
-        for held in row.memory:
-            x = self.scale.x(held.seconds)
-            points += [(x, height(before)), (x, height(held.held))]
-            before = held.held
+        held = 0
+        for sample in row.memory:
+            x = self.scale.x(sample.seconds)
+            points += [(x, height(held)), (x, height(sample.held))]
+            held = sample.held
         end = self.scale.x(self.timeline.seconds)
-        points += [(end, height(before)), (end, base)]
+        points += [(end, height(held)), (end, base)]
         peak = row.peak
         x = self.scale.x(peak.seconds)
         left_of = x > self.scale.left + self.scale.width - 90
@@ -157,23 +160,23 @@ class _Layout:
 
 
 def _merged(events: tuple[Event, ...], axis: str, scale: Scale) -> list[Event]:
-    """Events of an axis; those that would be closer than a third of a pixel become one."""
-    found: list[Event] = []
+    """Return the events of an axis; those that would be closer than a third of a pixel become one."""
+    merged: list[Event] = []
     near = scale.seconds / scale.width / 3
     for event in events:
         if event.axis != axis:
             continue
-        if found and found[-1].kind == event.kind and event.start - found[-1].end < near and event.seconds < 3 * near:
-            last = found[-1]
-            many = last.name if last.name.endswith("...") else f"{last.name} ..."
-            found[-1] = Event(last.start, max(last.end, event.end), last.kind, many, -1, -1, axis)
+        last = merged[-1] if merged else None
+        if last and last.kind == event.kind and event.start - last.end < near and event.seconds < 3 * near:
+            names = last.name if last.name.endswith("...") else f"{last.name} ..."
+            merged[-1] = Event(last.start, max(last.end, event.end), last.kind, names, -1, -1, axis)
         else:
-            found.append(event)
-    return found
+            merged.append(event)
+    return merged
 
 
 def _visible(events: tuple[Event, ...], scale: Scale) -> Iterator[Event]:
-    """What goes into boxes, without those that end within a third of a pixel of the one before."""
+    """Yield the events of boxes, without those that end within a third of a pixel of the previous one."""
     near, end = scale.seconds / scale.width / 3, -math.inf
     for event in events:
         if event.kind in IN_BOX and event.end - end >= near:
@@ -182,15 +185,17 @@ def _visible(events: tuple[Event, ...], scale: Scale) -> Iterator[Event]:
 
 
 def _hover(event: Event) -> str:
-    what = f"{event.kind} {event.name}" if event.axis else label(event)
+    name = f"{event.kind} {event.name}" if event.axis else label(event)
     stage = f", stage {event.stage}, microbatch {event.microbatch}" if event.microbatch >= 0 else ""
     axis = f" over {event.axis}" if event.axis else ""
-    return f"{what}{axis}{stage}\n{duration(event.seconds)}, from {duration(event.start)} to {duration(event.end)}"
+    return f"{name}{axis}{stage}\n{duration(event.seconds)}, from {duration(event.start)} to {duration(event.end)}"
 
 
-def svg(timeline: Timeline, theme: str = "", seconds: float | None = None, most: int = MOST_ROWS) -> str:
-    """The picture, ``seconds`` wide (without, as long as the step); ``theme="auto"`` follows the viewer's dark mode.
-    ``most``: rows of it."""
+def svg(timeline: Timeline, theme: str = "", seconds: float | None = None, most: int = MAX_PICTURE_ROWS) -> str:
+    """Return the picture, ``seconds`` wide (by default as long as the step), of at most ``most`` rows.
+
+    ``theme="auto"`` follows the viewer's dark mode.
+    """
     shown = timeline.rows[:most]
     scale = Scale(timeline.seconds if seconds is None else seconds)
     layout = _Layout(timeline, scale, max((held.peak for row in shown for held in row.memory), default=0))
@@ -202,14 +207,14 @@ def svg(timeline: Timeline, theme: str = "", seconds: float | None = None, most:
         if kind in kinds:
             legend.append({"kind": kind, "text": text, "x": round(x, 1)})
             x += 34 + 6.1 * len(text)
-    rest = len(timeline.rows) - len(shown)
+    cut_off = len(timeline.rows) - len(shown)
     bottom = layout.y - GAP + 4
     picture = environment(__package__).get_template("timeline.svg.jinja")
     return picture.render(
-        width=WIDTH, height=round(bottom + (34 if rest else 16)), margin=MARGIN, left=LEFT, span=scale.width,
+        width=WIDTH, height=round(bottom + (34 if cut_off else 16)), margin=MARGIN, left=LEFT, span=scale.width,
         title=timeline.title, subtitle=_subtitle(timeline), legend=legend, legend_y=64, ticks=scale.ticks(),
         top=TOP, bottom=bottom, rows=layout.rows, box=BOX, thin=THIN, theme=theme,
-        hidden=f"and {rest} more ranks" if rest else "",
+        hidden=f"and {cut_off} more ranks" if cut_off else "",
     )  # fmt: skip
 
 
@@ -218,28 +223,28 @@ def _subtitle(timeline: Timeline) -> str:
         f"{axis} {seconds / timeline.seconds:.1%}" for axis, seconds in timeline.exposed.items() if timeline.seconds
     ]
     exposed = f", exposed communication {', '.join(waits)}" if waits else ""
-    many = "" if timeline.ranks == 1 else "s"
+    plural = "" if timeline.ranks == 1 else "s"
     return (
-        f"{timeline.schedule}, {timeline.microbatches} microbatches, {timeline.ranks} rank{many}: "
+        f"{timeline.schedule}, {timeline.microbatches} microbatches, {timeline.ranks} rank{plural}: "
         f"a step of {duration(timeline.seconds)}, bubble {timeline.bubble:.1%}{exposed}"
     )
 
 
 def figure_svg(timeline: Timeline) -> str:
-    """As :func:`svg`, with as many rows as leave a notebook small: at least one."""
-    rows = min(MOST_ROWS, len(timeline.rows))
-    while len(found := svg(timeline, "auto", most=rows)) > MOST_CHARACTERS and rows > 1:
-        rows = min(rows - 1, max(1, rows * MOST_CHARACTERS // len(found)))
-    return found
+    """Return :func:`svg` with as many rows as leave a notebook small: at least one."""
+    rows = min(MAX_PICTURE_ROWS, len(timeline.rows))
+    while len(picture := svg(timeline, "auto", most=rows)) > MAX_NOTEBOOK_CHARACTERS and rows > 1:
+        rows = min(rows - 1, max(1, rows * MAX_NOTEBOOK_CHARACTERS // len(picture)))
+    return picture
 
 
 def figure(timeline: Timeline) -> str:
-    """For notebooks."""
+    """Return the picture for notebooks."""
     return f'<div style="overflow-x:auto">{figure_svg(timeline)}</div>'
 
 
 def page(timeline: Timeline) -> str:
-    """A page that needs nothing else."""
+    """Return a page that needs nothing else."""
     waits = sum(timeline.exposed.values())
     cards = [
         ("a step", duration(timeline.seconds)),

@@ -34,7 +34,7 @@ class OperatorError:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a fraction of what was measured."""
+        """Return the error of the prediction, as a fraction of what was measured."""
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
 
@@ -46,33 +46,37 @@ class CostReport:
 
     @property
     def measured(self) -> float:
-        return sum(one.measured for one in self.operators)
+        """Return the measured seconds of all operators."""
+        return sum(operator.measured for operator in self.operators)
 
     @property
     def predicted(self) -> float:
-        return sum(one.predicted for one in self.operators)
+        """Return the predicted seconds of all operators."""
+        return sum(operator.predicted for operator in self.operators)
 
     def to_json(self) -> str:
-        rows = [{**asdict(one), "error": one.error} for one in self.operators]
+        """Return everything, in seconds."""
+        rows = [{**asdict(operator), "error": operator.error} for operator in self.operators]
         return json.dumps({"measured": self.measured, "predicted": self.predicted, "operators": rows}, indent=1)
 
     def __str__(self) -> str:
         total = self.predicted / self.measured - 1 if self.measured else 0.0
         lines = [f"predicted {duration(self.predicted)}, measured {duration(self.measured)} ({total:+.1%})"]
-        for one in self.operators:
-            times = f"{duration(one.predicted):>9} {duration(one.measured):>9} {one.error:+8.1%}"
-            lines.append(f"  {times}  {one.operator} ×{one.count}")
+        for row in self.operators:
+            times = f"{duration(row.predicted):>9} {duration(row.measured):>9} {row.error:+8.1%}"
+            lines.append(f"  {times}  {row.operator} ×{row.count}")
         return "\n".join(lines)
 
 
 class _Stopwatch:
-    """Takes the time from node to node."""
+    """The seconds of each node, in each of its runs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.seconds: dict[tuple[int, str, str], list[float]] = defaultdict(list)
 
     def observer(self, stage: StageProgram, phase: str, microbatch: int) -> Observer:
+        """Return an observer that notes the seconds since the previous node."""
         last = time.perf_counter()
 
         def observe(node: fx.Node, value: Any) -> None:
@@ -90,16 +94,16 @@ class _Stopwatch:
 def compare_costs(
     program: DistributedProgram, backend: LocalBackend, inputs: Sequence[Tensor], costs: RankCosts, steps: int = 3
 ) -> CostReport:
-    """Run training steps node by node, and set each operator's time beside its price. No parameter changes.
+    """Run training steps node by node, and compare each operator's time with its price.
 
-    A node's time holds the two microseconds or so that stepping through a function takes.
+    No parameter changes. A node's time includes the two microseconds or so of stepping through a function.
     """
     device = next(iter(inputs)).device
     watches = [_Stopwatch(device) for _ in range(program.mesh.size)]
     for step in range(steps):
         backend.run(program, list(inputs), Run(train=True, step=step, check_finite=False), watches)
     priced = ProgramPrices(program, costs)
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for stage in program.stages:
         rank = priced.ranks[program.schedule.placement[stage.index]]
         for phase in stage.pieces:
@@ -108,9 +112,9 @@ def compare_costs(
                 if taken and collective_of(name := str(node.node.target)) is None and name != "wait":
                     source = priced.source.get(node.node.name)
                     name = str(node.node.target if source is None else source.target)
-                    found[name].append((statistics.median(taken), node.compute))
+                    times[name].append((statistics.median(taken), node.compute))
     rows = [
         OperatorError(name, len(pairs), sum(a for a, _ in pairs), sum(b for _, b in pairs))
-        for name, pairs in found.items()
+        for name, pairs in times.items()
     ]
-    return CostReport(tuple(sorted(rows, key=lambda one: -abs(one.predicted - one.measured))))
+    return CostReport(tuple(sorted(rows, key=lambda row: -abs(row.predicted - row.measured))))

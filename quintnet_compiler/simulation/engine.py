@@ -1,4 +1,4 @@
-"""Discrete events: ranks take their actions in order and wait for what they need; transfers travel beside them."""
+"""Discrete events: ranks take their actions in order and wait for their inputs; transfers are concurrent."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Key = tuple[int, Action]  # a column, and the send of a transfer
 
 @dataclass(frozen=True, slots=True)
 class SimulatedSpan:
-    """An action of a rank in time. ``work``: its parts, stretched to the time that it took."""
+    """An action of a rank in time; ``work``: its parts, stretched to the time that it took."""
 
     start: float
     end: float
     action: Action | None  # None: what runs once, before the first action
     index: int
     work: ActionWork
-    waited: float = 0.0  # of the wait before it, the seconds in which what it waits for was on the wire
+    waited: float = 0.0  # seconds of the wait before it in which its inputs were on the wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,12 @@ class SimulatedRank:
     free: float = 0.0  # when it last stopped computing
     work: ActionWork | None = None
     started: float = 0.0
-    left: float = 0.0  # seconds of its work, at full speed
+    remaining: float = 0.0  # seconds of its work, at full speed
     version: int = 0  # of the event that ends its work
 
     @property
     def done(self) -> bool:
+        """Return whether it took all of its actions."""
         return self.cursor == len(self.actions)
 
 
@@ -73,10 +74,14 @@ class Engine:
         self.flights: dict[Key, Flight] = {}
         self.channels: dict[tuple[int, int, int, Op], float] = {}
         self.needs: dict[Action, list[Action]] = {}
-        self.clock, self.rate = 0.0, 1.0  # of those who share cores
+        self.clock, self.rate = 0.0, 1.0  # of ranks that share cores
 
     def run(self) -> list[SimulatedRank]:
-        """Raises ScheduleError (QN208) if some action can never start."""
+        """Run all actions.
+
+        Raises:
+            ScheduleError: QN208 if some action can never start.
+        """
         for index, line in enumerate(self.lines):
             self._start(index, self.durations.begin(line.row.place), 0.0)
         while self.events:
@@ -90,8 +95,8 @@ class Engine:
                 self._advance(index, now)
         if stuck := [line for line in self.lines if not line.done]:
             places = [(line.row.place, max(line.cursor, 0)) for line in stuck]
-            what = ", ".join(f"rank {place} at {self.schedule.actions[place][here]}" for place, here in places)
-            raise self.schedule.error(f"some actions can never start: {what}", *places)
+            waiting = ", ".join(f"rank {place} at {self.schedule.actions[place][index]}" for place, index in places)
+            raise self.schedule.error(f"some actions can never start: {waiting}", *places)
         return self.lines
 
     # -- computing
@@ -100,7 +105,7 @@ class Engine:
         line = self.lines[index]
         self._progress(now)
         line.work, line.started = work.scaled(line.row.compute, line.row.links), now
-        line.left = line.work.seconds
+        line.remaining = line.work.seconds
         self._plan(now, index)
 
     def _finish(self, index: int, now: float) -> None:
@@ -121,15 +126,15 @@ class Engine:
         line.cursor += 1
 
     def _progress(self, now: float) -> None:
-        """Where ranks share cores: how far each has come until now."""
+        """Note how far each rank has come until now, where ranks share cores."""
         if self.durations.cores is not None:
             for line in self.lines:
                 if line.work is not None:
-                    line.left = max(0.0, line.left - (now - self.clock) * self.rate)
+                    line.remaining = max(0.0, line.remaining - (now - self.clock) * self.rate)
             self.clock = now
 
     def _plan(self, now: float, changed: int) -> None:
-        """When what runs will end, after one line began or ended."""
+        """Add the events of when running work will end, after one line began or ended."""
         lines = [self.lines[changed]] if self.durations.cores is None else self.lines
         busy = [line for line in lines if line.work is not None]
         if self.durations.cores is not None:
@@ -137,7 +142,7 @@ class Engine:
         for line in busy:
             line.version += 1
             index = self.at[line.row.column, line.row.place]
-            heapq.heappush(self.events, (now + line.left / self.rate, index, line.version))
+            heapq.heappush(self.events, (now + line.remaining / self.rate, index, line.version))
 
     def _waited(self, line: SimulatedRank, action: Action | None) -> float:
         if action is None or line.started <= line.free:
@@ -153,10 +158,10 @@ class Engine:
         while not line.done:
             action = line.actions[line.cursor]
             if action.op in COMPUTE:
-                found = [self.flights.get((line.row.column, send)) for send in self._needed(action)]
-                if any(flight is None for flight in found):
+                flights = [self.flights.get((line.row.column, send)) for send in self._needed(action)]
+                if any(flight is None for flight in flights):
                     return  # a later arrival takes this up again
-                ready = max([flight.end for flight in found if flight is not None], default=now)
+                ready = max([flight.end for flight in flights if flight is not None], default=now)
                 if ready <= now:
                     self._start(index, self.durations.work(action), now)
                 return  # else its arrival is among the events
@@ -166,19 +171,19 @@ class Engine:
             line.cursor += 1
 
     def _needed(self, action: Action) -> list[Action]:
-        """The sends, of other ranks, whose values an action reads."""
+        """Return the sends, of other ranks, whose values an action reads."""
         if action not in self.needs:
             placement = self.schedule.placement
-            here = placement[action.stage]
+            rank = placement[action.stage]
             self.needs[action] = [
                 Action(SEND[way], stage, action.microbatch, action.stage)
                 for way, stage in self.flow.needs(action)
-                if placement[stage] != here
+                if placement[stage] != rank
             ]
         return self.needs[action]
 
     def _post(self, line: SimulatedRank, action: Action, now: float) -> None:
-        """A transfer begins when both sides are there and its channel is free."""
+        """Post one side of a transfer: it begins when both sides are posted and its channel is free."""
         send = action if action.op in SEND.values() else action.partner
         key = line.row.column, send
         if key not in self.posted:

@@ -1,9 +1,10 @@
-"""What can be slow: single ranks, and single links."""
+"""Slow ranks, and slow links."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from ..core.errors import CompileError, finite, told, whole
@@ -24,7 +25,7 @@ class Faults:
     slow_links: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     def axis_of(self, mesh: Mesh, link: tuple[int, int]) -> str:
-        """The axis along which the two ends of a link differ.
+        """Return the axis along which the two ends of a link differ.
 
         Raises:
             CompileError: QN201 if they differ along more than one axis, or not at all.
@@ -39,10 +40,10 @@ class Faults:
         return axes[0]
 
     def checked(self, mesh: Mesh) -> Faults:
-        """The same, in plain ints and floats.
+        """Return the same in plain ints and floats.
 
         Raises:
-            CompileError: QN201 for ranks and links that are not there, for factors that are not positive, and for what
+            CompileError: QN201 for ranks and links that do not exist, for factors that are not positive, and for what
                 is no rank, no link or no number at all.
         """
         ranks = {_rank(mesh, "slow_ranks", rank): _factor("slow_ranks", rank, factor)
@@ -51,56 +52,56 @@ class Faults:
         for link, factor in _items("slow_links", self.slow_links, "{(0, 1): 1.5}"):
             if not isinstance(link, tuple) or len(link) != 2:
                 raise _refused(f"a link of slow_links is {told(link)}", _link_fix(mesh))
-            one, other = (_rank(mesh, "slow_links", rank) for rank in link)
-            self.axis_of(mesh, (one, other))
-            links[one, other] = _factor("slow_links", link, factor)
+            first, second = (_rank(mesh, "slow_links", rank) for rank in link)
+            self.axis_of(mesh, (first, second))
+            links[first, second] = _factor("slow_links", link, factor)
         return Faults(ranks, links)
 
 
-def read_faults(given: Faults | None, mesh: Mesh) -> Faults:
-    """What is slow on a mesh; None: nothing.
+def read_faults(faults: Faults | None, mesh: Mesh) -> Faults:
+    """Return the faults of a mesh, checked; None: there are none.
 
     Raises:
         CompileError: QN201 for anything but faults of ranks and links of this mesh.
     """
-    if given is None:
+    if faults is None:
         return Faults()
-    if not isinstance(given, Faults):
-        raise _refused(f"faults is {told(given)}", "pass faults=quintnet.Faults(slow_ranks={0: 1.5}), or None")
-    return given.checked(mesh)
+    if not isinstance(faults, Faults):
+        raise _refused(f"faults is {told(faults)}", "pass faults=quintnet.Faults(slow_ranks={0: 1.5}), or None")
+    return faults.checked(mesh)
 
 
 def _refused(problem: str, fix: str) -> CompileError:
     return CompileError("QN201", problem, fix=fix)
 
 
-def _items(name: str, given: Any, example: str) -> list[tuple[Any, Any]]:
-    if not isinstance(given, Mapping):
+def _items(name: str, factors: Any, example: str) -> list[tuple[Any, Any]]:
+    if not isinstance(factors, Mapping):
         raise _refused(
-            f"{name} of the faults is {told(given)}", f"give a dict such as {name}={example}, or leave it out"
+            f"{name} of the faults is {told(factors)}", f"give a dict such as {name}={example}, or leave it out"
         )
-    return list(given.items())
+    return list(factors.items())
 
 
-def _rank(mesh: Mesh, name: str, given: Any) -> int:
-    number = whole(given)
+def _rank(mesh: Mesh, name: str, value: Any) -> int:
+    number = whole(value)
     if number is None or not 0 <= number < mesh.size:
-        what = told(given) if number is None else f"{told(given)}, which is not on {mesh}"
-        raise _refused(f"a rank in {name} is {what}", f"name ranks by ints from 0 to {mesh.size - 1}")
+        problem = told(value) if number is None else f"{told(value)}, which is not on {mesh}"
+        raise _refused(f"a rank in {name} is {problem}", f"name ranks by ints from 0 to {mesh.size - 1}")
     return number
 
 
-def _factor(name: str, key: object, given: Any) -> float:
-    number = finite(given)
+def _factor(name: str, key: object, value: Any) -> float:
+    number = finite(value)
     if number is None or number <= 0:
         raise _refused(
-            f"the factor of {key} in {name} is {told(given)}", "give a finite Python number above 0, such as 1.5"
+            f"the factor of {key} in {name} is {told(value)}", "give a finite Python number above 0, such as 1.5"
         )
     return number
 
 
 def _link_fix(mesh: Mesh) -> str:
-    """A link that there is, nearest to hand: between rank 0 and its neighbour along the innermost axis."""
+    """Return a fix that names an existing link: of rank 0 and its neighbour along the innermost axis."""
     axis = next((name for name in reversed(mesh.names) if mesh[name] > 1), None)
     if axis is None:
         return f"leave slow_links out: {mesh} has one rank and no links"
@@ -136,7 +137,10 @@ class Rows:
 
     @classmethod
     def of(cls, mesh: Mesh, lockstep: Iterable[str], faults: Faults) -> Rows:
-        """``lockstep``: axes along which ranks meet within every function, so that each waits for the slowest."""
+        """Return the ranks to simulate.
+
+        ``lockstep``: axes along which ranks meet within every function, so that each waits for the slowest.
+        """
         faults = read_faults(faults, mesh)
         locked = [name for name in mesh.names if name in set(lockstep)]
         free = [name for name in mesh.names if name != "pp" and name not in locked]
@@ -151,11 +155,11 @@ class Rows:
         columns = list(affected.values())
         if len(columns) < pipelines:
             columns.insert(0, _untouched(mesh, free, affected))
-        rest = pipelines - len(affected)
+        unaffected = pipelines - len(affected)
         group = mesh.size // mesh["pp"] // pipelines
         rows: list[RankGroup] = []
         for column, place in enumerate(columns):
-            count = group * (rest if tuple(place.values()) not in affected else 1)
+            count = group * (unaffected if tuple(place.values()) not in affected else 1)
             for stage in range(mesh["pp"]):
                 first = mesh.rank({**place, **({"pp": stage} if "pp" in mesh.names else {})})
                 rows.append(_row(mesh, first, stage, column, count, locked, faults))
@@ -163,15 +167,11 @@ class Rows:
 
 
 def _untouched(mesh: Mesh, free: list[str], affected: Mapping[tuple[int, ...], object]) -> dict[str, int]:
-    number = 0
-    while True:
-        place, left = {}, number
-        for name in reversed(free):
-            left, place[name] = divmod(left, mesh[name])
-        found = {name: place[name] for name in free}
-        if tuple(found.values()) not in affected:
-            return found
-        number += 1
+    """Return the first coordinate of a pipeline that nothing slows down."""
+    for indices in product(*(range(mesh[name]) for name in free)):
+        if indices not in affected:
+            return dict(zip(free, indices, strict=True))
+    raise AssertionError("some pipeline is unaffected")
 
 
 def _row(mesh: Mesh, first: int, stage: int, column: int, count: int, locked: list[str], faults: Faults) -> RankGroup:
@@ -184,9 +184,9 @@ def _row(mesh: Mesh, first: int, stage: int, column: int, count: int, locked: li
     for (a, b), factor in faults.slow_links.items():
         axis = faults.axis_of(mesh, (a, b))
         if axis == "pp":
-            for here, there in ((a, b), (b, a)):
-                if here in group:
-                    target = mesh.coordinate(there)["pp"]
+            for source, receiver in ((a, b), (b, a)):
+                if source in group:
+                    target = mesh.coordinate(receiver)["pp"]
                     sends[target] = max(factor, sends.get(target, 1.0))
         elif {a, b} & group:
             links[axis] = max(factor, links.get(axis, 1.0))

@@ -1,4 +1,4 @@
-"""Which memory the results of a function take: found by running it once on fake tensors, which have no memory."""
+"""Memory of a function's results, established by running the function once on fake tensors (which have none)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from .known_functions import KnownFunctions, Peaks
 from .live_memory import LiveMemory
 from .silent_transport import SilentTransport
 
-# What these take while they run, beside what they return
+# bytes that these take while they run, in addition to their results
 WORKING: Mapping[str, Callable[..., int]] = MappingProxyType(
     {"tiled_attention": working_bytes, "tiled_attention_backward": backward_working_bytes}
 )
-# What these return is new, whatever it is; their values depend on data, or take long.
+# always return new memory; not run here, since their values depend on data, or take long
 OPAQUE = frozenset(
-    {"keep_mask", "local_noise", *WORKING, *WAYS, *(name for name, one in COLLECTIVES.items() if one.opaque)}
+    {"keep_mask", "local_noise", *WORKING, *WAYS, *(name for name, spec in COLLECTIVES.items() if spec.opaque)}
 )
 ADDS = frozenset({"accumulate", "accumulate_matmul"})
 LEAVING = frozenset(name for name, way in WAYS.items() if way.startswith("to "))
@@ -43,8 +43,15 @@ LEAVING = frozenset(name for name, way in WAYS.items() if way.startswith("to "))
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a value lies: in the memory of an argument (its position), or in the ``fresh``-th piece of new memory.
-    ``host``: that is of the host, or in a file."""
+    """The memory of a value.
+
+    Attributes:
+        argument: position of the argument whose memory it shares, or -1.
+        fresh: number of the piece of new memory that it is in, or -1.
+        bytes: size of that memory.
+        contiguous: whether the value is contiguous.
+        host: whether the memory is of the host, or a file.
+    """
 
     argument: int
     fresh: int
@@ -55,10 +62,16 @@ class Output:
 
 @dataclass(frozen=True)
 class FunctionMemory:
-    """Memory of one function: its outputs, and how much its own values take at most while it runs, beyond its
-    arguments, of the device (``working``). ``parts``: the same, less what is freed of arguments, of each part that ends
-    where a gradient is added up, and what there is then, and of the rest; ``adds``: the values of these gradients'
-    parameters, and what a gradient takes that is a product which no kernel adds where it is added up."""
+    """The memory of one function, in bytes of the device.
+
+    Attributes:
+        outputs: the memory of each result.
+        working: peak of the function's own values, without its arguments.
+        parts: the same, less what is freed of arguments, for each part of the function that ends where a gradient is
+            added up, with the bytes at that end; last, for the remainder.
+        adds: for these ends, the value of the gradient's parameter, and the bytes of a gradient that is computed as a
+            product before it is added (0 where a kernel adds it directly).
+    """
 
     outputs: tuple[Output, ...]
     working: int
@@ -67,7 +80,7 @@ class FunctionMemory:
 
 
 def storage(x: Tensor) -> int:
-    """What tells memory apart."""
+    """Return a key of the memory of a tensor."""
     return storage_key(x)
 
 
@@ -88,68 +101,78 @@ class Footprints:
         self.crossing: dict[str, Tensor] = {}
         self.lasting: dict[int, Tensor] = {}  # what stays for the whole step, by its memory: views free nothing
         self.outside: dict[int, Tensor] = {}  # what lies in memory of the host, or in files
-        known: dict[int, dict[str, Tensor]] = {}
+        stage_values: dict[int, dict[str, Tensor]] = {}
         with torch.no_grad(), self.mode:
             for stage in program.stages:
-                known[stage.index] = self._forward(stage)
+                stage_values[stage.index] = self._forward(stage)
             training = any(stage.gradients for stage in program.stages)
             for stage in reversed(program.stages if training else ()):
-                here = known.pop(stage.index)
+                available = stage_values.pop(stage.index)
                 later = set(stage.weight.dynamic) if stage.weight is not None else set()
-                here |= self._run(stage, "backward", here, later)
+                available |= self._run(stage, "backward", available, later)
                 if stage.weight is not None:
-                    self._run(stage, "weight", here)
+                    self._run(stage, "weight", available)
 
     def _forward(self, stage: StageProgram) -> dict[str, Tensor]:
-        known = {n.name: self._fake(values(n)[0]) for n in stage_inputs(stage)}
-        known |= self._run(stage, "once", known)
-        self.lasting |= {storage(x): x for x in known.values()}
+        available = {n.name: self._fake(values(n)[0]) for n in stage_inputs(stage)}
+        available |= self._run(stage, "once", available)
+        self.lasting |= {storage(x): x for x in available.values()}
         for name, cut in stage.slices.items():
-            whole = known[cut.source] if cut.source in known else self._fake(self._source(cut.source))
+            whole = available[cut.source] if cut.source in available else self._fake(self._source(cut.source))
             self.lasting[storage(whole)] = whole
-            known[name] = slices.take(whole, cut.dim, cut.parts, self.program.schedule.num_microbatches, 0)
-            shared = storage(known[name]) == storage(whole)
-            self.sliced[stage.index, name] = _output(known[name], 0 if shared else -1, 0)
-        return known | self._run(stage, "forward", known)
+            part = slices.take(whole, cut.dim, cut.parts, self.program.schedule.num_microbatches, 0)
+            available[name] = part
+            shared = storage(part) == storage(whole)
+            self.sliced[stage.index, name] = _output(part, 0 if shared else -1, 0)
+        return available | self._run(stage, "forward", available)
 
     def _source(self, name: str) -> Tensor:
         return values(next(n for n in self.program.source.graph.nodes if n.name == name))[0]
 
     def _run(
-        self, stage: StageProgram, label: str, known: Mapping[str, Tensor], later: Set[str] = frozenset()
+        self, stage: StageProgram, label: str, available: Mapping[str, Tensor], later: Set[str] = frozenset()
     ) -> dict[str, Tensor]:
-        """``later``: arguments that another function still needs. Those of a forward are kept until it ends."""
+        """Run one function of a stage, note its memory, and return its results by name.
+
+        ``later``: arguments that another function still needs. Those of a forward are kept until it ends.
+        """
         piece = stage.pieces[label]
         names = [*piece.static, *piece.dynamic]
-        given = [known[name] if name in known else self._received(name) for name in names]
-        kept = later | set(piece.static if label in ("backward", "weight") else names)
-        lent = [x for name, x in zip(names, given, strict=True) if name in kept or storage(x) in self.lasting]
+        arguments = [available[name] if name in available else self._received(name) for name in names]
+        needed = later | set(piece.static if label in ("backward", "weight") else names)
+        lent = [x for name, x in zip(names, arguments, strict=True) if name in needed or storage(x) in self.lasting]
         comm = _comm(self.program, stage, processes=self.processes)
-        away = [x for x in given if storage(x) in self.outside]
-        made, peaks = self._functions(comm).run(
-            piece.module.graph, given, lent, away, self.device,
-            lambda: interpret(piece.module, given, comm, lent, away, self.device, self.program.expert_imbalance),
+        away = [x for x in arguments if storage(x) in self.outside]
+        results, peaks = self._functions(comm).run(
+            piece.module.graph, arguments, lent, away, self.device,
+            lambda: interpret(piece.module, arguments, comm, lent, away, self.device, self.program.expert_imbalance),
         )  # fmt: skip
-        left = {node.name for node in piece.module.graph.nodes if _leaves(node)}
-        self.outside |= {storage(x): x for name, x in zip(piece.outputs, made, strict=True) if name in left}
-        places = {storage(x): index for index, x in reversed(list(enumerate(given)))}
+        by_name = dict(zip(piece.outputs, results, strict=True))
+        leaving = {node.name for node in piece.module.graph.nodes if _leaves(node)}
+        self.outside |= {storage(x): x for name, x in by_name.items() if name in leaving}
+        self.crossing |= by_name
+        additions = [n for n in piece.module.graph.nodes if n.op == "call_method" and n.target in ADDS]
+        adds = tuple((str(n.args[-1]), self._product(n, stage)) for n in additions)
+        self.calls[stage.index, label] = FunctionMemory(self._outputs(arguments, results), *peaks, adds)
+        return by_name
+
+    def _outputs(self, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Return the memory of each result of a function."""
+        positions = {storage(x): index for index, x in reversed(list(enumerate(arguments)))}
+        on_device = any(x.device.type != "cpu" for x in arguments)
         fresh: dict[int, int] = {}
         outputs = []
-        for name, x in zip(piece.outputs, made, strict=True):
-            where = storage(x)
-            argument = places.get(where, -1)
-            number = fresh.setdefault(where, len(fresh)) if argument < 0 else -1
-            found = replace(_output(x, argument, number), host=where in self.outside)
-            told = x.device.type == "cpu" and not found.host and any(one.device.type != "cpu" for one in given)
-            outputs.append(replace(found, bytes=0) if told else found)  # the host's own, such as counts of rows
-            self.crossing[name] = x
-        nodes = [n for n in piece.module.graph.nodes if n.op == "call_method" and n.target in ADDS]
-        adds = tuple((str(n.args[-1]), self._product(n, stage)) for n in nodes)
-        self.calls[stage.index, label] = FunctionMemory(tuple(outputs), *peaks, adds)
-        return dict(zip(piece.outputs, made, strict=True))
+        for x in results:
+            memory = storage(x)
+            argument = positions.get(memory, -1)
+            number = fresh.setdefault(memory, len(fresh)) if argument < 0 else -1
+            output = replace(_output(x, argument, number), host=memory in self.outside)
+            is_count = on_device and x.device.type == "cpu" and not output.host  # such as numbers of rows
+            outputs.append(replace(output, bytes=0) if is_count else output)
+        return tuple(outputs)
 
     def _product(self, node: fx.Node, stage: StageProgram) -> int:
-        """GPUs that are not here have the kernels."""
+        """Return the bytes of a gradient that is computed before it is added; GPUs that are absent have the kernels."""
         if node.target != "accumulate_matmul" or self.device is not None:
             return 0
         left, right = (values(n)[0] for n in node.all_input_nodes[1:3])
@@ -161,11 +184,11 @@ class Footprints:
     def _functions(self, comm: Comm) -> KnownFunctions:
         sizes = tuple((name, size) for name, size in comm.mesh.axes if name != "pp")
         place = tuple((name, at) for name, at in comm.coordinate.items() if name != "pp")
-        where = sizes, place, self.processes, self.program.expert_imbalance
-        return KnownFunctions(self.mode.results, where, OPAQUE)
+        context = sizes, place, self.processes, self.program.expert_imbalance
+        return KnownFunctions(self.mode.results, context, OPAQUE)
 
     def _received(self, name: str) -> Tensor:
-        """From another stage: as that one made it, in memory of its own."""
+        """Return a copy, in new memory, of what another stage computed."""
         return self._fake(self.crossing.get(name, self._source(name)))
 
     def _fake(self, x: Tensor) -> Tensor:
@@ -177,23 +200,23 @@ def _output(x: Tensor, argument: int, fresh: int) -> Output:
 
 
 def fake(x: Tensor, device: torch.device | None = None) -> Tensor:
-    """A tensor of the same shape and strides, in memory of its own; on ``device``, or where ``x`` is."""
+    """Return a tensor of the same shape and strides in new memory, on ``device`` or where ``x`` is."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device or x.device)
 
 
 def stage_inputs(stage: StageProgram) -> list[fx.Node]:
-    """The state and the whole-batch values that a stage's functions take."""
+    """Return the placeholders of the state and the whole-batch values that a stage's functions take."""
     wanted = {*stage.state, *stage.inputs}
-    found: dict[str, fx.Node] = {}
+    inputs: dict[str, fx.Node] = {}
     for piece in stage.pieces.values():
         for node in piece.module.graph.nodes:
             if node.op == "placeholder" and node.name in wanted:
-                found.setdefault(node.name, node)
-    return list(found.values())
+                inputs.setdefault(node.name, node)
+    return list(inputs.values())
 
 
-class _Quiet:
-    """Takes gradients, and keeps none."""
+class _DiscardGradients:
+    """Accepts gradients and keeps none."""
 
     def accumulate(self, gradient: Tensor, value: str) -> None:
         pass
@@ -203,111 +226,138 @@ class _Quiet:
 
 
 def _comm(program: DistributedProgram, stage: StageProgram, *, processes: bool) -> Comm:
-    """What the rank of a stage calls, where all other ranks do the same."""
+    """Return the communication of the rank of a stage, as if all other ranks did the same."""
     mesh: Mesh = program.mesh
     rank = mesh.rank({"pp": program.schedule.placement[stage.index]})
     part: RankProgram = program.rank(rank)
     world = LocalWorld(mesh, program.sites)
     world.present = frozenset({rank})
     comm = Comm(SilentTransport(mesh, rank) if processes else LocalTransport(world, rank), mesh, part.coordinate)
-    quiet = _Quiet()
-    comm.accumulate, comm.accumulate_matmul = quiet.accumulate, quiet.accumulate_matmul
+    gradients = _DiscardGradients()
+    comm.accumulate, comm.accumulate_matmul = gradients.accumulate, gradients.accumulate_matmul
     return comm
 
 
 def interpret(
     module: GeneratedModule,
-    given: Sequence[Tensor],
+    arguments: Sequence[Tensor],
     comm: Comm,
     lent: Sequence[Tensor],
     away: Sequence[Tensor] = (),
     device: torch.device | None = None,
     imbalance: float = 1.0,
 ) -> tuple[tuple[Tensor, ...], Peaks]:
-    """The outputs, and the peaks of :class:`FunctionMemory`. Values die at their last use, as in generated code;
-    ``lent``: arguments that the caller keeps; ``away``: those on the host; ``device``: in the place of those that the
-    code names; ``imbalance``: how many times their average of rows comes to the experts of this rank."""
-    last: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        for source in node.all_input_nodes:
-            last[source] = node
-    dies: dict[fx.Node, list[fx.Node]] = {}
-    for source, node in last.items():
-        dies.setdefault(node, []).append(source)
+    """Return the outputs of a function, and the peaks of :class:`FunctionMemory`.
+
+    Values die at their last use, as in generated code.
+
+    Args:
+        module: the function.
+        arguments: its arguments after ``comm``.
+        comm: the communication of its rank.
+        lent: arguments that the caller keeps.
+        away: arguments on the host.
+        device: replaces the devices that the code names.
+        imbalance: rows of this rank's experts, as a multiple of the mean.
+    """
+    dying = _last_uses(module.graph)
     env: dict[fx.Node, Any] = {}
-    arguments = iter([comm, *given])
-    own = {storage(x) for x in given}
-    elsewhere = any(x.device.type != "cpu" for x in given)
-    memory = LiveMemory(own, own - {storage(x) for x in (*lent, *away)})
+    remaining = iter([comm, *arguments])
+    borrowed = {storage(x) for x in arguments}
+    on_gpu = any(x.device.type != "cpu" for x in arguments)
+    memory = LiveMemory(borrowed, borrowed - {storage(x) for x in (*lent, *away)})
     for node in module.graph.nodes:
         passed: list[int] = []
         if node.op == "placeholder":
-            env[node] = next(arguments)
+            env[node] = next(remaining)
         elif node.op == "output":
             memory.part()
             return tuple(env[n] for n in node.args[0]), (memory.working, tuple(memory.parts))
         else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            if device is not None:
-                args, kwargs = on_device((args, kwargs), device)
             if node.target in ADDS:
                 memory.part()
-            env[node], passed = _evaluate(node, args, kwargs, device, memory, imbalance)
-            made = _tensors(env[node])
-            if node.target in LEAVING:
-                memory.own.add(storage(made[0]))  # nothing of the device's
-            memory.own |= {storage(x) for x in made if elsewhere and x.device.type == "cpu"}  # such as counts of rows
-            del made
-            del args, kwargs
-        memory.use(*_tensors(env[node]))  # no variable here may keep one
-        for where in passed:
-            memory.drop(where)
+            env[node], passed = _evaluate(node, env, device, memory, imbalance)
+            memory.own |= _host_memory(node, env[node], on_gpu)
+        memory.use(*_tensors(env[node]))  # no local may keep a tensor alive
+        for storage_of_message in passed:
+            memory.drop(storage_of_message)
         memory.note(_inside(node, env))
-        for source in dies.get(node, ()):
-            gone = env.pop(source)
-            for where in map(storage, _tensors(gone)):
-                memory.drop(where)
-            del gone
+        for source in dying.get(node, ()):
+            _drop(env.pop(source), memory)
     raise AssertionError("a generated function returns")
 
 
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Return for each node the values that it is the last to read."""
+    last_users: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            last_users[source] = node
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for source, node in last_users.items():
+        dying.setdefault(node, []).append(source)
+    return dying
+
+
+def _drop(value: Any, memory: LiveMemory) -> None:
+    for x in _tensors(value):
+        memory.drop(storage(x))
+
+
+def _host_memory(node: fx.Node, result: Any, on_gpu: bool) -> set[int]:
+    """Return the memory of results that is not of the device: what is copied out, and such as counts of rows."""
+    tensors = _tensors(result)
+    memory = {storage(x) for x in tensors if on_gpu and x.device.type == "cpu"}
+    return memory | {storage(tensors[0])} if node.target in LEAVING else memory
+
+
 def _inside(node: fx.Node, env: Mapping[fx.Node, Any]) -> int:
-    """What an operator takes while it runs, beside what it returns."""
-    return (
-        WORKING[str(node.target)](*(env[n] if isinstance(n, fx.Node) else n for n in node.args[1:]))
-        if node.target in WORKING
-        else 0
-    )
+    """Return the bytes that an operator takes while it runs, in addition to its result."""
+    if node.target not in WORKING:
+        return 0
+    return WORKING[str(node.target)](*(env[n] if isinstance(n, fx.Node) else n for n in node.args[1:]))
 
 
 def _leaves(node: fx.Node) -> bool:
-    """Whether this is a value in memory of the host, or in a file, at last."""
-    made = node.all_input_nodes[-1] if node.target == "wait" else node
-    return made.op == "call_method" and made.target in LEAVING
+    """Return whether the value ends up in memory of the host, or in a file."""
+    start = node.all_input_nodes[-1] if node.target == "wait" else node
+    return start.op == "call_method" and start.target in LEAVING
 
 
-def _tensors(made: Any) -> list[Tensor]:
-    if isinstance(made, Tensor):  # mostly, and much faster
-        return [made]
-    return [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):  # the usual case, and much faster
+        return [value]
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def _evaluate(
-    node: fx.Node, args: Any, kwargs: Any, device: torch.device | None, memory: LiveMemory, imbalance: float
+    node: fx.Node, env: Mapping[fx.Node, Any], device: torch.device | None, memory: LiveMemory, imbalance: float
 ) -> tuple[Any, list[int]]:
-    """What a node makes, and the memory that is in use for it alone."""
+    """Return a node's result, and the memory that is in use for it alone."""
+    args: Any
+    kwargs: Any
+    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    if device is not None:
+        args, kwargs = on_device((args, kwargs), device)
     if node.op == "call_function":
         return node.target(*args, **kwargs), []  # type: ignore[operator]
-    receiver, *rest = args
+    receiver, *operands = args
     name = str(node.target).removeprefix("start_")
     if name == "wait":
-        begun = rest[0]
-        return memory.communicate(begun, ()) if callable(begun) else (begun[0], [])
+        started = operands[0]
+        return memory.communicate(started, ()) if callable(started) else (started[0], [])
     if name in OPAQUE:
-        shapes = facts(node).value
-        made = fake(shapes, device) if isinstance(shapes, Tensor) else tuple(fake(x, device) for x in shapes)
-        if name == "dispatch" and isinstance(made, Tensor):
-            made = made.new_empty([math.ceil(imbalance * made.shape[0]), *made.shape[1:]])
-        # until it is waited for, what a start reads and what it makes are alive
-        return (made if name == node.target else (made, rest)), []
-    return memory.communicate(partial(getattr(receiver, str(node.target)), **kwargs), rest, same=name == "arrived")
+        result = _opaque_result(node, name, device, imbalance)
+        # until it is waited for, what a start reads and what it returns are alive
+        return (result if name == node.target else (result, operands)), []
+    method = partial(getattr(receiver, str(node.target)), **kwargs)
+    return memory.communicate(method, operands, same=name == "arrived")
+
+
+def _opaque_result(node: fx.Node, name: str, device: torch.device | None, imbalance: float) -> Any:
+    """Return new tensors like those that the graph says a node returns."""
+    template = facts(node).value
+    result = fake(template, device) if isinstance(template, Tensor) else tuple(fake(x, device) for x in template)
+    if name == "dispatch" and isinstance(result, Tensor):
+        return result.new_empty([math.ceil(imbalance * result.shape[0]), *result.shape[1:]])
+    return result

@@ -1,4 +1,4 @@
-"""Functions that were run on fake tensors once need not be again: what they make looks the same, in new memory."""
+"""Reuse of what functions did on fake tensors: their results look the same, in new memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Peaks = tuple[int, tuple[tuple[int, int], ...]]  # see :class:`.footprint.Functi
 
 @dataclass(frozen=True)
 class _Look:
-    """A tensor, in a piece of memory that is known by a number."""
+    """The layout of a tensor; ``memory``: the number of its piece of memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -36,51 +36,65 @@ class _Results:
 
 @dataclass(frozen=True)
 class KnownFunctions:
-    """``known``: for all graphs of one mode. ``where``: what results depend on beside the code and its arguments: the
-    sizes of groups and a place among them. ``opaque``: methods whose results are read from the graph."""
+    """Functions that were run already.
+
+    Attributes:
+        known: results for all graphs of one mode.
+        where: what results depend on besides the code and its arguments: the sizes of groups and a place among them.
+        opaque: methods whose results are read from the graph.
+    """
 
     known: MutableMapping[Hashable, Any]
     where: Hashable
     opaque: Container[str]
 
     def run(
-        self, graph: fx.Graph, given: Sequence[Tensor], lent: Iterable[Tensor], away: Iterable[Tensor],
+        self, graph: fx.Graph, arguments: Sequence[Tensor], lent: Iterable[Tensor], away: Iterable[Tensor],
         device: torch.device | None,
         run: Callable[[], tuple[tuple[Tensor, ...], Peaks]],
     ) -> tuple[tuple[Tensor, ...], Peaks]:  # fmt: skip
-        """What ``run`` returns, for a function of ``given``, of which the caller keeps what is ``lent``, and what is
-        ``away`` lies on the host: its outputs and peaks. Where a function that does the same with arguments that
-        look the same is known, it is not run."""
+        """Return the outputs and peaks of ``run``, without calling it if an equal function is known.
+
+        Args:
+            graph: the function.
+            arguments: its arguments; a function is equal if these look the same too.
+            lent: the arguments that the caller keeps.
+            away: the arguments on the host.
+            device: where the function runs.
+            run: calls it.
+        """
         numbers: dict[int, int] = {}
-        kept, host = {storage_key(x) for x in lent}, {storage_key(x) for x in away}
-        looks = tuple((_look(x, numbers), storage_key(x) in kept, storage_key(x) in host) for x in given)
+        retained, host = {storage_key(x) for x in lent}, {storage_key(x) for x in away}
+        looks = tuple((_look(x, numbers), storage_key(x) in retained, storage_key(x) in host) for x in arguments)
         key = ("function", self.where, device, looks, tuple(self._steps(graph)))
-        found: _Results | None = self.known.get(key)
-        if found is not None:
-            return tuple(_again(found.outputs, given, looks)), found.peaks
-        made, peaks = run()
-        outputs = tuple(_look(x, numbers) for x in made)
+        previous: _Results | None = self.known.get(key)
+        if previous is not None:
+            return tuple(_rebuild(previous.outputs, arguments, looks)), previous.peaks
+        results, peaks = run()
+        outputs = tuple(_look(x, numbers) for x in results)
         if _repeatable(outputs, [look for look, *_ in looks]):
             self.known[key] = _Results(outputs, peaks)
-        return made, peaks
+        return results, peaks
 
     def _steps(self, graph: fx.Graph) -> Iterator[Hashable]:
-        """A function without names: sites of collectives, and parameters to which gradients are added, change
-        nothing."""
+        """Yield the function's nodes without names.
+
+        Sites of collectives, and the parameters to which gradients are added, change nothing.
+        """
         numbers: dict[fx.Node, str] = {}
         for node in graph.nodes:
             method = node.op == "call_method"
             args = fx.map_arg(node.args[:-1] if method else node.args, numbers.__getitem__)
             target = "" if node.op in ("placeholder", "output") else node.target
             read = method and str(node.target).removeprefix("start_") in self.opaque
-            given = repr((args, fx.map_arg(node.kwargs, numbers.__getitem__)))
-            yield node.op, target, given, _looks(node) if read else ()
+            text = repr((args, fx.map_arg(node.kwargs, numbers.__getitem__)))
+            yield node.op, target, text, _looks(node) if read else ()
             numbers[node] = f"%{len(numbers)}"
 
 
 def _looks(node: fx.Node) -> Hashable:
-    found = facts(node).value
-    return tuple((tuple(x.shape), x.stride(), x.dtype) for x in ((found,) if isinstance(found, Tensor) else found))
+    value = facts(node).value
+    return tuple((tuple(x.shape), x.stride(), x.dtype) for x in ((value,) if isinstance(value, Tensor) else value))
 
 
 def _look(x: Tensor, numbers: dict[int, int]) -> _Look:
@@ -90,18 +104,19 @@ def _look(x: Tensor, numbers: dict[int, int]) -> _Look:
     )
 
 
-def _repeatable(outputs: Sequence[_Look], given: Sequence[_Look]) -> bool:
-    """Whether all values of one piece of memory have one dtype: else none is a view of another by its strides."""
+def _repeatable(outputs: Sequence[_Look], arguments: Sequence[_Look]) -> bool:
+    """Return whether all values of each piece of memory have one dtype: only then strides describe their views."""
     dtypes: dict[int, torch.dtype] = {}
-    return all(dtypes.setdefault(one.memory, one.dtype) == one.dtype for one in (*given, *outputs))
+    return all(dtypes.setdefault(look.memory, look.dtype) == look.dtype for look in (*arguments, *outputs))
 
 
-def _again(
-    outputs: Iterable[_Look], given: Sequence[Tensor], looks: Sequence[tuple[_Look, bool, bool]]
+def _rebuild(
+    outputs: Iterable[_Look], arguments: Sequence[Tensor], looks: Sequence[tuple[_Look, bool, bool]]
 ) -> Iterator[Tensor]:
+    """Yield tensors that look like ``outputs``: arguments, views of these, or views of new memory."""
     whole: dict[int, Tensor] = {}
-    same: Mapping[_Look, Tensor] = {look: x for (look, *_), x in zip(looks, given, strict=True)}
-    for (look, *_), x in zip(looks, given, strict=True):
+    same: Mapping[_Look, Tensor] = {look: x for (look, *_), x in zip(looks, arguments, strict=True)}
+    for (look, *_), x in zip(looks, arguments, strict=True):
         whole.setdefault(look.memory, x)
     for look in outputs:
         if look in same:

@@ -1,4 +1,4 @@
-"""Bytes of values while a function runs: of those that its code holds, and of what its messages hold meanwhile."""
+"""Bytes of values while a function runs: those of its variables, and those that its messages hold meanwhile."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from ..compat.torch import TorchDispatchMode, pytree, storage_key
 
 
 class LiveMemory:
-    """Which memory is alive: in use by the code's variables (``use``, ``drop``), or held by a message under way.
+    """The memory that is alive: in use by the code's variables (``use``, ``drop``), or held by a message under way.
 
-    ``own``: memory of arguments, which is not the function's; ``dynamic``: the part of it that is free after its last
-    use. ``working``: the most that the function's own memory took at once; ``parts``: the same, less what was freed of
-    arguments, of each part of the function that ends where a gradient is added up, and what there is then.
+    Attributes:
+        own: memory of arguments, which is not the function's.
+        dynamic: the part of it that is free after its last use.
+        working: the most bytes that the function's own memory took at once.
+        parts: the same, less what was freed of arguments, for each part of the function that ends where a gradient is
+            added up, with the bytes at that end.
     """
 
     def __init__(self, own: Iterable[int], dynamic: Iterable[int]) -> None:
@@ -31,24 +34,24 @@ class LiveMemory:
         self._ends: dict[int, weakref.finalize[Any, Any]] = {}  # by the identity of a tensor that a message holds
 
     def use(self, *xs: Tensor) -> None:
-        """A variable has each of ``xs``."""
+        """Note that a variable refers to each of ``xs``."""
         for x in xs:
             where = storage_key(x)
             self._see(where, x)
             self.uses[where] += 1
 
     def drop(self, where: int) -> None:
-        """A variable has it no more."""
+        """Note that a variable no longer refers to a piece of memory."""
         self.uses[where] -= 1
         self._free(where)
 
     def note(self, inside: int = 0) -> None:
-        """The most may be now; ``inside``: what an operator takes beside."""
+        """Note the bytes of now; ``inside``: what an operator takes in addition."""
         self.working = max(self.working, self.fresh + inside)
         self._since = max(self._since, self.fresh + inside - self.released)
 
     def part(self) -> None:
-        """A part of the function ends here."""
+        """End a part of the function."""
         now = self.fresh - self.released
         self.parts.append((max(self._since, now), now))
         self._since = now
@@ -56,24 +59,26 @@ class LiveMemory:
     def communicate(
         self, call: Callable[..., Any], args: Sequence[Any], *, same: bool = False
     ) -> tuple[Any, list[int]]:
-        """What ``call`` makes, and its memory, which is in use until it is dropped. Tensors that it makes, and those of
-        ``args``, are counted for as long as it, or what it returns, holds them. ``same``: it has to see these very
-        objects."""
+        """Return the result of ``call``, and its memory, which is in use until it is dropped.
+
+        Tensors that it makes, and those of ``args``, are counted for as long as it, or its result, holds them.
+        ``same``: it has to get these very objects, not aliases.
+        """
         with _MadeMeanwhile(self):
-            given = tuple(args) if same else pytree.tree_map_only(Tensor, _alias, tuple(args))
-            made = call(*given)
-            del given
-        found = []
-        for x in pytree.tree_leaves(made):
+            operands = tuple(args) if same else pytree.tree_map_only(Tensor, _alias, tuple(args))
+            result = call(*operands)
+            del operands
+        memory = []
+        for x in pytree.tree_leaves(result):
             if isinstance(x, Tensor) and (end := self._ends.pop(id(x), None)) is not None:
                 end.detach()
-                found.append(storage_key(x))
-                self.uses[found[-1]] += 1
-                self.held[found[-1]] -= 1
-        return made, found
+                memory.append(storage_key(x))
+                self.uses[memory[-1]] += 1
+                self.held[memory[-1]] -= 1
+        return result, memory
 
     def hold(self, x: Tensor) -> None:
-        """A message may hold ``x``."""
+        """Note that a message may hold ``x``."""
         where = storage_key(x)
         if id(x) in self._ends:
             return
@@ -104,20 +109,20 @@ class LiveMemory:
 
 
 def _alias(x: Tensor) -> Tensor:
-    """The same memory, as another object: its end tells when a message lets go of an argument."""
+    """Return another object with the same memory: its end tells when a message lets go of an argument."""
     return x.detach()
 
 
 class _MadeMeanwhile(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows a memory what operators make."""
+    """Tells a memory of the results of operators."""
 
     def __init__(self, memory: LiveMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for x in made if isinstance(made, (list, tuple)) else (made,):
+        results = func(*args, **(kwargs or {}))
+        for x in results if isinstance(results, (list, tuple)) else (results,):
             if isinstance(x, Tensor):
                 self.memory.hold(x)
-        return made
+        return results

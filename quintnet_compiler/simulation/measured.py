@@ -13,34 +13,34 @@ from ..ir.distributed_program import DistributedProgram
 from ..runtime.execute.record import Recorded, RecordedSpan
 from .timeline import Event, RankTimeline, Timeline
 
-MOST = 64  # ranks that are shown
+MAX_RANKS = 64  # that are shown
 
-Sent = Mapping[tuple[int, int, int, int], float]  # from, to, channel, how manieth: when
+SendTimes = Mapping[tuple[int, int, int, int], float]  # by source, target, channel and number
 
 
 def shown_ranks(mesh: Mesh) -> frozenset[int]:
-    """Whole pipelines, and at most as many ranks as are shown (but one pipeline)."""
+    """Return the ranks to show: whole pipelines, at least one, of at most ``MAX_RANKS`` ranks together."""
     columns: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
     for rank in range(mesh.size):
         columns[tuple((axis, place) for axis, place in mesh.coordinate(rank).items() if axis != "pp")].append(rank)
-    found: list[int] = []
+    ranks: list[int] = []
     for column in columns.values():
-        if not found or len(found) + len(column) <= MOST:
-            found += column
-    return frozenset(found)
+        if not ranks or len(ranks) + len(column) <= MAX_RANKS:
+            ranks += column
+    return frozenset(ranks)
 
 
 def measured_timeline(program: DistributedProgram, texts: Sequence[str], device: torch.device) -> Timeline:
-    """``texts``: of the ranks that are shown, what they recorded.
+    """Return the timeline of what the ranks to show recorded (``texts``).
 
     A rank that waits for another stage is idle until that one sends, and waits for the transfer from then on.
     """
-    ranks = _together([Recorded.from_json(text) for text in texts])
-    end = max(one.seconds for one in ranks)
-    sends = [(one.rank, span) for one in ranks for span in one.spans if span.kind == "send"]
+    ranks = _align_clocks([Recorded.from_json(text) for text in texts])
+    end = max(record.seconds for record in ranks)
+    sends = [(record.rank, span) for record in ranks for span in record.spans if span.kind == "send"]
     sent = {(rank, *span.message): span.start for rank, span in sends if span.message}
     notes = [f"measured on {device.type}"]
-    if len({one.host for one in ranks}) > 1:
+    if len({record.host for record in ranks}) > 1:
         notes.append("the clocks of machines start when the first rank of each leaves a barrier")
     if len(ranks) < program.mesh.size:
         notes.append(f"{len(ranks)} of {program.mesh.size} ranks are shown")
@@ -50,26 +50,29 @@ def measured_timeline(program: DistributedProgram, texts: Sequence[str], device:
         program.schedule.num_microbatches,
         program.mesh.size,
         end,
-        tuple(_row(program.mesh, one, sent, end) for one in sorted(ranks, key=lambda one: one.rank)),
+        tuple(_row(program.mesh, record, sent, end) for record in sorted(ranks, key=lambda record: record.rank)),
         tuple(notes),
     )
 
 
-def _together(ranks: Sequence[Recorded]) -> list[Recorded]:
-    """By one clock. Processes of a machine have the same; a rank may have left the barrier late, but never early."""
+def _align_clocks(ranks: Sequence[Recorded]) -> list[Recorded]:
+    """Return the records by one clock.
+
+    Processes of a machine have the same clock; a rank may have left the barrier late, but never early.
+    """
     zeros: dict[str, float] = {}
-    for one in ranks:
-        zeros[one.host] = min(one.zero, zeros.get(one.host, one.zero))
-    return [_later(one, one.zero - zeros[one.host]) for one in ranks]
+    for record in ranks:
+        zeros[record.host] = min(record.zero, zeros.get(record.host, record.zero))
+    return [_shift(record, record.zero - zeros[record.host]) for record in ranks]
 
 
-def _later(one: Recorded, seconds: float) -> Recorded:
-    spans = tuple(replace(span, start=span.start + seconds, end=span.end + seconds) for span in one.spans)
-    return replace(one, seconds=one.seconds + seconds, spans=spans)
+def _shift(record: Recorded, seconds: float) -> Recorded:
+    spans = tuple(replace(span, start=span.start + seconds, end=span.end + seconds) for span in record.spans)
+    return replace(record, seconds=record.seconds + seconds, spans=spans)
 
 
-def _row(mesh: Mesh, one: Recorded, sent: Sent, end: float) -> RankTimeline:
-    events = tuple(sorted(_events(one, sent), key=lambda event: (event.start, event.end)))
+def _row(mesh: Mesh, record: Recorded, sent: SendTimes, end: float) -> RankTimeline:
+    events = tuple(sorted(_events(record, sent), key=lambda event: (event.start, event.end)))
     busy = sum(event.seconds for event in events if not event.axis)
     exposed: dict[str, float] = defaultdict(float)
     for event in events:
@@ -79,17 +82,17 @@ def _row(mesh: Mesh, one: Recorded, sent: Sent, end: float) -> RankTimeline:
     outside = sum(event.exposed for event in events if event.axis and event.kind != "collective")
     bubble = max(0.0, (end - busy - outside) / end) if end else 0.0
     waits = {axis: seconds for axis, seconds in exposed.items() if seconds}
-    return RankTimeline(one.rank, mesh.coordinate(one.rank), 1, events, busy, bubble, waits)
+    return RankTimeline(record.rank, mesh.coordinate(record.rank), 1, events, busy, bubble, waits)
 
 
-def _events(one: Recorded, sent: Sent) -> Iterator[Event]:
-    for span in one.spans:
+def _events(record: Recorded, sent: SendTimes) -> Iterator[Event]:
+    for span in record.spans:
         if span.kind == "send":
             yield _event(span, span.end - span.exposed, "transfer", span.exposed)
         elif span.kind == "receive":
             assert span.message is not None
             source, channel, number = span.message
-            begun = sent.get((source, one.rank, channel, number), span.end)
+            begun = sent.get((source, record.rank, channel, number), span.end)
             start = max(begun, span.end - span.exposed)
             if start < span.end:
                 yield _event(span, start, "transfer", span.end - start)

@@ -1,10 +1,10 @@
-"""Durations of a compiled program: its ranks' own functions, priced node by node."""
+"""Durations of a compiled program: its ranks' functions, priced node by node."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
@@ -33,13 +33,14 @@ from ..ops.collectives import (
 from ..ops.copies import WAYS
 from ..ops.experts.grouped_rows import grouped_bias_grad, grouped_weight_grad
 from ..ops.experts.scaled_groups import group_max, scaled_grouped_weight_grad
+from ..runtime.state.buckets import Bucket
 from ..runtime.state.gradients import GradientStore, shared_by
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..schedules.schedule import RELEASES, Action, Op
+from .piece_parts import ACCUMULATE, NodeTime, PieceParts, starts_collective
 from .work import ActionWork, GradientSum, StepEndCollective, WorkPart
 
-_ACCUMULATE = ("accumulate", "accumulate_matmul")
-# what each action runs
+# labels of the functions that each action runs
 _PIECES = MappingProxyType(
     {
         Op.FORWARD: ("forward",),
@@ -48,19 +49,6 @@ _PIECES = MappingProxyType(
         Op.BACKWARD_WEIGHT: ("weight",),
     }
 )
-
-
-@dataclass(frozen=True)
-class NodeTime:
-    """A node of a rank's function and its price: computing, then communication that computing waits for; ``host``: what
-    the host takes to start that, meanwhile. ``begun``: the node that started that communication before."""
-
-    node: fx.Node
-    compute: float
-    communication: float = 0.0
-    axis: str = ""
-    begun: fx.Node | None = None
-    host: float = 0.0
 
 
 class ProgramPrices:
@@ -85,11 +73,13 @@ class ProgramPrices:
     # -- functions
 
     def begin(self, place: int) -> ActionWork:
+        """Return what the rank at a pipeline place does before its first action."""
         stages = [stage for stage in self.program.stages if self.program.schedule.placement[stage.index] == place]
         parts = tuple(part for stage in stages for part in self.piece(stage, "once"))
         return ActionWork(parts, sum(self._host(stage, "once") for stage in stages))
 
     def work(self, action: Action) -> ActionWork:
+        """Return a compute action."""
         key = action.stage, action.op
         if key not in self._works:
             stage = self.stages[action.stage]
@@ -104,11 +94,11 @@ class ProgramPrices:
         return sum(time.host for time in self.nodes(stage, name)) if name in stage.pieces else 0.0
 
     def _at(self, stage: StageProgram) -> RankCosts:
-        """Prices of the ranks that run a stage."""
+        """Return the prices of the ranks that run a stage."""
         return self.places[self.program.schedule.placement[stage.index]]
 
     def _lost(self, work: ActionWork, costs: RankCosts) -> float:
-        """What computing loses to collectives beside it. Copies to and from the host take no multiprocessors."""
+        """Return the seconds that computing loses to concurrent collectives; copies take no multiprocessors."""
         hidden: dict[str, float] = defaultdict(float)
         for whole, waited in zip(work.parts, work.waited, strict=True):
             if whole.axis in self.program.mesh.names:
@@ -119,33 +109,20 @@ class ProgramPrices:
         return self.program.mesh.peers(self.ranks[0], [axis])
 
     def piece(self, stage: StageProgram, name: str, ends: dict[fx.Node, int] | None = None) -> list[WorkPart]:
-        """One function (no parts, if the stage has none of the name): computing and what it waits for, in turn.
+        """Return the parts of one function: computing and what it waits for, in turn.
 
-        ``ends``: keeps for each node that adds up a gradient how many parts are over after it.
+        There are none if the stage has no function of the name. ``ends`` receives, for each node that adds up a
+        gradient, how many parts are over after it.
         """
         if name not in stage.pieces:
             return []
-        parts: list[WorkPart] = []
-        started: dict[fx.Node, int] = {}
-        computing = 0.0
+        parts = PieceParts(self.overlaps, ends)
         for time in self.nodes(stage, name):
-            computing += time.compute
-            adds, starts = str(time.node.target) in _ACCUMULATE, self.overlaps and _starts(time.node)
-            if not (time.axis or starts or (adds and ends is not None)):
-                continue
-            parts += [WorkPart(computing)] if computing else []
-            computing = 0.0
-            if starts:
-                started[time.node] = len(parts)
-            if time.axis:
-                begun = started.get(time.begun, len(parts)) if time.begun is not None else len(parts)
-                parts.append(WorkPart(time.communication, time.axis, time.node.name, len(parts) - begun))
-            if adds and ends is not None:
-                ends[time.node] = len(parts)
-        return [*parts, WorkPart(computing)] if computing or not parts else parts
+            parts.add(time)
+        return parts.finish()
 
     def nodes(self, stage: StageProgram, name: str) -> list[NodeTime]:
-        """The price of each node of a function that the stage has."""
+        """Return the price of each node of a function that the stage has."""
         key = stage.index, name
         if key not in self._nodes:
             calls = [
@@ -155,65 +132,71 @@ class ProgramPrices:
         return self._nodes[key]
 
     def _priced(self, stage: StageProgram, node: fx.Node) -> NodeTime:
-        found, of = self._evenly(stage, node), node.all_input_nodes[-1] if node.target == "wait" else node
-        load = self.loads.get(self.source[of.name]) if of.name in self.source else None
+        time = self._balanced(stage, node)
+        start = node.all_input_nodes[-1] if node.target == "wait" else node
+        load = self.loads.get(self.source[start.name]) if start.name in self.source else None
         if load is None:
-            return found
-        more = load.sent if collective_of(str(of.target)) in _WAYS else load.computed
-        return replace(found, compute=more * found.compute, communication=more * found.communication)
+            return time
+        factor = load.sent if collective_of(str(start.target)) in _EXPERT_EXCHANGES else load.computed
+        return replace(time, compute=factor * time.compute, communication=factor * time.communication)
 
-    def _evenly(self, stage: StageProgram, node: fx.Node) -> NodeTime:
-        """Where ranks of experts have equally many rows."""
+    def _balanced(self, stage: StageProgram, node: fx.Node) -> NodeTime:
+        """Return the price of a node where ranks of experts have equally many rows."""
         name, source, costs = str(node.target), self.source.get(node.name), self._at(stage)
         if node.op == "call_function":
             assert source is not None
             return NodeTime(node, costs.node_seconds(source), host=costs.host_seconds(source))
-        if name in _ACCUMULATE:
+        if name in ACCUMULATE:
             return NodeTime(node, self._accumulate(stage, node), host=costs.host_seconds(None))
         if name == "wait":  # started before, by the host too
             return replace(self._collective(node.all_input_nodes[-1], costs), node=node, begun=node.all_input_nodes[-1])
-        found = NodeTime(node, 0.0) if _starts(node) else self._collective(node, costs)
-        return replace(found, host=self._started(node, source, costs))
+        time = NodeTime(node, 0.0) if starts_collective(node) else self._collective(node, costs)
+        return replace(time, host=self._launch_seconds(node, source, costs))
 
-    def _started(self, node: fx.Node, source: fx.Node | None, costs: RankCosts) -> float:
-        """Seconds of the host for what a rank calls: a message, with the kernels of what computes beside its own, or
-        what depends on where a rank stands."""
+    def _launch_seconds(self, node: fx.Node, source: fx.Node | None, costs: RankCosts) -> float:
+        """Return the seconds of the host for a method of the rank's communication.
+
+        That is a message, with the kernels of one that computes, or an operator that depends on the rank's coordinate.
+        """
         if str(node.target) in WAYS:
             return costs.host_seconds(None)
-        known = collective_of(str(node.target).removeprefix("start_"))
-        messages = costs.host_seconds(None) if known is not None else 0.0
-        computes = known is None or known.price in ("ring", "matmul")
+        spec = collective_of(str(node.target).removeprefix("start_"))
+        messages = costs.host_seconds(None) if spec is not None else 0.0
+        computes = spec is None or spec.price in ("ring", "matmul")
         return messages + (costs.host_seconds(source) if computes and source is not None else 0.0)
 
     def _collective(self, node: fx.Node, costs: RankCosts) -> NodeTime:
-        """Whatever else a rank calls: a collective, a copy, or what depends on where a rank stands."""
-        known = collective_of(str(node.target))
+        """Return the price of a collective, a copy, or an operator that depends on the rank's coordinate."""
+        spec = collective_of(str(node.target))
         source = self.source[node.name]
         if str(node.target) in WAYS:
             way = WAYS[str(node.target)]
             return NodeTime(node, 0.0, way_seconds(costs, way, num_bytes(values(source)[0])), way)
-        if known is None:
+        if spec is None:
             return NodeTime(node, costs.node_seconds(source))
         axis = str(node.args[2])
         ranks = self._peers(axis)
-        if known.price == "ring":
+        if spec.price == "ring":
             return self._ring(node, source, axis, ranks, costs)
-        if known.price == "matmul":
+        if spec.price == "matmul":
             return self._fused(node, source, axis, ranks, costs)
-        whole = whole_bytes(source, known, len(ranks))
-        return NodeTime(node, 0.0, costs.group_seconds(known.price, whole, ranks), axis)
+        whole = whole_bytes(source, spec, len(ranks))
+        return NodeTime(node, 0.0, costs.group_seconds(spec.price, whole, ranks), axis)
 
     def _ring(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...], costs: RankCosts) -> NodeTime:
-        """Keys and values travel while the blocks before them are computed, as long as anybody sees them; gradients
-        travel with them in 32 bits, and home."""
+        """Return the price of ring attention.
+
+        Keys and values travel while the previous blocks are computed, as long as any rank attends to them; gradients
+        travel with them in 32 bits, and back to their owner.
+        """
 
         def send(moved: float) -> float:
             return costs.send_seconds(moved, ranks[0], ranks[-1])
 
         computing = costs.node_seconds(source)
         backward = str(node.target) == "ring_attention_backward"
-        given = [values(x)[0] for x in tensor_inputs(source)[: 5 if backward else 3]]
-        keys = given[1 + backward : 3 + backward]
+        operands = [values(x)[0] for x in tensor_inputs(source)[: 5 if backward else 3]]
+        keys = operands[1 + backward : 3 + backward]
         steps = ring_steps(source)
         travelling = (steps - 1) * send(sum(map(num_bytes, keys)))
         if backward and steps > 1:
@@ -225,8 +208,11 @@ class ProgramPrices:
         return NodeTime(node, computing + lost, max(0.0, travelling - computing - lost), axis)
 
     def _fused(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...], costs: RankCosts) -> NodeTime:
-        """Each slice but one travels while another is multiplied; the longer of the two decides. Sums are added up on
-        their way."""
+        """Return the price of a product that is overlapped with its collective.
+
+        Each slice but one travels while another is multiplied; the longer of the two decides. Sums are added up on
+        their way.
+        """
         gathers, hops = node.target == "all_gather_matmul", len(ranks) - 1
         moved = num_bytes(values(tensor_inputs(source)[0] if gathers else source)[0])
         hop = costs.send_seconds(moved, ranks[0], ranks[-1])
@@ -238,14 +224,15 @@ class ProgramPrices:
     def _accumulate(self, stage: StageProgram, node: fx.Node) -> float:
         value = str(node.args[-1])
         name = stage.gradients[value]
-        made = self.program.source.gradients[name, stage.index]
+        gradient = self.program.source.gradients[name, stage.index]
         if node.target == "accumulate_matmul":
-            return self._at(stage).node_seconds(made)
-        return self._at(stage).accumulate_seconds(num_bytes(values(made)[0]))
+            return self._at(stage).node_seconds(gradient)
+        return self._at(stage).accumulate_seconds(num_bytes(values(gradient)[0]))
 
     # -- between ranks
 
     def transfer(self, send: Action) -> float:
+        """Return the time on the wire of what a send action sends."""
         forward = send.op is Op.SEND_FORWARD
         ends = (send.stage, send.peer) if forward else (send.peer, send.stage)
         names = next((t.forward if forward else t.backward) for t in self.program.transfers
@@ -256,6 +243,7 @@ class ProgramPrices:
         return sum(costs.send_seconds(_bytes(self.program.values[name]), source, target) for name in names)
 
     def sums(self, place: int) -> tuple[GradientSum, ...]:
+        """Return the gradient sums of the rank at a pipeline place, in the order in which they start."""
         if place not in self._sums:
             self._sums[place] = tuple(self._gradient_sums(place))
         return self._sums[place]
@@ -266,140 +254,148 @@ class ProgramPrices:
         part = self.program.rank(self.ranks[place])
         transport = LocalTransport(LocalWorld(self.program.mesh), part.rank)
         store = GradientStore(self.program, part, transport, torch.device("meta"))
-        ready: dict[int, dict[int, float]] = {index: {} for index in range(len(store.buckets))}
-        numbers = {id(bucket): index for index, bucket in enumerate(store.buckets)}
+        ready: dict[int, dict[int, float]] = {id(bucket): {} for bucket in store.buckets}
         for stage in part.stages:
-            # as if the halves of the last backward followed each other: what the first one makes may be there before
-            left = 0.0
-            for name in reversed(_PIECES[Op.BACKWARD]):
-                ends: dict[fx.Node, int] = {}
-                work = ActionWork(tuple(self.piece(stage, name, ends)))
-                waited, device = work.waited, max(work.seconds, 1e-12)
-                slower = max(1.0, self._host(stage, name) / device)  # the host starts kernels all along
-                after = list(accumulate((slower * part.seconds for part in reversed(waited)), initial=left))
-                for node, end in reversed(ends.items()):
-                    number = numbers[id(store.where[stage.gradients[str(node.args[-1])]])]
-                    ready[number].setdefault(stage.index, after[len(waited) - end])
-                left = after[-1]
-        found = []
-        for index, bucket in enumerate(store.buckets):
-            seconds = 0.0
-            for kind, axes, moved in (
-                ("reduce_scatter", bucket.scattered, bucket.buffer),
-                ("all_reduce", bucket.summed, bucket.own),
-            ):
-                ranks = self.program.mesh.peers(part.rank, axes)
-                seconds += self.places[place].group_seconds(kind, num_bytes(moved), ranks) if len(ranks) > 1 else 0.0
-            if seconds and ready[index]:
-                axes = (*bucket.scattered, *bucket.summed)
-                found.append(GradientSum(bucket.label, axes, seconds, ready[index]))
-            if bucket.host is not None and ready[index]:
-                leaving = self.places[place].copy_seconds(num_bytes(bucket.own))
-                found.append(GradientSum(bucket.label, (WAYS["copy_out"],), leaving, ready[index]))
-        last = self.program.schedule.actions[place]
-        order = {a.stage: i for i, a in enumerate(last) if a.op in RELEASES}
-        return sorted(found, key=lambda one: max((order.get(s, 0), -left) for s, left in one.ready.items()))
+            for name, seconds in self._seconds_before_end(stage).items():
+                ready[id(store.where[name])].setdefault(stage.index, seconds)
+        sums: list[GradientSum] = []
+        for bucket in store.buckets:
+            if terms := ready[id(bucket)]:
+                sums += self._bucket_sums(part.rank, self.places[place], bucket, terms)
+        actions = self.program.schedule.actions[place]
+        order = {action.stage: index for index, action in enumerate(actions) if action.op in RELEASES}
+        return sorted(sums, key=lambda term: max((order.get(s, 0), -seconds) for s, seconds in term.ready.items()))
+
+    def _seconds_before_end(self, stage: StageProgram) -> dict[str, float]:
+        """Return for each parameter how long before the end of a backward the stage has its gradient.
+
+        The halves of the last backward are taken to follow each other: results of the first may exist earlier.
+        """
+        seconds: dict[str, float] = {}
+        remaining = 0.0
+        for label in reversed(_PIECES[Op.BACKWARD]):
+            ends: dict[fx.Node, int] = {}
+            work = ActionWork(tuple(self.piece(stage, label, ends)))
+            waited, device = work.waited, max(work.seconds, 1e-12)
+            slowdown = max(1.0, self._host(stage, label) / device)  # the host launches kernels all along
+            after = list(accumulate((slowdown * part.seconds for part in reversed(waited)), initial=remaining))
+            for node, end in reversed(ends.items()):
+                seconds.setdefault(stage.gradients[str(node.args[-1])], after[len(waited) - end])
+            remaining = after[-1]
+        return seconds
+
+    def _bucket_sums(
+        self, rank: int, costs: RankCosts, bucket: Bucket, ready: Mapping[int, float]
+    ) -> Iterator[GradientSum]:
+        """Yield what happens to a bucket of gradients: its sum over ranks, and its copy to the host."""
+        seconds = 0.0
+        for kind, axes, moved in (
+            ("reduce_scatter", bucket.scattered, bucket.buffer),
+            ("all_reduce", bucket.summed, bucket.own),
+        ):
+            ranks = self.program.mesh.peers(rank, axes)
+            seconds += costs.group_seconds(kind, num_bytes(moved), ranks) if len(ranks) > 1 else 0.0
+        if seconds:
+            yield GradientSum(bucket.label, (*bucket.scattered, *bucket.summed), seconds, ready)
+        if bucket.host is not None:
+            yield GradientSum(bucket.label, (WAYS["copy_out"],), costs.copy_seconds(num_bytes(bucket.own)), ready)
 
     def meetings(self) -> tuple[StepEndCollective, ...]:
+        """Return what ranks do together after all actions, in order."""
         return self._shared + self._results
 
     @cached_property
     def _shared(self) -> tuple[StepEndCollective, ...]:
-        found = []
+        sums = []
         trained = {name for stage in self.program.stages for name in stage.gradients.values()}
         for name, spec in sorted(self.program.state.items()):
             ranks = shared_by(spec, self.program, self.ranks[0]) if name in trained else ()
             if ranks:
                 places = tuple(self.program.mesh.coordinate(rank)["pp"] for rank in ranks)
-                made = next(n for (p, _), n in self.program.source.gradients.items() if p == name)
-                seconds = self.places[0].group_seconds("all_reduce", num_bytes(values(made)[0]), ranks)
-                found.append(StepEndCollective(f"gradient of {name} over its stages", places, seconds))
-        return tuple(found)
+                gradient = next(node for (p, _), node in self.program.source.gradients.items() if p == name)
+                seconds = self.places[0].group_seconds("all_reduce", num_bytes(values(gradient)[0]), ranks)
+                sums.append(StepEndCollective(f"gradient of {name} over its stages", places, seconds))
+        return tuple(sums)
 
     @cached_property
     def _results(self) -> tuple[StepEndCollective, ...]:
         mesh = self.program.mesh
         everyone = tuple(range(mesh.size))
-        found = []
+        collectives = []
         for spec in self.program.results:
             if len(ranks := mesh.peers(self.ranks[0], axes := spec.summed(self.program.axes))) > 1:
                 seconds = self.places[0].group_seconds("all_reduce", _bytes((spec.shape, spec.dtype)), ranks)
-                found.append(StepEndCollective(spec.path, tuple(range(mesh["pp"])), seconds, axes[0]))
+                collectives.append(StepEndCollective(spec.path, tuple(range(mesh["pp"])), seconds, axes[0]))
             if spec.shape == ():
                 if mesh.size > 1:
                     seconds = self.places[0].group_seconds("all_reduce", 16, everyone)
-                    found.append(StepEndCollective("the loss, over all ranks", (), seconds, "all", everyone=True))
+                    collectives.append(StepEndCollective("the loss, over all ranks", (), seconds, "all", everyone=True))
             elif mesh["pp"] > 1:
                 moved = _bytes((spec.shape, spec.dtype))
                 seconds = self.places[0].group_seconds("broadcast", moved, tuple(self.ranks))
-                found.append(StepEndCollective(spec.path, tuple(range(mesh["pp"])), seconds))
-        return tuple(found)
+                collectives.append(StepEndCollective(spec.path, tuple(range(mesh["pp"])), seconds))
+        return tuple(collectives)
 
     @cached_property
     def lockstep(self) -> tuple[str, ...]:
-        """The axes along which ranks meet within the functions of every stage."""
-        found: list[set[str]] = []
+        """Return the axes along which ranks meet within the functions of every stage."""
+        stage_axes: list[set[str]] = []
         for stage in self.program.stages:
             calls = [n for piece in stage.pieces.values() for n in piece.module.graph.nodes
                      if n.op == "call_method" and collective_of(str(n.target))]  # fmt: skip
-            found.append({str(node.args[2]) for node in calls})
-        return tuple(name for name in self.program.mesh.names if any(name in axes for axes in found))
+            stage_axes.append({str(node.args[2]) for node in calls})
+        return tuple(name for name in self.program.mesh.names if any(name in axes for axes in stage_axes))
 
 
-# what has no rows of experts any more
+# operators whose results have no rows of experts any more
 _ENDS = frozenset(
     {combine, STARTS[combine], grouped_weight_grad, grouped_bias_grad, group_max, scaled_grouped_weight_grad}
 )
 
 
-_WAYS = (COLLECTIVES["dispatch"], COLLECTIVES["combine"])
+_EXPERT_EXCHANGES = (COLLECTIVES["dispatch"], COLLECTIVES["combine"])
 
 
 def expert_loads(program: DistributedProgram) -> dict[fx.Node, ExpertLoad]:
-    """Of what takes as long as there are rows that came to the experts of a rank, how many more these are where it has
-    most of them."""
-    rows, found = dict[fx.Node, ExpertLoad](), dict[fx.Node, ExpertLoad]()
+    """Return the load of the busiest rank for each node whose time depends on the rows that a rank's experts get."""
+    rows, loads = dict[fx.Node, ExpertLoad](), dict[fx.Node, ExpertLoad]()
     for node in program.source.graph.nodes:
         load = next((rows[n] for n in node.all_input_nodes if n in rows), None)
         if node.target in (dispatch, STARTS[dispatch]):
             *_, experts, _, hot = _planned(node).args
             load = ExpertLoad.of(program.expert_imbalance, program.hot_rows, len(hot), experts)  # type: ignore[arg-type]
         if load is not None and load != ExpertLoad():
-            found[node] = load
+            loads[node] = load
             if node.target not in _ENDS:
                 rows[node] = load
-    return found
+    return loads
 
 
 def _planned(node: fx.Node) -> fx.Node:
-    """The plan by which rows leave, whose order may have been away."""
+    """Return the dispatch plan of a dispatch; its order may have been offloaded and copied back."""
     while node.target is not dispatch_plan:
         node = node.all_input_nodes[-2] if node.target in (dispatch, STARTS[dispatch]) else node.all_input_nodes[0]
     return node
 
 
-def whole_bytes(source: fx.Node, known: CollectiveSpec, ranks: int) -> int:
-    """Of the value that a collective moves, as all ranks of its axis have it together; of several, their sum."""
-    if known.price == "all_gather":
+def whole_bytes(source: fx.Node, spec: CollectiveSpec, ranks: int) -> int:
+    """Return the bytes of a collective's values, as all ranks of its axis have them together."""
+    if spec.price == "all_gather":
         return sum(map(num_bytes, values(source)))
-    given = sum(num_bytes(values(x)[0]) for x in _moved(source))
-    if known.op in (send_runs, return_runs):
-        return round(given * leaving_runs(source))
-    if known.op is dispatch_plan:
-        given = num_bytes(values(source)[1]) // 2  # how many rows go to each rank
-    return given * ranks if known.price == "all_to_all" else given
+    moved = sum(num_bytes(values(x)[0]) for x in _moved(source))
+    if spec.op in (send_runs, return_runs):
+        return round(moved * leaving_runs(source))
+    if spec.op is dispatch_plan:
+        moved = num_bytes(values(source)[1]) // 2  # how many rows go to each rank
+    return moved * ranks if spec.price == "all_to_all" else moved
 
 
 def _moved(source: fx.Node) -> Sequence[fx.Node]:
-    """The first argument of a collective: a value, or several."""
+    """Return the first argument of a collective: a value, or several."""
     first: Any = source.args[0]
     return first if isinstance(first, (list, tuple)) else [first]
 
 
-def _starts(node: fx.Node) -> bool:
-    return node.op == "call_method" and str(node.target).startswith("start_")
-
-
-def _bytes(what: tuple[tuple[int, ...], torch.dtype]) -> int:
-    shape, dtype = what
+def _bytes(value: tuple[tuple[int, ...], torch.dtype]) -> int:
+    shape, dtype = value
     return torch.Size(shape).numel() * dtype.itemsize

@@ -24,10 +24,13 @@ def simulate_program(
     program: DistributedProgram, costs: RankCosts, faults: Faults | None = None, *, processes: bool = True,
     documents: tuple[int, ...] = (),
 ) -> Timeline:  # fmt: skip
-    """A step of ``program``. One rank per pipeline place stands for all that do the same: by construction those run
-    the same functions (ranks of a stage share them), and only what is slow tells them apart.
+    """Return the timeline of a step of ``program``.
+
+    One rank per pipeline place stands for all that do the same: by construction those run the same functions (ranks of
+    a stage share them), and only what is slow tells them apart.
 
     Args:
+        program: a compiled program.
         costs: what nodes, collectives and transfers take.
         faults: slow ranks and links.
         processes: whether each rank is a process of its own, with buffers for what it receives.
@@ -54,35 +57,35 @@ def simulate_program(
 
 @contextmanager
 def _expecting(nodes: Iterable[fx.Node], documents: tuple[int, ...]) -> Iterator[None]:
-    """Let prices expect ``documents``, where there are any, of attention among ``nodes``."""
-    before = {node: facts(node) for node in with_documents(nodes)} if documents else {}
-    for node, known in before.items():
-        annotate(node, replace(known, documents=documents))
+    """Let prices of attention among ``nodes`` expect ``documents``, if there are any."""
+    previous = {node: facts(node) for node in with_documents(nodes)} if documents else {}
+    for node, node_facts in previous.items():
+        annotate(node, replace(node_facts, documents=documents))
     try:
         yield
     finally:
-        for node, known in before.items():
-            annotate(node, known)
+        for node, node_facts in previous.items():
+            annotate(node, node_facts)
 
 
 def _notes(program: DistributedProgram, durations: ProgramPrices) -> tuple[str, ...]:
-    names = {
-        str(node.target)
-        for stage in program.stages
-        for piece in stage.pieces.values()
-        for node in piece.module.graph.nodes
-        if node.op == "call_method"
-    }
-    found = [f"times as of {durations.costs.source}"]
-    nodes = [node for stage in program.stages for one in stage.pieces.values() for node in one.module.graph.nodes]
+    pieces = [piece for stage in program.stages for piece in stage.pieces.values()]
+    nodes = [node for piece in pieces for node in piece.module.graph.nodes]
+    methods = {str(node.target) for node in nodes if node.op == "call_method"}
+    notes = [f"times as of {durations.costs.source}"]
     priced = [durations.source[node.name] for node in nodes if node.op == "call_function"]
     if unknown := guesses(priced, durations.costs):
-        found.append(guess_note(unknown))
-    if "dispatch" in names:
-        more, even = program.expert_imbalance, "experts are taken to get equally many rows each"
-        found.append(even if more == 1 else f"the busiest rank of experts is taken to get {more:g} times its share")
+        notes.append(guess_note(unknown))
+    if "dispatch" in methods:
+        notes.append(_expert_note(program.expert_imbalance))
     if expected := documents_note(durations.source.values()):
-        found.append(expected)
+        notes.append(expected)
     if durations.cores is not None:
-        found.append(f"ranks share {durations.cores} cores of one machine")
-    return tuple(found)
+        notes.append(f"ranks share {durations.cores} cores of one machine")
+    return tuple(notes)
+
+
+def _expert_note(imbalance: float) -> str:
+    if imbalance == 1:
+        return "experts are taken to get equally many rows each"
+    return f"the busiest rank of experts is taken to get {imbalance:g} times its share"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..core.annotations import leaf, memory_of, origin
 from ..core.sharding import local_shape
@@ -30,21 +30,23 @@ META = torch.device("meta")
 
 
 class Ledger:
-    """Bytes of a rank's values that are alive, on its device or on its host, and of ``gradients`` of parameters;
-    ``most``: both when they were the most together."""
+    """Bytes of a rank that are alive: values on its device or its host, and ``gradients`` of parameters.
+
+    ``most``: both at the moment when their sum was the largest.
+    """
 
     def __init__(self) -> None:
         self.bytes = self.gradients = 0
         self.most = 0, 0
 
     def note(self, more: int = 0) -> None:
-        """The most may be now; ``more``: what a function has beside."""
+        """Note the bytes of now; ``more``: what a function has in addition."""
         now = self.bytes + more, self.gradients
         if sum(now) > sum(self.most):
             self.most = now
 
     def restart(self) -> None:
-        """The most is what there is."""
+        """Take what is alive now as the most."""
         self.most = self.bytes, self.gradients
 
 
@@ -65,7 +67,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """Stands for a tensor."""
+    """A stand-in for a tensor."""
 
     memory: Allocation
     shape: tuple[int, ...] = ()
@@ -74,13 +76,16 @@ class Stand:
 
     @property
     def dense(self) -> int:
-        """Its size without gaps."""
+        """Return its size without gaps, in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class RehearsedTransport(LocalTransport):
-    """Transfers of stand-ins: each side counts its own memory. ``processes``: what receives lies in a buffer that is
-    made when the receive is posted, and is as large as the value; else it is what was sent."""
+    """Transfers of stand-ins: each side counts its own memory.
+
+    ``processes``: a received value has a buffer that is allocated when the receive is posted, as large as the value;
+    else it is what was sent.
+    """
 
     def __init__(self, world: LocalWorld, rank: int, ledger: Ledger, *, processes: bool) -> None:
         super().__init__(world, rank)
@@ -89,8 +94,8 @@ class RehearsedTransport(LocalTransport):
     def send(self, x: Any, to: int, channel: int, label: str) -> Wait:
         if self.processes and not x.contiguous:
             x = Stand(Allocation(self.ledger, x.dense), x.shape, x.dtype)
-        told: Any = Stand(Allocation(None, x.memory.bytes), x.shape, x.dtype, x.contiguous)
-        super().send(told, to, channel, label)
+        message: Any = Stand(Allocation(None, x.memory.bytes), x.shape, x.dtype, x.contiguous)
+        super().send(message, to, channel, label)
         return lambda: x
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
@@ -106,28 +111,34 @@ class RehearsedTransport(LocalTransport):
             return lambda: (wait(), buffer)[1]  # type: ignore[return-value]
 
         def arrive() -> Any:
-            told = wait()
-            return Stand(Allocation(self.ledger, told.memory.bytes), shape, dtype, told.contiguous)
+            message = wait()
+            return Stand(Allocation(self.ledger, message.memory.bytes), shape, dtype, message.contiguous)
 
         return arrive
 
 
 class CountedGradients(GradientStore):
-    """Adds up nothing. Its transport's ledger knows the memory that the runtime's own code gives gradients on the
-    device: of sums, of what ranks add up in another dtype, and of what is no view of a sum."""
+    """Gradients that are counted and not added.
+
+    Its transport's ledger knows the memory that the runtime's own code gives gradients on the device: of sums, of what
+    ranks add up in another dtype, and of what is no view of a sum.
+    """
 
     transport: RehearsedTransport
 
     def begin(self, scale: float = 1.0) -> None:
         super().begin(scale)
-        self.known = {id(bucket): _memory(bucket) for bucket in self.buckets}
+        self.bucket_bytes = {id(bucket): _memory(bucket) for bucket in self.buckets}
         lasting = [*self.copies[0], *(bucket.total for bucket in self.buckets if bucket.total is not None)]
-        lasts = sum(x.untyped_storage().nbytes() for x in lasting)
-        self.transport.ledger.gradients = lasts + sum(self.known.values())
+        lasting_bytes = sum(x.untyped_storage().nbytes() for x in lasting)
+        self.transport.ledger.gradients = lasting_bytes + sum(self.bucket_bytes.values())
 
     def add(self, value: str, more: int, product: int) -> None:
-        """A term is added; ``more``: the bytes of its function then, see :meth:`Ledger.note`; ``product``: those of the
-        term, if it is made for this alone."""
+        """Count a term that is added.
+
+        ``more``: the bytes of its function then, see :meth:`Ledger.note`; ``product``: those of the term, if it is
+        computed for this alone.
+        """
         to, leaving = self.sums[value], self.leaving
         self._first(to)
         self._weigh(to.bucket, more + product)
@@ -137,19 +148,19 @@ class CountedGradients(GradientStore):
             self._weigh(leaving[0], more)
 
     def _weigh(self, bucket: Bucket, more: int) -> None:
-        before, now = self.known[id(bucket)], _memory(bucket)
-        self.known[id(bucket)] = now
-        self.transport.ledger.gradients += now - before
+        previous, now = self.bucket_bytes[id(bucket)], _memory(bucket)
+        self.bucket_bytes[id(bucket)] = now
+        self.transport.ledger.gradients += now - previous
         self.transport.ledger.note(more)
 
 
 def _memory(bucket: Bucket) -> int:
-    there = (bucket.buffer,) if bucket.moving is None else (bucket.buffer, bucket.moving)
-    return sum({storage(x): x.untyped_storage().nbytes() for x in there}.values())
+    buffers = (bucket.buffer,) if bucket.moving is None else (bucket.buffer, bucket.moving)
+    return sum({storage(x): x.untyped_storage().nbytes() for x in buffers}.values())
 
 
 class Rehearsal(Executor):
-    """One rank's actions on stand-ins. ``points``: held after, and at most during, each action."""
+    """One rank's actions on stand-ins; ``points``: memory after, and at most during, each action."""
 
     def __init__(
         self,
@@ -176,24 +187,24 @@ class Rehearsal(Executor):
         return handle
 
     def _call(self, stage: StageProgram, label: str, microbatch: int, args: list[Any]) -> tuple[Tensor, ...]:
-        found = self.footprints.calls[stage.index, label]
-        *parts, (rest, _) = found.parts
-        for (value, product), (most, now) in zip(found.adds, parts, strict=True):
+        function = self.footprints.calls[stage.index, label]
+        *parts, (last_part, _) = function.parts
+        for (value, product), (most, now) in zip(function.adds, parts, strict=True):
             self.ledger.note(most)
             assert self.store is not None
             self.store.add(value, now, product)
-        self.ledger.note(rest)
-        _, *given = args
+        self.ledger.note(last_part)
+        _, *arguments = args
         args.clear()
         fresh: dict[int, Allocation] = {}
-        piece = stage.pieces[label]
-        made = [self._stand(name, out, given, fresh) for name, out in zip(piece.outputs, found.outputs, strict=True)]
+        outputs = zip(stage.pieces[label].outputs, function.outputs, strict=True)
+        results = [self._stand(name, output, arguments, fresh) for name, output in outputs]
         self.outside.note()
-        return tuple(made)  # type: ignore[arg-type]
+        return tuple(results)  # type: ignore[arg-type]
 
-    def _stand(self, name: str, out: Output, given: Sequence[Any], fresh: dict[int, Allocation]) -> Stand:
+    def _stand(self, name: str, out: Output, arguments: Sequence[Any], fresh: dict[int, Allocation]) -> Stand:
         if out.argument >= 0:
-            memory = given[out.argument].memory
+            memory = arguments[out.argument].memory
         elif name in self.in_place:
             memory = Allocation(None, out.bytes)  # the state's own
         else:
@@ -210,14 +221,14 @@ class Rehearsal(Executor):
         return Stand(memory, contiguous=out.contiguous)
 
     def _require_gradients(self, store: GradientStore) -> None:
-        """None are made."""
+        """Require nothing: no gradients are computed."""
 
     def _settled(self, position: int) -> Any:
         return None
 
 
 def rehearse(program: DistributedProgram, *, processes: bool = True) -> tuple[Footprint, ...]:
-    """The memory of the rank at each pipeline place; ranks that differ only along other axes need the same.
+    """Return the memory of the rank at each pipeline place; ranks that differ only along other axes need the same.
 
     ``processes``: each rank is a process of its own, with buffers for what it receives; else all are in one process.
     """
@@ -225,65 +236,91 @@ def rehearse(program: DistributedProgram, *, processes: bool = True) -> tuple[Fo
     train = any(stage.gradients for stage in program.stages)
     world = LocalWorld(program.mesh, program.sites)
     ranks = [program.mesh.rank({"pp": place}) for place in range(program.mesh["pp"])]
-    found: dict[int, Footprint] = {}
+    rank_memory: dict[int, Footprint] = {}
 
     def work(transport: LocalTransport) -> None:
         part = program.rank(transport.rank)
-        mine = RehearsedTransport(world, part.rank, Ledger(), processes=processes)
-        store = CountedGradients(program, part, mine, META) if train else None
-        rehearsal = Rehearsal(program, part, mine, footprints, store)
-        known = Stand(Allocation(None, 0))
-        there: Any = dict.fromkeys(program.state, known)
-        inputs: Any = [known] * len(program.inputs)
-        rehearsal.step(there, inputs, Run(train=train, check_finite=False))
-        held, before = rehearsal.points, MemoryPoint(0, 0, 0)
-        points = []
-        for action in part.actions:
-            before = held.get(action, MemoryPoint(before.held, before.held, before.gradients))
-            points.append(before)
-        gradients = {bool(store and store.host): store.nbytes if store else 0}
-        state = {host: _state_bytes(program, part, processes=processes, host=host) for host in (False, True)}
-        kept, away, disk = state[True] + gradients.get(True, 0), rehearsal.outside.most[0], 0
-        if program.disk is not None and away:  # through memory of the host that stays
-            staging = (SLOTS + 1) * program.disk.largest
-            kept, away, disk = kept + staging, 0, away
-        found[part.rank] = Footprint(
-            state[False], gradients.get(False, 0), tuple(points), rehearsal.peak_live, away + kept, kept, disk
-        )
+        own_transport = RehearsedTransport(world, part.rank, Ledger(), processes=processes)
+        store = CountedGradients(program, part, own_transport, META) if train else None
+        rehearsal = Rehearsal(program, part, own_transport, footprints, store)
+        nothing = Stand(Allocation(None, 0))
+        state: Any = dict.fromkeys(program.state, nothing)
+        inputs: Any = [nothing] * len(program.inputs)
+        rehearsal.step(state, inputs, Run(train=train, check_finite=False))
+        rank_memory[part.rank] = _rank_memory(program, part, rehearsal, store, processes=processes)
 
     with torch.no_grad():
         world.run(dict.fromkeys(ranks, work))
-    return tuple(found[rank] for rank in ranks)
+    return tuple(rank_memory[rank] for rank in ranks)
+
+
+def _rank_memory(
+    program: DistributedProgram,
+    part: RankProgram,
+    rehearsal: Rehearsal,
+    store: CountedGradients | None,
+    *,
+    processes: bool,
+) -> Footprint:
+    """Return the memory of a rank after its rehearsal."""
+    point = MemoryPoint(0, 0, 0)
+    points = []
+    for action in part.actions:
+        point = rehearsal.points.get(action, MemoryPoint(point.held, point.held, point.gradients))
+        points.append(point)
+    gradients = {bool(store and store.host): store.nbytes if store else 0}
+    state = {host: _state_bytes(program, part, processes=processes, host=host) for host in (False, True)}
+    host_kept, offloaded, disk = state[True] + gradients.get(True, 0), rehearsal.outside.most[0], 0
+    if program.disk is not None and offloaded:  # through buffers of the host that stay
+        staging = (SLOTS + 1) * program.disk.largest
+        host_kept, offloaded, disk = host_kept + staging, 0, offloaded
+    return Footprint(
+        parameters=state[False],
+        gradients=gradients.get(False, 0),
+        points=tuple(points),
+        peak_live=rehearsal.peak_live,
+        host=offloaded + host_kept,
+        host_kept=host_kept,
+        disk=disk,
+    )
 
 
 def _in_place(program: DistributedProgram) -> frozenset[str]:
-    """The values that are gathered in the memory of what ranks store."""
-    graph, state = program.source.graph, program.state
-    found: set[str] = set()
-    for node in graph.nodes:
-        made, number = origin(node)
-        if node.target is gather_state:
-            source: Any = node.args[0]
-        elif made.target in (gather_states, gather_early) and made is not node:
-            source = made.args[0][number]  # type: ignore[index]
-        else:
-            if memory_of(node).name in found:  # a view, without its padding
-                found.add(node.name)
+    """Return the values that are gathered in the memory in which ranks store them."""
+    in_place: set[str] = set()
+    for node in program.source.graph.nodes:
+        source = _gathered(node)
+        if source is None:
+            if memory_of(node).name in in_place:  # a view, without its padding
+                in_place.add(node.name)
             continue
-        known = leaf(source)
-        if source.name in found or (known is not None and state[known.name].in_place):
-            found.add(node.name)
-    return frozenset(found)
+        state = leaf(source)
+        if source.name in in_place or (state is not None and program.state[state.name].in_place):
+            in_place.add(node.name)
+    return frozenset(in_place)
+
+
+def _gathered(node: fx.Node) -> Any:
+    """Return the part that a node gathers, or None if it gathers no state."""
+    if node.target is gather_state:
+        return node.args[0]
+    gather, number = origin(node)
+    if gather.target in (gather_states, gather_early) and gather is not node:
+        parts: Any = gather.args[0]
+        return parts[number]
+    return None
 
 
 def _state_bytes(program: DistributedProgram, part: RankProgram, *, processes: bool, host: bool) -> int:
-    """The rank's parts of parameters, buffers and constants that its stages use, with the room in which they are
-    gathered: those on the device, or on the ``host``."""
-    mine = {stage.index for stage in part.stages}
+    """Return the bytes of the rank's parts of the state of its stages, with the room in which they are gathered.
+
+    ``host``: count those on the host, else those on the device.
+    """
+    stages = {stage.index for stage in part.stages}
     sizes = [axis.size for axis in program.axes]
     total = 0
     for spec in program.state.values():
-        if mine & set(spec.stages) and spec.host is host:
-            kept = spec.room(sizes) if processes else local_shape(spec.shape, spec.sharding, sizes)
-            total += torch.Size(kept).numel() * spec.dtype.itemsize
+        if stages & set(spec.stages) and spec.host is host:
+            shape = spec.room(sizes) if processes else local_shape(spec.shape, spec.sharding, sizes)
+            total += torch.Size(shape).numel() * spec.dtype.itemsize
     return total

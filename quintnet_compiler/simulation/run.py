@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..core.mesh import Mesh
 from ..schedules.schedule import Flow, Schedule, StageEdge
-from .engine import Engine, SimulatedRank
+from .engine import Engine, SimulatedRank, SimulatedSpan
 from .faults import Faults, Rows
 from .timeline import Event, HostUpdate, MemorySample, RankTimeline, Timeline
 from .work import Durations, GradientSum, WorkPart, last_releases
@@ -25,9 +25,17 @@ class MemoryPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of the rank at a pipeline place, in bytes: ``points[i]`` of its i-th action, parameters, and all
-    gradients. ``host``: the most that it keeps in memory of the host, ``host_kept``: what of it between steps, too;
-    ``disk``: in files."""
+    """Memory of the rank at a pipeline place, in bytes.
+
+    Attributes:
+        parameters: of its parameters.
+        gradients: of all of its gradients.
+        points: memory of each of its actions, in order.
+        peak_live: most microbatches whose saved values it has at once.
+        host: peak of what it keeps in memory of the host.
+        host_kept: what of that it keeps between steps.
+        disk: what it keeps in files.
+    """
 
     parameters: int
     gradients: int
@@ -40,8 +48,13 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Setting:
-    """Who runs a schedule, and what disturbs them. ``lockstep``: axes along which ranks meet within every function.
-    ``memory``, ``updates``: of the rank at each pipeline place, in a step, and of an optimizer on its host."""
+    """The ranks that run a schedule, and what slows them down.
+
+    Attributes:
+        lockstep: axes along which ranks meet within every function.
+        memory: of the rank at each pipeline place, in a step.
+        updates: of an optimizer on the host of the rank at each pipeline place.
+    """
 
     mesh: Mesh
     lockstep: tuple[str, ...] = ()
@@ -55,73 +68,73 @@ class Setting:
 def simulate(
     schedule: Schedule, edges: Iterable[StageEdge], durations: Durations, setting: Setting | None = None
 ) -> Timeline:
-    """When each rank does what. ``schedule`` is one that :func:`..schedules.schedule.with_transfers` made.
+    """Return when each rank does what, for a schedule of :func:`..schedules.schedule.with_transfers`.
 
     Raises:
         ScheduleError: QN208 if some action can never start.
-        CompileError: QN201 for faults of ranks that are not there.
+        CompileError: QN201 for faults of ranks that do not exist.
     """
     setting = Setting(Mesh(pp=schedule.num_ranks)) if setting is None else setting
     rows = Rows.of(setting.mesh, setting.lockstep, setting.faults)
     flow = Flow.of(tuple(edges), schedule.num_stages)
     lines = Engine(schedule, flow, rows.rows, durations).run()
     extra: list[list[Event]] = [[] for _ in lines]
-    # where ranks share cores, all of them are at it
+    # where ranks share cores, all of them compete for these
     crowd = max(1.0, setting.mesh.size / durations.cores) if durations.cores else 1.0
-    free = _gradient_sums(setting, rows, lines, durations, crowd, extra)
+    free = _gradient_sums(rows, lines, durations, crowd, extra)
     end = _meetings(rows, durations, crowd, free, extra)
-    found = [_row(setting, line, more, end) for line, more in zip(lines, extra, strict=True)]
+    timelines = [_row(setting, line, more, end) for line, more in zip(lines, extra, strict=True)]
     return Timeline(
         setting.title or repr(setting.mesh),
         schedule.name,
         schedule.num_microbatches,
         setting.mesh.size,
         end,
-        tuple(found),
+        tuple(timelines),
         setting.notes,
     )
 
 
 def _gradient_sums(
-    setting: Setting,
     rows: Rows,
     lines: Sequence[SimulatedRank],
     durations: Durations,
     crowd: float,
     extra: list[list[Event]],
 ) -> list[float]:
-    """Add up gradients over ranks: each sum starts when all of its ranks have it, after the one before."""
+    """Add up gradients over ranks: each sum starts when all of its ranks have it, after the previous one."""
     free = [line.free for line in lines]
     sums = {line.row.place: durations.sums(line.row.place) for line in lines}
-    alone = [line.free for line in lines]
-    for place, found in sums.items():
-        here = [index for index, line in enumerate(lines) if line.row.place == place]
-        channel = dict.fromkeys(here, 0.0)
-        for one in found:
-            asked = {index: max(channel[index], _ready(lines[index], one, durations.overlaps)) for index in here}
-            for index in here:
-                group = [other for other in here if _together(setting.mesh, rows, lines, index, other, one.axes)]
-                slow = max(lines[other].row.links.get(axis, 1.0) for other in group for axis in one.axes)
+    computed = [line.free for line in lines]
+    for place, gradient_sums in sums.items():
+        members = [index for index, line in enumerate(lines) if line.row.place == place]
+        channel = dict.fromkeys(members, 0.0)
+        for term in gradient_sums:
+            asked = {index: max(channel[index], _ready(lines[index], term, durations.overlaps)) for index in members}
+            for index in members:
+                group = [other for other in members if _meet(rows, lines[index], lines[other], term.axes)]
+                slow = max(lines[other].row.links.get(axis, 1.0) for other in group for axis in term.axes)
                 start = max(asked[other] for other in group)
-                channel[index] = start + one.seconds * slow * crowd
-                exposed = max(0.0, channel[index] - max(free[index], start, alone[index]))
+                channel[index] = start + term.seconds * slow * crowd
+                exposed = max(0.0, channel[index] - max(free[index], start, computed[index]))
                 free[index] = max(free[index], channel[index])
-                event = Event(start, channel[index], "sum", one.name, axis="+".join(one.axes), exposed=exposed)
+                event = Event(start, channel[index], "sum", term.name, axis="+".join(term.axes), exposed=exposed)
                 extra[index].append(event)
     return free
 
 
-def _ready(line: SimulatedRank, one: GradientSum, overlaps: bool) -> float:
+def _ready(line: SimulatedRank, term: GradientSum, overlaps: bool) -> float:
+    """Return when a rank has all terms of a sum."""
     if not overlaps:
         return line.free
     last = last_releases(tuple(line.actions))
-    return max(line.after[last[stage]] - seconds * line.row.compute for stage, seconds in one.ready.items())
+    return max(line.after[last[stage]] - seconds * line.row.compute for stage, seconds in term.ready.items())
 
 
-def _together(mesh: Mesh, rows: Rows, lines: Sequence[SimulatedRank], a: int, b: int, axes: Sequence[str]) -> bool:
-    """Whether the pipelines of two rows differ at most along ``axes``."""
-    one, other = (rows.columns[lines[index].row.column] for index in (a, b))
-    return all(one[name] == other[name] for name in one if name not in axes)
+def _meet(rows: Rows, line: SimulatedRank, other: SimulatedRank, axes: Sequence[str]) -> bool:
+    """Return whether the pipelines of two ranks differ at most along ``axes``."""
+    place, other_place = rows.columns[line.row.column], rows.columns[other.row.column]
+    return all(place[name] == other_place[name] for name in place if name not in axes)
 
 
 def _meetings(rows: Rows, durations: Durations, crowd: float, free: Sequence[float], extra: list[list[Event]]) -> float:
@@ -142,22 +155,13 @@ def _meetings(rows: Rows, durations: Durations, crowd: float, free: Sequence[flo
 
 
 def _row(setting: Setting, line: SimulatedRank, extra: Sequence[Event], end: float) -> RankTimeline:
-    events: list[Event] = []
     exposed: dict[str, float] = defaultdict(float)
+    events: list[Event] = []
     busy = 0.0
     for span in line.spans:
         busy += span.end - span.start
         exposed["pp"] += span.waited
-        if span.action is None:
-            if span.end > span.start:
-                events.append(Event(span.start, span.end, "once"))
-        else:
-            here = span.action.stage, span.action.microbatch
-            events.append(Event(span.start, span.end, span.action.op.value, str(span.action), *here))
-        events += _collectives(span.start, span.action.stage if span.action else -1, span.work.waited)
-        hidden = span.work.hidden
-        events += [Event(span.start + h.offset, span.start + h.offset + h.seconds, "collective", h.name, axis=h.axis)
-                   for h in hidden]  # fmt: skip
+        events += _span_events(span)
     events += [Event(f.start, f.end, "transfer", str(f.send), f.send.stage, f.send.microbatch, "pp")
                for f in line.flights if f.end > f.start]  # fmt: skip
     events += extra
@@ -182,10 +186,24 @@ def _row(setting: Setting, line: SimulatedRank, extra: Sequence[Event], end: flo
     return _with_update(row, setting.updates[place], setting.memory[place].host_kept) if setting.updates else row
 
 
-def _with_update(row: RankTimeline, update: HostUpdate, staying: int) -> RankTimeline:
-    """``staying``: bytes of the host's memory that are in use between steps."""
-    most = max(row.host_bytes + update.kept_bytes, staying + update.host_bytes)
-    return replace(row, update=update, host_bytes=most)
+def _span_events(span: SimulatedSpan) -> list[Event]:
+    """Return the events of an action: itself, the collectives that it waits for, and those that it overlaps with."""
+    if span.action is not None:
+        place = span.action.stage, span.action.microbatch
+        events = [Event(span.start, span.end, span.action.op.value, str(span.action), *place)]
+    else:
+        events = [Event(span.start, span.end, "once")] if span.end > span.start else []
+    events += _collectives(span.start, span.action.stage if span.action else -1, span.work.waited)
+    for hidden in span.work.hidden:
+        start = span.start + hidden.offset
+        events.append(Event(start, start + hidden.seconds, "collective", hidden.name, axis=hidden.axis))
+    return events
+
+
+def _with_update(row: RankTimeline, update: HostUpdate, host_kept: int) -> RankTimeline:
+    """Add an update on the host; ``host_kept``: bytes of the host's memory that are in use between steps."""
+    host_bytes = max(row.host_bytes + update.kept_bytes, host_kept + update.host_bytes)
+    return replace(row, update=update, host_bytes=host_bytes)
 
 
 def _collectives(start: float, stage: int, parts: Iterable[WorkPart]) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Timelines from files. A file may come from anywhere: what is not a timeline is refused."""
+"""Timelines from files, which may come from anywhere: what is not a timeline is refused."""
 
 from __future__ import annotations
 
@@ -54,26 +54,33 @@ class _TimelineDocument(BaseModel):
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Raises: CompileError QN211, see :meth:`Timeline.load`."""
+    """Return the timeline of a file.
+
+    Raises:
+        CompileError: QN211, see :meth:`Timeline.load`.
+    """
     try:
-        found = _TimelineDocument.model_validate_json(path.read_text(encoding="utf-8"))
-        return _checked(found)
+        return _checked(_TimelineDocument.model_validate_json(path.read_text(encoding="utf-8")))
     except (ValidationError, ValueError, OSError) as error:
-        why = one_line(" ".join(str(error).splitlines()[:3]))
+        reason = one_line(" ".join(str(error).splitlines()[:3]))
         fix = "save one with Timeline.save or quintnet measure"
-        raise CompileError("QN211", f"{path} is no timeline: {why}", fix=fix) from error
+        raise CompileError("QN211", f"{path} is no timeline: {reason}", fix=fix) from error
 
 
-def _checked(found: _TimelineDocument) -> Timeline:
-    rows = tuple(_row(row) for row in found.rows)
-    times = [found.seconds, *(t for row in rows for event in row.events for t in (event.start, event.end))]
+def _checked(document: _TimelineDocument) -> Timeline:
+    rows = tuple(_row(row) for row in document.rows)
+    times = [document.seconds, *(t for row in rows for event in row.events for t in (event.start, event.end))]
     times += [point.seconds for row in rows for point in row.memory]
-    if not rows or found.seconds <= 0 or not all(math.isfinite(t) and 0 <= t <= 1.001 * found.seconds for t in times):
+    if (
+        not rows
+        or document.seconds <= 0
+        or not all(math.isfinite(t) and 0 <= t <= 1.001 * document.seconds for t in times)
+    ):
         raise ValueError("its times do not lie within a step")
-    head = found.title, found.schedule, found.microbatches, found.ranks
-    return Timeline(*head, found.seconds, rows, tuple(found.notes))
+    head = document.title, document.schedule, document.microbatches, document.ranks
+    return Timeline(*head, document.seconds, rows, tuple(document.notes))
 
 
 def _row(row: _Row) -> RankTimeline:
-    given: Mapping[str, Any] = {name: getattr(row, name) for name in _Row.model_fields if name != "peak"}
-    return RankTimeline(**{**given, "events": tuple(row.events), "memory": tuple(row.memory)})
+    fields: Mapping[str, Any] = {name: getattr(row, name) for name in _Row.model_fields if name != "peak"}
+    return RankTimeline(**{**fields, "events": tuple(row.events), "memory": tuple(row.memory)})

@@ -1,4 +1,4 @@
-"""The transport of a process, with nobody at the other end: what it does with memory, on tensors without values."""
+"""The transport of a process without peers: its use of memory, on tensors without values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..runtime.transport.transport import Pending, Wait
 
 
 class SilentGroup(Native):
-    """Takes and makes what the backend of a process group does, and moves nothing."""
+    """Allocates what the backend of a process group does, and moves nothing."""
 
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank = size, rank
@@ -44,17 +44,17 @@ class SilentGroup(Native):
     def permute(self, x: Tensor, sources: tuple[int, ...]) -> Pending:
         if sources[self.rank] == self.rank:
             return lambda: x
-        got, kept = torch.empty_like(x), [x]
+        received, sent = torch.empty_like(x), [x]
 
         def wait() -> Tensor:
-            kept.clear()
-            return got
+            sent.clear()
+            return received
 
         return wait
 
 
 class SilentTransport(DistributedTransport):
-    """That of ``rank``, with the code that processes run. No process group is made."""
+    """The transport of ``rank``, with the code that processes run, and no process group."""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self.mesh, self.rank, self.place = mesh, rank, mesh.coordinate(rank)
@@ -67,4 +67,4 @@ class SilentTransport(DistributedTransport):
         return lambda: x
 
     def connect(self, connections: Any) -> None:
-        """Nothing."""
+        """Do nothing."""

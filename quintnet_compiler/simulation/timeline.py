@@ -32,14 +32,19 @@ class Event:
 
     @property
     def seconds(self) -> float:
+        """Return how long it takes."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """Memory of a rank after an action: ``held`` bytes of values that the runtime keeps (for the backward, to be
-    sent, as results); ``peak`` and ``gradients``: bytes of values and of gradients of parameters at the moment of the
-    action in which they were the most together."""
+    """Memory of a rank after an action.
+
+    Attributes:
+        held: bytes of values that the runtime keeps (for the backward, to be sent, as results).
+        peak: bytes of values at the moment of the action in which they and gradients of parameters were the most.
+        gradients: bytes of gradients of parameters at that moment.
+    """
 
     seconds: float
     action: str
@@ -62,17 +67,23 @@ class Peak:
 
     def __str__(self) -> str:
         parts = {"parameters": self.parameters, "gradients": self.gradients, "values": self.values}
-        what = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
-        return f"{size(self.bytes)} on rank {self.rank} at {duration(self.seconds)}, during {self.action}: {what}"
+        shares = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
+        return f"{size(self.bytes)} on rank {self.rank} at {duration(self.seconds)}, during {self.action}: {shares}"
 
 
 @dataclass(frozen=True, slots=True)
 class HostUpdate:
-    """An optimizer on the host (``offload=("optimizer",)``, AdamW) after a step: seconds in which ranks exchange parts
-    of parameters and gradients (``gathering``), those go ``out``, the processor computes the ``update``, and parameters
-    come ``back``, one after the other. ``device_bytes``: what it takes of the device at most, beside parameters and
-    gradients; ``host_bytes``: of the host, ``kept_bytes``: of these, what it keeps between steps: parameters, and two
-    numbers for each element."""
+    """An optimizer on the host (``offload=("optimizer",)``, AdamW) after a step; its four phases follow each other.
+
+    Attributes:
+        gathering: seconds in which ranks exchange parts of parameters and gradients.
+        out: seconds of copying these to the host.
+        update: seconds of the processor.
+        back: seconds of copying parameters to the device.
+        device_bytes: peak on the device, in addition to parameters and gradients.
+        host_bytes: peak on the host.
+        kept_bytes: what of that stays between steps: parameters, and two numbers for each element.
+    """
 
     gathering: float
     out: float
@@ -84,20 +95,28 @@ class HostUpdate:
 
     @property
     def seconds(self) -> float:
-        """Of all of it."""
+        """Return the sum of the four phases."""
         return self.gathering + self.out + self.update + self.back
 
     def __str__(self) -> str:
         parts = {"gathering": self.gathering, "to host": self.out, "computing": self.update, "from host": self.back}
-        told = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
-        return f"{duration(self.seconds)} after a step: {told}; {size(self.host_bytes)} of the host"
+        shares = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
+        return f"{duration(self.seconds)} after a step: {shares}; {size(self.host_bytes)} of the host"
 
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """A rank, which stands for ``count`` ranks that do the very same. ``parameter_bytes`` stay the same all step;
-    ``gradient_bytes`` are those of all gradients, which it has when a step ends; ``host_bytes``: the most that it keeps
-    in memory of the host, with what an optimizer there has (``update``); ``disk_bytes``: in files."""
+    """A rank, which stands for ``count`` ranks that do the very same.
+
+    Attributes:
+        busy_seconds: seconds in which it computes or communicates within functions.
+        bubble: share (0 to 1) of the step in which it is idle.
+        exposed: seconds of waiting for communication, by axis.
+        parameter_bytes: of its parameters, all step.
+        gradient_bytes: of all gradients, which it has when a step ends.
+        host_bytes: peak in memory of the host, with that of an optimizer there (``update``).
+        disk_bytes: in files.
+    """
 
     rank: int
     coordinate: Mapping[str, int]
@@ -116,29 +135,31 @@ class RankTimeline:
 
     @property
     def name(self) -> str:
+        """Return the rank, its coordinate and its count, as tables show it."""
         place = " ".join(f"{axis}{index}" for axis, index in self.coordinate.items())
         return f"rank {self.rank}" + (f" ({place})" if place else "") + (f" ×{self.count}" if self.count > 1 else "")
 
     @property
     def peak_held(self) -> int:
-        """The most bytes that the runtime keeps after any action."""
+        """Return the most bytes that the runtime keeps after any action."""
         return max((point.held for point in self.memory), default=0)
 
     @property
     def peak(self) -> Peak:
-        none = MemorySample(0.0, "nothing", 0, 0, 0)
-        most = max(self.memory, key=lambda point: point.peak + point.gradients, default=none)
-        parts = self.parameter_bytes, most.gradients, most.peak
-        return Peak(self.rank, most.seconds, most.action, sum(parts), *parts)
+        """Return the moment of the most memory."""
+        nothing = MemorySample(0.0, "nothing", 0, 0, 0)
+        largest = max(self.memory, key=lambda point: point.peak + point.gradients, default=nothing)
+        parts = self.parameter_bytes, largest.gradients, largest.peak
+        return Peak(self.rank, largest.seconds, largest.action, sum(parts), *parts)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated or measured step. Times are in seconds. ``rows`` has the ranks that differ from each other; each says
-    how many ranks it represents.
+    """A simulated or measured step; times are in seconds.
 
-    ``str()`` for people, ``to_json()`` for programs, ``chrome_trace()`` for Chrome's tracing page and Perfetto,
-    ``svg()`` and ``html()`` as pictures; ``save()`` and ``load()`` for later.
+    ``rows`` has the ranks that differ from each other; each says how many ranks it represents. ``str()`` for people,
+    ``to_json()`` for programs, ``chrome_trace()`` for Chrome's tracing page and Perfetto, ``svg()`` and ``html()`` as
+    pictures; ``save()`` and ``load()`` for later.
     """
 
     title: str
@@ -150,7 +171,7 @@ class Timeline:
     notes: tuple[str, ...] = ()
 
     def rank(self, rank: int) -> RankTimeline:
-        """The row of a simulated rank.
+        """Return the row of a simulated rank.
 
         Raises:
             CompileError: QN201 if another rank represents this one.
@@ -162,35 +183,42 @@ class Timeline:
         raise CompileError("QN201", f"rank {rank} is like one of those shown", fix=f"ask for one of {shown}")
 
     def require(self, ranks: int, schedule: Schedule) -> None:
-        """Raises: CompileError QN211 if this is a step of another number of ranks, or another schedule."""
-        mine, wanted = (self.ranks, self.schedule, self.microbatches), (ranks, schedule.name, schedule.num_microbatches)
-        if mine != wanted:
-            said, here = ("{} ranks, {}, {} microbatches".format(*one) for one in (mine, wanted))
-            raise CompileError("QN211", f"the timeline is of {said}, the program of {here}", fix="measure this program")
+        """Require a step of this number of ranks and this schedule.
+
+        Raises:
+            CompileError: QN211 if it is another.
+        """
+        actual = self.ranks, self.schedule, self.microbatches
+        expected = ranks, schedule.name, schedule.num_microbatches
+        if actual != expected:
+            ours, theirs = ("{} ranks, {}, {} microbatches".format(*numbers) for numbers in (actual, expected))
+            raise CompileError(
+                "QN211", f"the timeline is of {ours}, the program of {theirs}", fix="measure this program"
+            )
 
     @property
     def bubble(self) -> float:
-        """The share (0 to 1) of all ranks' time in which they neither compute nor wait for communication."""
+        """Return the share (0 to 1) of all ranks' time in which they neither compute nor wait for communication."""
         return sum(row.bubble * row.count for row in self.rows) / sum(row.count for row in self.rows)
 
     @property
     def exposed(self) -> Mapping[str, float]:
-        """For each axis, the seconds in which a rank waits for its communication: the mean over ranks."""
+        """Return for each axis the seconds in which a rank waits for its communication: the mean over ranks."""
         total = sum(row.count for row in self.rows)
         axes = dict.fromkeys(axis for row in self.rows for axis in row.exposed)
         return {axis: sum(row.exposed.get(axis, 0.0) * row.count for row in self.rows) / total for axis in axes}
 
     @property
     def peak(self) -> Peak:
-        """The most memory that any rank needs."""
+        """Return the most memory that any rank needs."""
         return max((row.peak for row in self.rows), key=lambda peak: peak.bytes)
 
     def to_json(self) -> str:
-        """Everything, in seconds and bytes."""
+        """Return everything, in seconds and bytes."""
         rows = [{**asdict(row), "peak": asdict(row.peak)} for row in self.rows]
         head = {"title": self.title, "schedule": self.schedule, "microbatches": self.microbatches, "ranks": self.ranks}
-        found = {"seconds": self.seconds, "bubble": self.bubble, "exposed": dict(self.exposed)}
-        return json.dumps({**head, **found, "peak": asdict(self.peak), "notes": self.notes, "rows": rows}, indent=1)
+        totals = {"seconds": self.seconds, "bubble": self.bubble, "exposed": dict(self.exposed)}
+        return json.dumps({**head, **totals, "peak": asdict(self.peak), "notes": self.notes, "rows": rows}, indent=1)
 
     def save(self, path: str | Path) -> None:
         """Write ``to_json()``."""
@@ -208,32 +236,40 @@ class Timeline:
         return read_timeline(Path(path))
 
     def __str__(self) -> str:
-        shown = " ".join(f"{axis} {seconds / self.seconds:.1%}," for axis, seconds in self.exposed.items() if seconds)
-        lines = [
-            f"{self.title}, {self.ranks} ranks, {self.schedule}, {self.microbatches} microbatches: "
-            f"a step of {duration(self.seconds)}",
-            f"bubble {self.bubble:.1%}; exposed communication: {shown.rstrip(',') or 'none'}",
-        ]
-        if any(row.memory for row in self.rows):
-            lines.append(f"peak memory {self.peak}")
-        if most := max(row.host_bytes for row in self.rows):
-            lines.append(f"memory of the host {size(most)} a rank")
-        if most := max(row.disk_bytes for row in self.rows):
-            lines.append(f"files {size(most)} a rank")
+        return "\n".join([*self._summary(), *self._table(), *(f"note: {note}" for note in self.notes)])
+
+    @property
+    def _has_memory(self) -> bool:
+        return any(row.memory for row in self.rows)
+
+    def _summary(self) -> Iterator[str]:
+        """Yield the lines about all ranks."""
+        shares = " ".join(f"{axis} {seconds / self.seconds:.1%}," for axis, seconds in self.exposed.items() if seconds)
+        head = f"{self.title}, {self.ranks} ranks, {self.schedule}, {self.microbatches} microbatches"
+        yield f"{head}: a step of {duration(self.seconds)}"
+        yield f"bubble {self.bubble:.1%}; exposed communication: {shares.rstrip(',') or 'none'}"
+        if self._has_memory:
+            yield f"peak memory {self.peak}"
+        if host_bytes := max(row.host_bytes for row in self.rows):
+            yield f"memory of the host {size(host_bytes)} a rank"
+        if disk_bytes := max(row.disk_bytes for row in self.rows):
+            yield f"files {size(disk_bytes)} a rank"
         if updates := [row.update for row in self.rows if row.update is not None]:
-            lines.append(f"the optimizer on the host takes {max(updates, key=lambda one: one.seconds)}")
-        names = [row.name for row in self.rows[:MOST_ROWS]]
+            yield f"the optimizer on the host takes {max(updates, key=lambda update: update.seconds)}"
+
+    def _table(self) -> Iterator[str]:
+        """Yield a line for each rank shown, with a header."""
+        names = [row.name for row in self.rows[:MAX_TABLE_ROWS]]
         width = max(map(len, names))
-        memory = any(row.memory for row in self.rows)
-        more = f" {'live':>5} {'kept':>10} {'peak':>10}" if memory else ""
-        lines.append(f"  {'':<{width}}  {'busy':>9} {'bubble':>7} {'exposed':>9}{more}")
+        memory = f" {'live':>5} {'kept':>10} {'peak':>10}" if self._has_memory else ""
+        yield f"  {'':<{width}}  {'busy':>9} {'bubble':>7} {'exposed':>9}{memory}"
         for name, row in zip(names, self.rows, strict=False):
-            exposed = duration(sum(row.exposed.values()))
-            more = f" {row.peak_live:>5} {size(row.peak_held):>10} {size(row.peak.bytes):>10}" if memory else ""
-            lines.append(f"  {name:<{width}}  {duration(row.busy_seconds):>9} {row.bubble:>7.1%} {exposed:>9}{more}")
-        if len(self.rows) > MOST_ROWS:
-            lines.append(f"  and {len(self.rows) - MOST_ROWS} more")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+            if self._has_memory:
+                memory = f" {row.peak_live:>5} {size(row.peak_held):>10} {size(row.peak.bytes):>10}"
+            times = f"{duration(row.busy_seconds):>9} {row.bubble:>7.1%} {duration(sum(row.exposed.values())):>9}"
+            yield f"  {name:<{width}}  {times}{memory}"
+        if len(self.rows) > MAX_TABLE_ROWS:
+            yield f"  and {len(self.rows) - MAX_TABLE_ROWS} more"
 
     def _repr_html_(self) -> str:
         from .chart import figure
@@ -241,19 +277,19 @@ class Timeline:
         return figure(self)
 
     def svg(self) -> str:
-        """A picture: a row per rank, its communication and its memory beneath."""
+        """Return a picture: a row per rank, its communication and its memory beneath."""
         from .chart import svg
 
         return svg(self)
 
     def html(self) -> str:
-        """The picture as a page of its own, with the summary."""
+        """Return the picture as a page of its own, with the summary."""
         from .chart import page
 
         return page(self)
 
     def chrome_trace(self) -> str:
-        """JSON for Perfetto or chrome://tracing: a process per rank, a thread each for computing and each axis."""
+        """Return JSON for Perfetto or chrome://tracing: a process per rank, a thread for computing and each axis."""
         return json.dumps({"displayTimeUnit": "ms", "traceEvents": list(self._trace())})
 
     def _trace(self) -> Iterator[dict[str, object]]:
@@ -278,16 +314,16 @@ class Timeline:
                 yield {"ph": "C", "name": "memory", "pid": row.rank, "ts": point.seconds * 1e6, "args": held}
 
 
-MOST_ROWS = 32  # of a table
+MAX_TABLE_ROWS = 32
 
 
 def label(event: Event) -> str:
-    """``F3`` for a compute action, else the event's name."""
+    """Return ``F3`` for a compute action, else the event's name."""
     return f"{event.kind}{event.microbatch}" if event.microbatch >= 0 and not event.axis else event.name or event.kind
 
 
 def duration(seconds: float) -> str:
-    """For people.
+    """Format seconds for people.
 
     >>> duration(0.00123), duration(12.0), duration(0)
     ('1.23 ms', '12 s', '0 s')

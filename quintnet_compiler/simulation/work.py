@@ -1,4 +1,4 @@
-"""Durations: what the event simulation asks of whoever prices a program, and prices that are simply given."""
+"""Durations: what the event simulation asks of the prices of a program, and constant prices."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..schedules.schedule import RELEASES, Action, Op
 
 @dataclass(frozen=True, slots=True)
 class WorkPart:
-    """A run of seconds within an action: computing, or (with an ``axis``, which may be a way of the link to the host) a
-    collective or copy that computing waits for.
+    """Seconds within an action: computing, or a collective or copy that computing waits for.
 
-    ``ahead``: how many parts before this one the collective was started; it runs beside those.
+    ``axis``: of the latter, or a direction of the link to the host. ``ahead``: how many parts before this one the
+    collective was started; it is concurrent with those.
     """
 
     seconds: float
@@ -28,7 +28,7 @@ class WorkPart:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """A collective that runs beside computing: ``offset`` seconds after its action starts."""
+    """A collective that is concurrent with computing: ``offset`` seconds after its action starts."""
 
     offset: float
     seconds: float
@@ -38,37 +38,42 @@ class Hidden:
 
 @dataclass(frozen=True)
 class ActionWork:
-    """What one action does, in order; ``host``: seconds in which its kernels are started, beside that (see
-    ``with_host`` of the cost models)."""
+    """The parts of one action, in order.
+
+    ``host``: seconds in which its kernels are launched, meanwhile (see ``with_host`` of the cost models).
+    """
 
     parts: tuple[WorkPart, ...] = ()
     host: float = 0.0
 
     @cached_property
     def seconds(self) -> float:
+        """Return how long the action takes."""
         return with_host(self.device, self.host) if self.host else self.device
 
     @cached_property
     def device(self) -> float:
-        """Seconds without the host."""
+        """Return the seconds without waits for the host."""
         return sum(part.seconds for part in self._timed[0])
 
     @property
     def waited(self) -> tuple[WorkPart, ...]:
-        """The parts as computing sees them: of a collective that was started before, what is left to wait for. Last,
-        what the device waits for the host."""
-        found = self._timed[0]
+        """Return the parts with the seconds that computing waits for them; last, the wait for the host."""
+        parts = self._timed[0]
         waits = self.seconds - self.device
-        return (*found, WorkPart(waits)) if waits > 0 else found
+        return (*parts, WorkPart(waits)) if waits > 0 else parts
 
     @property
     def hidden(self) -> tuple[Hidden, ...]:
-        """The collectives that were started before they were waited for."""
+        """Return the collectives that were started before they were waited for."""
         return self._timed[1]
 
     @cached_property
     def _timed(self) -> tuple[tuple[WorkPart, ...], tuple[Hidden, ...]]:
-        """Collectives of an axis follow each other in the order in which they start."""
+        """Return the parts as computing waits for them, and what they hide.
+
+        Collectives of an axis follow each other in the order in which they start.
+        """
         if not any(part.ahead for part in self.parts):
             return self.parts, ()
         starts: dict[int, list[int]] = defaultdict(list)
@@ -80,18 +85,18 @@ class ActionWork:
         now, free, ends = 0.0, defaultdict[str, float](float), dict[int, float]()
         for index, part in enumerate(self.parts):
             for begun in starts[index]:
-                one = self.parts[begun]
-                start = max(now, free[one.axis])
-                ends[begun] = free[one.axis] = start + one.seconds
-                if one.ahead:
-                    hidden.append(Hidden(start, one.seconds, one.axis, one.name))
+                started = self.parts[begun]
+                start = max(now, free[started.axis])
+                ends[begun] = free[started.axis] = start + started.seconds
+                if started.ahead:
+                    hidden.append(Hidden(start, started.seconds, started.axis, started.name))
             seconds = max(0.0, ends[index] - now) if part.axis else part.seconds
             waited.append(replace(part, seconds=seconds))
             now += seconds
         return tuple(waited), tuple(hidden)
 
     def scaled(self, compute: float, links: Mapping[str, float]) -> ActionWork:
-        """With computing, and the collectives of each axis, so many times slower; with computing, its host."""
+        """Return the work with computing, its host, and the collectives of each axis so many times slower."""
         if compute == 1.0 and not links:
             return self
         parts = tuple(
@@ -115,7 +120,7 @@ class GradientSum:
 
 @dataclass(frozen=True)
 class StepEndCollective:
-    """What ranks of several pipeline places do together at the end of the step, in order; the first waits for the last.
+    """A collective of several pipeline places at the end of the step, in order; the first rank waits for the last.
 
     ``everyone``: all ranks of the mesh take part, not just those at ``places`` with the same other coordinates.
     """
@@ -132,32 +137,32 @@ class Durations(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """Whether gradient sums run beside computing, or take its time."""
+        """Return whether gradient sums are concurrent with computing, or take its time."""
         ...
 
     @property
     def cores(self) -> int | None:
-        """How many ranks can compute at once where all of them share one machine."""
+        """Return how many ranks can compute at once where all of them share one machine."""
         ...
 
     def begin(self, place: int) -> ActionWork:
-        """What the rank at a pipeline place does before its first action."""
+        """Return what the rank at a pipeline place does before its first action."""
         ...
 
     def work(self, action: Action) -> ActionWork:
-        """A compute action."""
+        """Return a compute action."""
         ...
 
     def transfer(self, send: Action) -> float:
-        """The time on the wire of what a send action sends."""
+        """Return the time on the wire of what a send action sends."""
         ...
 
     def sums(self, place: int) -> tuple[GradientSum, ...]:
-        """The gradient sums of the rank at a pipeline place, in the order in which they start."""
+        """Return the gradient sums of the rank at a pipeline place, in the order in which they start."""
         ...
 
     def meetings(self) -> tuple[StepEndCollective, ...]:
-        """What happens after all actions, in order."""
+        """Return what happens after all actions, in order."""
         ...
 
 
@@ -166,10 +171,10 @@ Seconds = float | Mapping[int, float]
 
 @dataclass(frozen=True)
 class Given:
-    """Durations that somebody knows: one number, or one per stage. ``links``: per (source, target) stage.
+    """Constant durations: one number, or one per stage; ``links``: per (source, target) stage.
 
-    Unless it is given, each half of a split backward takes half of it. ``reduction``: the sum of a stage's gradients
-    over data ranks, which starts after the stage's last backward.
+    By default each half of a split backward takes half of it. ``reduction``: the sum of a stage's gradients over data
+    ranks, which starts after the stage's last backward.
     """
 
     forward: Seconds = 1.0
@@ -184,36 +189,41 @@ class Given:
     cores: int | None = None
 
     def begin(self, place: int) -> ActionWork:
+        """Return nothing to do."""
         return ActionWork()
 
     def work(self, action: Action) -> ActionWork:
-        given: dict[Op, Seconds | None] = {
+        """Return one part, of the action's duration."""
+        durations: dict[Op, Seconds | None] = {
             Op.FORWARD: self.forward,
             Op.BACKWARD: self.backward,
             Op.BACKWARD_INPUT: self.input,
             Op.BACKWARD_WEIGHT: self.weight,
         }
-        seconds = given[action.op]
-        found = at(self.backward, action.stage) / 2 if seconds is None else at(seconds, action.stage)
-        return ActionWork((WorkPart(found),))
+        seconds = durations[action.op]
+        half_backward = at(self.backward, action.stage) / 2
+        return ActionWork((WorkPart(half_backward if seconds is None else at(seconds, action.stage)),))
 
     def transfer(self, send: Action) -> float:
+        """Return the duration of the link between two stages."""
         return self.links.get((send.stage, send.peer), self.transfer_seconds)
 
     def sums(self, place: int) -> tuple[GradientSum, ...]:
+        """Return a sum for each stage of the rank, the last stage first."""
         stages = [stage for stage, owner in enumerate(self.placement) if owner == place]
-        found = [(stage, at(self.reduction, stage)) for stage in reversed(stages)]
-        return tuple(GradientSum(f"stage {s}", ("dp",), seconds, {s: 0.0}) for s, seconds in found if seconds)
+        terms = [(stage, at(self.reduction, stage)) for stage in reversed(stages)]
+        return tuple(GradientSum(f"stage {s}", ("dp",), seconds, {s: 0.0}) for s, seconds in terms if seconds)
 
     def meetings(self) -> tuple[StepEndCollective, ...]:
+        """Return none."""
         return ()
 
 
 def at(seconds: Seconds, stage: int) -> float:
-    """The seconds of a stage."""
+    """Return the seconds of a stage."""
     return seconds[stage] if isinstance(seconds, Mapping) else seconds
 
 
 def last_releases(row: tuple[Action, ...]) -> dict[int, int]:
-    """For each stage of a rank, the index of the action after which its gradients are complete."""
+    """Return for each stage of a rank the index of the action after which its gradients are complete."""
     return {action.stage: index for index, action in enumerate(row) if action.op in RELEASES}

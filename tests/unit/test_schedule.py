@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintnet_compiler.schedules.check import verify_schedule
+from quintnet_compiler.schedules.grid import grid
 from quintnet_compiler.schedules.kinds import (
     SCHEDULES,
     dual_pipe_v,
@@ -38,7 +39,6 @@ from quintnet_compiler.schedules.schedule import (
     StageEdge,
     bubble,
     chain,
-    grid,
     simulate,
     with_transfers,
 )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import fx
 
 from quintnet_compiler.schedules.kinds import one_f_one_b
 from quintnet_compiler.schedules.schedule import Flow, chain, with_transfers
 from quintnet_compiler.simulation.engine import Engine
 from quintnet_compiler.simulation.faults import RankGroup
+from quintnet_compiler.simulation.piece_parts import NodeTime, PieceParts, starts_collective
 from quintnet_compiler.simulation.work import ActionWork, Given, WorkPart
 
 
@@ -20,6 +22,23 @@ def _ends(transfer: float, rows: list[RankGroup], cores: int | None = None) -> l
 
 
 TWO = [RankGroup(0, 0, 0), RankGroup(1, 1, 0)]
+
+
+def test_parts_of_a_function() -> None:
+    graph = fx.Graph()
+    comm = graph.placeholder("comm")
+    start = graph.call_method("start_all_reduce", (comm,))
+    add = graph.call_method("accumulate", (comm,))
+    wait = graph.call_method("wait", (comm, start))
+    assert starts_collective(start) and not starts_collective(wait)
+    ends: dict[fx.Node, int] = {}
+    parts = PieceParts(True, ends)
+    for time in (NodeTime(start, 1.0), NodeTime(add, 2.0), NodeTime(wait, 3.0, 4.0, "dp", start), NodeTime(add, 5.0)):
+        parts.add(time)
+    collective = WorkPart(4.0, "dp", "wait", ahead=2)
+    assert parts.finish() == [WorkPart(1.0), WorkPart(2.0), WorkPart(3.0), collective, WorkPart(5.0)]
+    assert ends == {add: 5}
+    assert PieceParts(True, None).finish() == [WorkPart(0.0)]
 
 
 def test_a_pipeline_of_two_microbatches() -> None:
