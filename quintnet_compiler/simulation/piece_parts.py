@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -36,16 +36,24 @@ def starts_collective(node: fx.Node) -> bool:
     return node.op == "call_method" and str(node.target).startswith("start_")
 
 
+@dataclass
 class PieceParts:
-    """The parts of a function, as its nodes come."""
+    """The parts of a function, as its nodes come.
 
-    def __init__(self, overlaps: bool, ends: dict[fx.Node, int] | None) -> None:
-        self.overlaps, self.ends = overlaps, ends
-        self.parts: list[WorkPart] = []
-        self.started: dict[fx.Node, int] = {}  # by the node that starts a collective, how many parts were over
-        self.computing = 0.0  # seconds since the last part
+    Attributes:
+        overlaps: whether collectives are concurrent with computing.
+        ends: receives, for each node that adds up a gradient, how many parts are over after it.
+        started: by the node that starts a collective, how many parts were over.
+        computing: seconds since the last part.
+    """
 
-    def add(self, time: NodeTime) -> None:
+    overlaps: bool
+    ends: dict[fx.Node, int] | None
+    parts: list[WorkPart] = field(default_factory=list)
+    started: dict[fx.Node, int] = field(default_factory=dict)
+    computing: float = 0.0
+
+    def add_node(self, time: NodeTime) -> None:
         """Add a node."""
         node = time.node
         self.computing += time.compute
@@ -67,7 +75,7 @@ class PieceParts:
             self.parts.append(WorkPart(self.computing))
         self.computing = 0.0
 
-    def finish(self) -> list[WorkPart]:
+    def take_parts(self) -> list[WorkPart]:
         """Return the parts, at least one."""
         if self.computing or not self.parts:
             self.parts.append(WorkPart(self.computing))

@@ -118,8 +118,8 @@ class ProgramPrices:
             return []
         parts = PieceParts(self.overlaps, ends)
         for time in self.nodes(stage, name):
-            parts.add(time)
-        return parts.finish()
+            parts.add_node(time)
+        return parts.take_parts()
 
     def nodes(self, stage: StageProgram, name: str) -> list[NodeTime]:
         """Return the price of each node of a function that the stage has."""

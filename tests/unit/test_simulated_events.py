@@ -34,11 +34,11 @@ def test_parts_of_a_function() -> None:
     ends: dict[fx.Node, int] = {}
     parts = PieceParts(True, ends)
     for time in (NodeTime(start, 1.0), NodeTime(add, 2.0), NodeTime(wait, 3.0, 4.0, "dp", start), NodeTime(add, 5.0)):
-        parts.add(time)
+        parts.add_node(time)
     collective = WorkPart(4.0, "dp", "wait", ahead=2)
-    assert parts.finish() == [WorkPart(1.0), WorkPart(2.0), WorkPart(3.0), collective, WorkPart(5.0)]
+    assert parts.take_parts() == [WorkPart(1.0), WorkPart(2.0), WorkPart(3.0), collective, WorkPart(5.0)]
     assert ends == {add: 5}
-    assert PieceParts(True, None).finish() == [WorkPart(0.0)]
+    assert PieceParts(True, None).take_parts() == [WorkPart(0.0)]
 
 
 def test_a_pipeline_of_two_microbatches() -> None:
