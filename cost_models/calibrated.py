@@ -123,12 +123,12 @@ class CalibratedCosts:
         return float(traffic(node))
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
-        """Matmuls in 16 bits run on other units than those in 32 bits: one was measured, so the other has no price."""
-        made, measured = str(dtype).removeprefix("torch."), self.calibration.dtype
-        if made != measured and {made, measured} & {"bfloat16", "float16"}:
+        """Require the dtype that was measured: matmuls in 16 bits run on other units than those in 32 bits."""
+        name, measured = str(dtype).removeprefix("torch."), self.calibration.dtype
+        if name != measured and {name, measured} & {"bfloat16", "float16"}:
             raise CompileError(
-                "QN210", f"matmuls were measured in {measured}, not in {made}",
-                fix=f"quintnet calibrate --dtype {made}",
+                "QN210", f"matmuls were measured in {measured}, not in {name}",
+                fix=f"quintnet calibrate --dtype {name}",
             )  # fmt: skip
 
     def _matmul(self, node: fx.Node) -> float:
@@ -162,7 +162,7 @@ class CalibratedCosts:
 
     @cached_property
     def _collectives(self) -> Mapping[tuple[str, int], tuple[Point, ...]]:
-        return {(one.name, one.ranks): one.points for one in self.calibration.collectives}
+        return {(collective.name, collective.ranks): collective.points for collective in self.calibration.collectives}
 
     def copy_seconds(self, num_bytes: float) -> float:
         return self._curve("copy", 2 * num_bytes)
@@ -180,7 +180,7 @@ class CalibratedCosts:
         return self.optimizer_seconds(num_bytes)  # the host is the device
 
     def group_seconds(self, name: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
-        """The part of a core's time, where ranks share cores: they all take part at once."""
+        """Return a rank's share of a core's time, where ranks share cores: they all take part at once."""
         name = "all_reduce" if name == "broadcast" else name
         points = self._collectives.get((name, len(ranks)))
         if points is None:

@@ -68,7 +68,7 @@ class Calibration(_CalibrationDocument):
 
     def summary(self) -> str:
         """A few lines for people."""
-        best = max(self.products, key=lambda one: one.m * one.k * one.n / one.seconds)
+        best = max(self.products, key=lambda row: row.m * row.k * row.n / row.seconds)
         rate = 2e-9 * best.m * best.k * best.n / best.seconds
         wide = self.operators["add"][-1]
         lines = [
@@ -76,10 +76,10 @@ class Calibration(_CalibrationDocument):
             f"  products up to {rate:.1f} GFLOP/s, [{best.m}, {best.k}] x [{best.k}, {best.n}]",
             f"  additions {wide.size / wide.seconds / 1e9:.2f} GB/s; a view {self.view_seconds * 1e6:.1f} µs",
         ]
-        for one in self.collectives:
-            first, last = one.points[0], one.points[-1]
+        for row in self.collectives:
+            first, last = row.points[0], row.points[-1]
             rate = last.size / last.seconds / 1e9
-            lines.append(f"  {one.name} over {one.ranks}: {first.seconds * 1e6:.0f} µs, {rate:.2f} GB/s")
+            lines.append(f"  {row.name} over {row.ranks}: {first.seconds * 1e6:.0f} µs, {rate:.2f} GB/s")
         return "\n".join(lines)
 
     @classmethod
@@ -114,15 +114,15 @@ def interpolated(points: tuple[Point, ...], size: float) -> float:
 
 def matmul_seconds(products: tuple[MeasuredMatmul, ...], order: str, m: int, k: int, n: int) -> float:
     """By the rates of the nearest measured products, in logarithms of their sizes."""
-    found = [one for one in products if one.order == order] or list(products)
+    measured = [product for product in products if product.order == order] or list(products)
     weighted = []
-    for one in found:
-        distance = sum(math.log(a / b) ** 2 for a, b in ((m, one.m), (k, one.k), (n, one.n)))
-        weighted.append((distance, one))
+    for product in measured:
+        distance = sum(math.log(a / b) ** 2 for a, b in ((m, product.m), (k, product.k), (n, product.n)))
+        weighted.append((distance, product))
     weighted.sort(key=lambda pair: pair[0])
     if weighted[0][0] < 1e-9:
         return weighted[0][1].seconds
     near = weighted[:4]
     total = sum(1 / distance for distance, _ in near)
-    rate = sum(one.m * one.k * one.n / one.seconds / distance for distance, one in near) / total
-    return max(m * k * n / rate, min(one.seconds for one in found))
+    rate = sum(product.m * product.k * product.n / product.seconds / distance for distance, product in near) / total
+    return max(m * k * n / rate, min(product.seconds for product in measured))

@@ -65,7 +65,7 @@ def embedding_parameters(m: Number) -> Number:
 
 
 def predicted_parameters(m: Number) -> Number:
-    """Of what predicts one further token: a layer, and before it two norms and a product of both inputs."""
+    """Return the parameters that predict one further token: a layer, two norms and a product of both inputs."""
     return layer_parameters(m) + 2 * m.hidden**2 + 3 * m.hidden
 
 
@@ -77,15 +77,15 @@ def parameters(m: Number) -> Number:
 
 
 def products(m: Decoder, joined: bool) -> int:
-    """How many weights one layer's products have; ``joined``: queries, keys and values have one together."""
+    """Return the number of weights of one layer's products; ``joined``: queries, keys and values have one together."""
     return (2 if joined else 4) + 2 + m.gated
 
 
 def held_parameters(model: Decoder, layout: ParallelLayout, stage: int) -> tuple[float, float]:
-    """What one rank of a stage computes with: parameters of dense parts and of routed experts."""
+    """Return the parameters that one rank of a stage computes with: of dense parts and of routed experts."""
     counts, last = stage_layers(model, layout), layout.pp - 1
-    before = sum(counts[:stage])
-    kinds = list(model.kinds[before : before + counts[stage]])
+    first = sum(counts[:stage])
+    kinds = list(model.kinds[first : first + counts[stage]])
     dense: float = 0
     if stage == 0:
         dense += embedding_parameters(model)
@@ -122,8 +122,10 @@ def _scores(m: Number, count: Number) -> Number:
 
 
 def score_flops(m: Number) -> Number:
-    """Of attention in the whole model for one sequence, forward: of a layer with a window twice what the causal mask
-    and the window leave, as the others' count twice, too."""
+    """Return the FLOPs of attention in the whole model for one sequence, forward.
+
+    A layer with a window has twice what the causal mask and the window leave, as the others' count twice, too.
+    """
     whole = (m.layers + m.predicted) * _scores(m, m.seq**2)
     return whole - m.short * _scores(m, (m.seq - m.window) ** 2)
 
@@ -171,12 +173,12 @@ def zero_bubble_share(pp: Number, microbatches: Number, vpp: Number = 1) -> Numb
 
 
 def tensor_parallel_bytes(m: Number, microbatch: Number, tp: Number) -> Number:
-    """What one rank sends for one layer, forward and backward: 4 ring all-reduces of a 16-bit activation."""
+    """Return what one rank sends for one layer, forward and backward: 4 ring all-reduces of a 16-bit activation."""
     return 4 * 2 * (tp - 1) / tp * 2 * m.seq * microbatch * m.hidden
 
 
 def data_parallel_bytes(parameter_count: Number, dp: Number, element: Number) -> Number:
-    """What one rank sends to settle gradients once: a ring all-reduce, or its two halves around the optimizer."""
+    """Return what one rank sends to sum gradients once: a ring all-reduce, or its two halves around the optimizer."""
     return 2 * (dp - 1) / dp * element * parameter_count
 
 
@@ -187,12 +189,12 @@ class _Symbols:
     model: Decoder
 
     def __getattr__(self, name: str) -> Number:
-        found = getattr(self.model, name)
-        if isinstance(found, bool):
-            return int(found)
+        value = getattr(self.model, name)
+        if isinstance(value, bool):
+            return int(value)
         if name == "value" and not self.model.value_width:
             return self.width
-        if name in ABSENT and not found:
+        if name in ABSENT and not value:
             return 0
         return sympy.Symbol(SHORT.get(name, name), positive=True)
 
@@ -224,8 +226,8 @@ class ClosedForm:
 
     def __str__(self) -> str:
         used = {str(symbol) for symbol in self.expression.free_symbols}
-        given = ", ".join(f"{name}={number:g}" for name, number in self.numbers if name in used)
-        return f"{self.name} = {self.expression} = {self.value:.6g} {self.unit}" + (f"  ({given})" if given else "")
+        numbers = ", ".join(f"{name}={number:g}" for name, number in self.numbers if name in used)
+        return f"{self.name} = {self.expression} = {self.value:.6g} {self.unit}" + (f"  ({numbers})" if numbers else "")
 
 
 def explain(model: Decoder, layout: ParallelLayout) -> tuple[ClosedForm, ...]:

@@ -57,61 +57,39 @@ class Cluster:
         rail: int = 32,
         oversubscription: float = 1.0,
     ) -> None:
-        several = isinstance(name, Sequence) and not isinstance(name, str)
-        cards = [described(one) for one in name] if several else [described(name)]  # type: ignore[arg-type, union-attr]
-        usual = len(cards) if several else 4 if cards[0].domain > 8 else cards[0].domain
-        per_node = usual if gpus_per_node is None else gpus_per_node
-        if (whole(nodes) or 0) < 1 or (whole(per_node) or 0) < 1:
-            raise CompileError("QN210", f"{nodes} nodes of {per_node}", fix="give whole numbers, 1 or more")
-        if several and per_node != len(cards):
-            raise CompileError(
-                "QN210", f"gpus_per_node={per_node}, and a node has {len(cards)} devices by name",
-                fix="leave gpus_per_node out",
-            )  # fmt: skip
-        changed: dict[str, float] = {}
-        if network_bytes_per_second is not None:
-            changed["network_bytes_per_second"] = network_bytes_per_second / per_node
-        if network_seconds is not None:
-            changed["network_seconds"] = network_seconds
-        cards = [replace(one, **changed) for one in cards] if changed else cards  # type: ignore[arg-type]
-        runs = [(one, len(list(run))) for one, run in groupby(cards)]
-        if len(runs) == 1:
-            parts = [Part(runs[0][0], nodes * per_node, per_node)]
+        if isinstance(name, Sequence) and not isinstance(name, str):
+            cards = [described(device) for device in name]
+            usual = len(cards)
+            _require_counts(nodes, usual if gpus_per_node is None else gpus_per_node, by_name=usual)
         else:
-            parts = [
-                Part(one, count, count, node=node, begins=not turn)
-                for node in range(nodes) for turn, (one, count) in enumerate(runs)
-            ]  # fmt: skip
-        self._hold(parts, rail, oversubscription)
+            cards = [described(name)]
+            usual = 4 if cards[0].domain > 8 else cards[0].domain
+            _require_counts(nodes, usual if gpus_per_node is None else gpus_per_node)
+        per_node = usual if gpus_per_node is None else gpus_per_node
+        if network_bytes_per_second is not None:
+            rate = network_bytes_per_second / per_node
+            cards = [replace(card, network_bytes_per_second=rate) for card in cards]
+        if network_seconds is not None:
+            cards = [replace(card, network_seconds=network_seconds) for card in cards]
+        self._set_parts(_parts(cards, nodes, per_node), rail, oversubscription)
 
-    def _hold(self, given: Sequence[Part], rail: int, oversubscription: float) -> None:
-        """Number the devices and the nodes; parts of one kind beside each other are one."""
-        parts: list[Part] = []
-        start = node = 0
-        for index, part in enumerate(given):
-            alone = part.begins and (index + 1 == len(given) or given[index + 1].begins)
-            last = parts[-1] if parts else None
-            full = last and last.begins and last.count % last.span == 0  # its last NVLink domain, too
-            if last and full and alone and (last.device, last.per_node) == (part.device, part.per_node):
-                parts[-1] = replace(last, count=last.count + part.count)
-                node += part.nodes
-            else:
-                node -= 0 if part.begins else 1
-                parts.append(replace(part, start=start, node=node))
-                node += part.nodes
-            start += part.count
+    def _set_parts(self, unnumbered: Sequence[Part], rail: int, oversubscription: float) -> None:
+        """Number the devices and the nodes, and join these with a network."""
+        parts, nodes = _numbered(unnumbered)
         if len({part.device.gpu is None for part in parts}) > 1:
             raise CompileError("QN210", f"{_named(parts)}: CPUs beside GPUs", fix="give devices of one of the two")
         blocks = {part.block(Rung.FAST, part.start + place) for part in parts for place in (0, part.count - 1)}
-        network = Network(len(blocks) > 1, rail, node > rail, oversubscription)
+        network = Network(len(blocks) > 1, rail, nodes > rail, oversubscription)
         object.__setattr__(self, "parts", tuple(replace(part, network=network) for part in parts))
         object.__setattr__(self, "rail", rail)
         object.__setattr__(self, "oversubscription", oversubscription)
 
     @classmethod
     def of(cls, *clusters: Cluster, rail: int = 32, oversubscription: float = 1.0) -> Cluster:
-        """Nodes of several kinds in one network. Ranks are numbered node by node, in the order that is given; what two
-        kinds send each other goes at the slower one's rate.
+        """Join nodes of several kinds by one network.
+
+        Ranks are numbered node by node, in the order of ``clusters``; messages between two kinds of nodes go at the
+        slower one's rate.
 
         Raises:
             CompileError: QN210 for what is no cluster, for none at all, or for CPUs beside GPUs.
@@ -120,41 +98,42 @@ class Cluster:
             >>> Cluster.of(Cluster("a100", nodes=2), Cluster("h100")).name
             '16 x A100-SXM-80GB + 8 x H100-SXM-80GB'
         """
-        for one in clusters:
-            if not isinstance(one, Cluster):
-                raise CompileError("QN210", f"{told(one)} is no cluster", fix='pass quintnet.Cluster("h100", nodes=8)')
+        fix = 'pass quintnet.Cluster("h100", nodes=8)'
+        for cluster in clusters:
+            if not isinstance(cluster, Cluster):
+                raise CompileError("QN210", f"{told(cluster)} is no cluster", fix=fix)
         if not clusters:
-            raise CompileError("QN210", "a cluster of no nodes", fix='pass quintnet.Cluster("h100", nodes=8)')
-        made = object.__new__(cls)
-        made._hold([part for one in clusters for part in one.parts], rail, oversubscription)
-        return made
+            raise CompileError("QN210", "a cluster of no nodes", fix=fix)
+        joined = object.__new__(cls)
+        joined._set_parts([part for cluster in clusters for part in cluster.parts], rail, oversubscription)
+        return joined
 
     @property
     def size(self) -> int:
-        """The number of devices."""
+        """Return the number of devices."""
         return sum(part.count for part in self.parts)
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
+        """Return the number of nodes."""
         return sum(part.nodes for part in self.parts if part.begins)
 
     @property
     def gpus_per_node(self) -> int:
-        """Devices of each node; of nodes with unlike numbers, the largest number that divides all."""
-        of: Counter[int] = Counter()
+        """Return the devices of each node; of nodes with unlike numbers, the largest number that divides all."""
+        counts: Counter[int] = Counter()
         for part in self.parts:
-            of[part.node] += part.per_node
-        return math.gcd(*of.values())
+            counts[part.node] += part.per_node
+        return math.gcd(*counts.values())
 
     @cached_property
     def kinds(self) -> tuple[tuple[Hardware, int], ...]:
-        """Kinds of devices, and how many there are of each."""
+        """Return the kinds of devices, and the number of each."""
         return _kinds(self.parts)
 
     @property
     def device(self) -> Hardware:
-        """The kind of all devices.
+        """Return the kind of all devices.
 
         Raises:
             CompileError: QN210 if there are several.
@@ -168,7 +147,7 @@ class Cluster:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """The links of its devices, the fastest first.
+        """Return the links of its devices, the fastest first.
 
         Raises:
             CompileError: QN210 if there are several kinds of nodes.
@@ -182,32 +161,32 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """How many devices of which kinds."""
+        """Return the number of devices of each kind, as text."""
         return _named(self.parts)
 
     @cached_property
     def gpu(self) -> AbsentGpu | None:
-        """What PyTorch chooses kernels by; of several kinds, what all of them have. None for CPUs."""
-        found = [device.gpu for device, _ in self.kinds if device.gpu is not None]
-        if not found:
+        """Return the properties by which PyTorch chooses kernels, those that all devices share; None for CPUs."""
+        gpus = [device.gpu for device, _ in self.kinds if device.gpu is not None]
+        if not gpus:
             return None
-        return AbsentGpu(min(gpu.capability for gpu in found), all(gpu.cudnn for gpu in found))
+        return AbsentGpu(min(gpu.capability for gpu in gpus), all(gpu.cudnn for gpu in gpus))
 
     def devices(self, ranks: Sequence[int]) -> tuple[Part, ...]:
-        """The parts in which the devices of these ranks lie."""
+        """Return the parts in which the devices of these ranks lie."""
         return tuple(part for part in self.parts if any(0 <= rank - part.start < part.count for rank in ranks))
 
     def has_part(self, devices: float) -> bool:
-        """Whether there is such a cluster of so many devices: whole nodes, or a part of one; of several kinds of nodes,
-        as many times all of them."""
+        """Return whether :meth:`sized` has a cluster of so many devices."""
         if len(self.parts) > 1:
             return devices >= 1 and devices % self.size == 0
         whole = devices < self.gpus_per_node or devices % self.gpus_per_node == 0
         return whole and devices >= 1 and devices == int(devices)
 
     def sized(self, devices: int) -> Cluster:
-        """The same kind of cluster with so many devices: whole nodes, or a part of one; of several kinds of nodes, as
-        many times all of them.
+        """Return the same kind of cluster with so many devices: whole nodes, or a part of one.
+
+        Of several kinds of nodes, it has all of them so many times.
 
         Raises:
             CompileError: QN216 for another number of devices.
@@ -229,18 +208,18 @@ class Cluster:
             self.device, devices // per_node, per_node, rail=self.rail, oversubscription=self.oversubscription
         )
 
-    def _times(self, often: int) -> Cluster:
-        """So many nodes of each kind for one, in their order."""
+    def _times(self, factor: int) -> Cluster:
+        """Return a cluster with so many nodes in place of each, in the same order."""
         runs: list[Part] = []
-        for _, node in groupby(self.parts, key=lambda part: part.node):
-            found = list(node)
-            runs += [replace(found[0], count=often * found[0].count)] if len(found) == 1 else often * found
-        made = object.__new__(type(self))
-        made._hold(runs, self.rail, self.oversubscription)
-        return made
+        for _, group in groupby(self.parts, key=lambda part: part.node):
+            node = list(group)
+            runs += [replace(node[0], count=factor * node[0].count)] if len(node) == 1 else factor * node
+        multiple = object.__new__(type(self))
+        multiple._set_parts(runs, self.rail, self.oversubscription)
+        return multiple
 
     def group(self, ranks: int, stride: int = 1) -> Group:
-        """The levels that ``ranks`` ranks cross whose neighbours are ``stride`` devices apart.
+        """Return the levels that ``ranks`` ranks cross whose neighbours are ``stride`` devices apart.
 
         Raises:
             CompileError: QN301 if the group does not fit the cluster.
@@ -263,7 +242,7 @@ class Cluster:
         return Group(tuple(hops))
 
     def group_of(self, ranks: Sequence[int]) -> Group:
-        """The levels that these ranks cross, where devices are numbered node by node.
+        """Return the levels that these ranks cross, where devices are numbered node by node.
 
         Examples:
             >>> [hop.members for hop in Cluster("h100", nodes=4).group_of(range(0, 32, 4)).hops]
@@ -281,11 +260,11 @@ class Cluster:
         members = [
             (part, rank) for part in self.devices(ranks) for rank in ranks if 0 <= rank - part.start < part.count
         ]
-        here = {part.start: part for part, _ in members}
+        parts = {part.start: part for part, _ in members}
         hops: list[Hop] = []
         inside = 1  # how many of the group's members are within the levels so far
         for rung in Rung:
-            if not (levels := _levels(here, rung)):
+            if not (levels := _levels(parts, rung)):
                 continue
             near = Counter(part.block(rung, rank) for part, rank in members)
             if max(near.values()) > inside:
@@ -297,7 +276,7 @@ class Cluster:
         return Group(tuple(hops))
 
     def axis(self, sizes: Sequence[tuple[str, int]], name: str) -> Group:
-        """The group of one axis of a mesh whose axes are given innermost first.
+        """Return the group of one axis of a mesh whose axes are given innermost first.
 
         Raises:
             CompileError: QN201 for an axis that the mesh does not have.
@@ -310,24 +289,75 @@ class Cluster:
         raise CompileError("QN201", f"no axis {name!r}", fix=f"use one of {', '.join(a for a, _ in sizes)}")
 
 
+def _require_counts(nodes: int, per_node: int, by_name: int | None = None) -> None:
+    """Require whole numbers, 1 or more; ``by_name``: how many devices of a node were named."""
+    if (whole(nodes) or 0) < 1 or (whole(per_node) or 0) < 1:
+        raise CompileError("QN210", f"{nodes} nodes of {per_node}", fix="give whole numbers, 1 or more")
+    if by_name is not None and per_node != by_name:
+        raise CompileError(
+            "QN210", f"gpus_per_node={per_node}, and a node has {by_name} devices by name",
+            fix="leave gpus_per_node out",
+        )  # fmt: skip
+
+
+def _parts(cards: Sequence[Hardware], nodes: int, per_node: int) -> list[Part]:
+    """Return the parts of equal nodes with these devices (one that stands for all, or each)."""
+    runs = [(card, len(list(run))) for card, run in groupby(cards)]
+    if len(runs) == 1:
+        return [Part(cards[0], nodes * per_node, per_node)]
+    return [
+        Part(card, count, count, node=node, begins=not turn)
+        for node in range(nodes) for turn, (card, count) in enumerate(runs)
+    ]  # fmt: skip
+
+
+def _numbered(unnumbered: Sequence[Part]) -> tuple[list[Part], int]:
+    """Return parts with the numbers of their devices and nodes, and the number of nodes.
+
+    Neighbouring parts of one kind become one.
+    """
+    parts: list[Part] = []
+    start = nodes = 0
+    for index, part in enumerate(unnumbered):
+        alone = part.begins and (index + 1 == len(unnumbered) or unnumbered[index + 1].begins)
+        if alone and parts and _continues(parts[-1], part):
+            parts[-1] = replace(parts[-1], count=parts[-1].count + part.count)
+        else:
+            nodes -= 0 if part.begins else 1
+            parts.append(replace(part, start=start, node=nodes))
+        nodes += part.nodes
+        start += part.count
+    return parts, nodes
+
+
+def _continues(last: Part, part: Part) -> bool:
+    """Return whether a part is more of the last one, whose nodes and NVLink domains are full."""
+    full = last.begins and last.count % last.span == 0
+    return full and (last.device, last.per_node) == (part.device, part.per_node)
+
+
 def _levels(parts: Mapping[int, Part], rung: Rung) -> Mapping[int, Level]:
-    """The level of each part at ``rung``, by where it starts; none if there is none. Pairs without a bridge, beside
-    some that have one, meet over the fast links."""
-    found = {start: part.levels[rung] for start, part in parts.items() if rung in part.levels}
-    if found and rung is Rung.BRIDGE:
-        return {start: found.get(start, part.levels[Rung.FAST]) for start, part in parts.items()}
-    return found
+    """Return the level of each part at ``rung``, by where the part starts.
+
+    Pairs without a bridge, among some that have one, meet over the fast links.
+    """
+    levels = {start: part.levels[rung] for start, part in parts.items() if rung in part.levels}
+    if levels and rung is Rung.BRIDGE:
+        return {start: levels.get(start, part.levels[Rung.FAST]) for start, part in parts.items()}
+    return levels
 
 
 def _slowest(levels: Sequence[Level]) -> Level:
-    """What a ring gets that goes over all of them."""
-    first = min(levels, key=lambda one: one.bytes_per_second)
-    return replace(first, seconds=max(one.seconds for one in levels))
+    """Return the rate and latency of a ring over all levels."""
+    first = min(levels, key=lambda level: level.bytes_per_second)
+    return replace(first, seconds=max(level.seconds for level in levels))
 
 
 def _adapters(members: Sequence[tuple[Part, int]], levels: Mapping[int, Level], slowest: Level) -> float:
-    """A member over the network is all of the group's ranks in one node, each with its own adapter: how many of the
-    slowest kind those of the slowest node are."""
+    """Return the adapters of a member of a hop over the network, counted in adapters of the slowest kind.
+
+    A member is all of the group's ranks in one node, each with its own adapter; the slowest node counts.
+    """
     near: Counter[tuple[int, int]] = Counter()
     rate: dict[tuple[int, int], float] = {}
     for part, rank in members:
@@ -338,7 +368,7 @@ def _adapters(members: Sequence[tuple[Part, int]], levels: Mapping[int, Level], 
 
 
 def _lanes(level: Level, inner: Sequence[Hop]) -> float:
-    """A member over the network is all of the group's ranks in one node, each with its own adapter."""
+    """Return the adapters of a member over the network: all of the group's ranks in one node, each with its own."""
     return math.prod(hop.members for hop in inner if not hop.level.network) if level.network else 1
 
 

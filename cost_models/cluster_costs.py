@@ -62,7 +62,7 @@ class ClusterCosts:
 
     @cached_property
     def ranks(self) -> Sequence[int]:
-        """Whose prices these are."""
+        """Return the ranks whose prices these are."""
         if self.mesh is None:
             return range(self.cluster.size)
         others = [axis for axis in self.mesh.names if axis != "pp"]
@@ -70,12 +70,12 @@ class ClusterCosts:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Where the ranks lie."""
+        """Return the parts of the cluster in which the ranks lie."""
         return self.cluster.parts if self.mesh is None else self.cluster.devices(self.ranks)
 
     @cached_property
     def kinds(self) -> tuple[Hardware, ...]:
-        """Of their devices: those that count."""
+        """Return the kinds of their devices that count."""
         return self.among or tuple(dict.fromkeys(part.device for part in self.parts))
 
     def node_seconds(self, node: fx.Node) -> float:
@@ -112,7 +112,7 @@ class ClusterCosts:
         return self._through(num_bytes, lambda device: device.disk_read_bytes_per_second)
 
     def _through(self, num_bytes: float, rate: Callable[[Hardware], float]) -> float:
-        """Through memory of the host: the slower link decides."""
+        """Return the time of a transfer through memory of the host: the slower link decides."""
         return max(
             device.launch_seconds
             + num_bytes / (min(device.host_bytes_per_second, rate(device)) * device.efficiency.host)
@@ -134,21 +134,23 @@ class ClusterCosts:
         )
 
     def crossed(self, ranks: tuple[int, ...]) -> tuple[Group, ...]:
-        """The links between these ranks; on a mesh, those of every group of its ranks that do the same beside them."""
+        """Return the links between these ranks; on a mesh, those of every concurrent group of its ranks."""
         key = ranks if len(ranks) < 64 else (len(ranks), ranks[:64], ranks[-1])
         if key not in self._groups:
-            away = [0] if self.mesh is None else self._beside(self.mesh, ranks)
-            found = [self.cluster.group_of([rank + far for rank in ranks]) for far in away]
-            self._groups[key] = tuple(dict.fromkeys(found))
+            offsets = [0] if self.mesh is None else self._offsets(self.mesh, ranks)
+            groups = [self.cluster.group_of([rank + offset for rank in ranks]) for offset in offsets]
+            self._groups[key] = tuple(dict.fromkeys(groups))
         return self._groups[key]
 
-    def _beside(self, mesh: Mesh, ranks: tuple[int, ...]) -> list[int]:
-        """How far from ``ranks`` the groups are that do the same. Groups within a place of the pipeline may be given as
-        those of the first."""
-        one, other = mesh.coordinate(ranks[0]), mesh.coordinate(ranks[-1])
-        same = [axis for axis in mesh.names if one[axis] == other[axis] and axis != "pp"]
-        home = {"pp": self.place} if "pp" in mesh.names and one["pp"] == other["pp"] else {}
-        first = mesh.rank({**one, **dict.fromkeys(same, 0), **home})
+    def _offsets(self, mesh: Mesh, ranks: tuple[int, ...]) -> list[int]:
+        """Return how far from ``ranks`` the groups are that do the same.
+
+        A group within a place of the pipeline may be passed as that of the first place.
+        """
+        start, end = mesh.coordinate(ranks[0]), mesh.coordinate(ranks[-1])
+        same = [axis for axis in mesh.names if start[axis] == end[axis] and axis != "pp"]
+        place = {"pp": self.place} if "pp" in mesh.names and start["pp"] == end["pp"] else {}
+        first = mesh.rank({**start, **dict.fromkeys(same, 0), **place})
         return [rank - ranks[0] for rank in mesh.peers(first, same)]
 
     def group_seconds(self, name: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
@@ -163,19 +165,21 @@ class ClusterCosts:
 
 @dataclass(frozen=True)
 class FastestCosts:
-    """:class:`..ir.cost_protocol.RankCosts` that take the cheapest of several: on a cluster of several kinds of nodes,
-    what nothing undercuts, wherever it lies."""
+    """:class:`..ir.cost_protocol.RankCosts` that take the cheapest of several.
+
+    On a cluster of several kinds of nodes, this is a lower bound, wherever a rank is placed.
+    """
 
     of: tuple[ClusterCosts, ...]
 
     @classmethod
     def of_kinds(cls, cluster: Cluster, unknown: str, graphs: bool = False) -> FastestCosts:
-        """As if all nodes were of one of the kinds."""
-        size = cluster.size
+        """Return prices for each kind, as if all nodes were of that kind."""
         alike = [
-            Cluster(one.device, -(-size // one.per_node), one.per_node, rail=cluster.rail) for one in cluster.parts
+            Cluster(part.device, -(-cluster.size // part.per_node), part.per_node, rail=cluster.rail)
+            for part in cluster.parts
         ]
-        return cls(tuple(ClusterCosts(one, unknown, graphs) for one in dict.fromkeys(alike)))
+        return cls(tuple(ClusterCosts(uniform, unknown, graphs) for uniform in dict.fromkeys(alike)))
 
     @property
     def source(self) -> str:
@@ -194,7 +198,7 @@ class FastestCosts:
         return 0.0
 
     def _least(self, price: Callable[[ClusterCosts], float]) -> float:
-        return min(price(one) for one in self.of)
+        return min(price(costs) for costs in self.of)
 
     def at(self, mesh: Mesh, place: int) -> FastestCosts:
         return self
@@ -236,24 +240,26 @@ class FastestCosts:
         return self._least(lambda one: one.send_seconds(num_bytes, source, target))
 
 
-def costs_of_ranks(given: RankCosts | Cluster | None, mesh: Mesh, graphs: bool = False) -> RankCosts:
-    """What a user gives as ``costs`` for the ranks of a mesh; None: nodes of 8 H100. ``graphs``: as of a cluster's
-    :class:`ClusterCosts`.
+def costs_of_ranks(costs: RankCosts | Cluster | None, mesh: Mesh, graphs: bool = False) -> RankCosts:
+    """Return the prices that a user's ``costs`` stand for, for the ranks of a mesh; None: nodes of 8 H100.
+
+    ``graphs``: see :class:`ClusterCosts`.
 
     Raises:
         CompileError: QN201 for what is neither a cluster nor prices, QN301 if a cluster has fewer devices than ranks.
     """
-    here = Cluster("h100", nodes=-(-mesh.size // 8)) if given is None else given
-    if not isinstance(here, Cluster):
-        if isinstance(here, type) or not isinstance(here, RankCosts):
+    if costs is None:
+        costs = Cluster("h100", nodes=-(-mesh.size // 8))
+    if not isinstance(costs, Cluster):
+        if isinstance(costs, type) or not isinstance(costs, RankCosts):
             raise CompileError(
-                "QN201", f"costs is {told(here)}", fix='pass costs=quintnet.Cluster("h100"), a calibration, or None'
+                "QN201", f"costs is {told(costs)}", fix='pass costs=quintnet.Cluster("h100"), a calibration, or None'
             )
-        return here
-    if here.size < mesh.size:
+        return costs
+    if costs.size < mesh.size:
         raise CompileError(
             "QN301",
-            f"costs is a cluster of {here.size} devices, and {mesh} has {mesh.size} ranks",
-            fix=f"use a cluster of {-(-mesh.size // here.gpus_per_node)} nodes or more",
+            f"costs is a cluster of {costs.size} devices, and {mesh} has {mesh.size} ranks",
+            fix=f"use a cluster of {-(-mesh.size // costs.gpus_per_node)} nodes or more",
         )
-    return ClusterCosts(here, unknown="memory", graphs=graphs)
+    return ClusterCosts(costs, unknown="memory", graphs=graphs)

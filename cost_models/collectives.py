@@ -25,10 +25,10 @@ RAMP_BYTES = 1 << 20
 # what a network's latency lacks of a step.
 PROTOCOLS = ((1.0, 1.0, 11.2e-6), (0.92, 0.56, 1.2e-6))
 
-# How many bytes of gradients to add up in one message: few start early beside the backward, many use the links.
-REACHED = 0.9  # of the bandwidth of links
-SMALLEST, LARGEST = 2**20, 2**29  # bytes; what is under way takes memory, too
-SHARE = 8  # the last message has no backward beside it: at most so large a part of all
+# Sizes of messages that add up gradients: small ones start early in the backward, large ones use the links well.
+BANDWIDTH_SHARE = 0.9  # of the links, that a message shall reach
+MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 2**20, 2**29  # messages under way take memory, too
+MIN_BUCKETS = 8  # the last message is not overlapped with the backward, so it shall be a small share of all
 
 
 def volume(name: str, num_bytes: float, ranks: int) -> float:
@@ -76,12 +76,12 @@ def _tree(group: Group, num_bytes: float) -> float:
 
 
 def all_reduce(group: Group, num_bytes: float) -> float:
-    """The faster of a ring (2 (n-1)/n of the bytes) and a tree (logarithmic latency)."""
+    """Return the faster of a ring (2 (n-1)/n of the bytes) and a tree (logarithmic latency)."""
     return min(_ring(group, num_bytes, 2), _tree(group, num_bytes))
 
 
 def gather(group: Group, num_bytes: float) -> float:
-    """All-gather, or reduce-scatter: one pass of a ring."""
+    """Return the time of an all-gather or a reduce-scatter: one pass of a ring."""
     return _ring(group, num_bytes, 1)
 
 
@@ -125,9 +125,11 @@ ALGORITHMS: Mapping[str, Callable[[Group, float], float]] = MappingProxyType(
 
 
 def lost_seconds(hidden: float, group: Group, parts: Iterable[Part]) -> float:
-    """What computation loses to ``hidden`` seconds of communication beside it: the transfer takes multiprocessors and
-    memory bandwidth away, the less of both the slower its links are. Of several ``parts`` of a cluster, what most is
-    lost in."""
+    """Return what computing loses to ``hidden`` seconds of concurrent communication.
+
+    The transfer takes multiprocessors and memory bandwidth away, the less of both the slower its links are. Of several
+    ``parts`` of a cluster, the largest loss counts.
+    """
     if not group.hops:
         return 0.0
     rates = [(part.device.efficiency.contention, next(iter(part.levels.values())).bytes_per_second) for part in parts]
@@ -135,29 +137,33 @@ def lost_seconds(hidden: float, group: Group, parts: Iterable[Part]) -> float:
 
 
 def beside(work: float, moved: float, lost: Callable[[float], float]) -> float:
-    """Seconds of computing ``work`` and of communication ``moved`` at the same time; ``lost``: what computation loses
-    to so many seconds of it."""
+    """Return the seconds of computing ``work`` and of concurrent communication ``moved``.
+
+    ``lost``: what computing loses to so many seconds of communication.
+    """
     return max(work + lost(min(work, moved)), moved)
 
 
 def in_turn(
-    work: Sequence[float], before: Sequence[float], after: Sequence[float], lost: Callable[[float], float]
+    work: Sequence[float], inputs: Sequence[float], after: Sequence[float], lost: Callable[[float], float]
 ) -> float:
-    """Seconds of parts that follow each other, where a part waits for communication ``before`` it and starts some
-    ``after`` it: what the next part waits for, and what the part before has started, runs beside each part.
+    """Return the seconds of parts that follow each other, each with communication.
+
+    A part waits for the communication of its ``inputs``, and starts some ``after`` it; while it computes, the inputs of
+    the next part and what the previous part has started are communicated.
 
     >>> in_turn([4, 4], [1, 1], [2, 9], lambda hidden: 0)  # 1, then 4 beside 1, then 4 beside 2, then 9
     18
     """
-    total = before[0] + after[-1]
+    total = inputs[0] + after[-1]
     for index, seconds in enumerate(work):
-        ahead = before[index + 1] if index + 1 < len(work) else 0.0
+        ahead = inputs[index + 1] if index + 1 < len(work) else 0.0
         total += beside(seconds, ahead + (after[index - 1] if index else 0.0), lost)
     return total
 
 
 def collective_seconds(name: str, group: Group, num_bytes: float) -> float:
-    """Time of the collective ``name`` of ``num_bytes`` in all over ``group``, in seconds.
+    """Return the time of the collective ``name`` of ``num_bytes`` in all over ``group``, in seconds.
 
     Raises:
         CompileError: QN210 for a collective that has no price.
@@ -168,11 +174,13 @@ def collective_seconds(name: str, group: Group, num_bytes: float) -> float:
 
 
 def bucket_bytes(seconds: Callable[[float], float], total: float) -> int:
-    """The smallest power of two at which a collective that takes ``seconds`` for so many bytes loses at most a tenth to
-    latency. ``total``: the bytes of all gradients."""
+    """Return the smallest power of two at which a collective loses at most a tenth to latency.
+
+    ``seconds``: its time for so many bytes; ``total``: the bytes of all gradients.
+    """
     per_byte = (seconds(2.0**41) - seconds(2.0**40)) / 2.0**40
-    most = max(SMALLEST, min(LARGEST, 2 ** (int(total / SHARE) | 1).bit_length() // 2))
-    size = SMALLEST
-    while size < most and size * per_byte < REACHED * seconds(size):
+    most = max(MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES, 2 ** (int(total / MIN_BUCKETS) | 1).bit_length() // 2))
+    size = MIN_BUCKET_BYTES
+    while size < most and size * per_byte < BANDWIDTH_SHARE * seconds(size):
         size *= 2
     return size

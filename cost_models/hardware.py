@@ -30,7 +30,7 @@ BYTES_PER_ELEMENT: Mapping[str, float] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What a kind of device reaches of its datasheet: its calibration, the only fitted numbers.
+    """The shares of its datasheet that a kind of device reaches: its calibration, the only fitted numbers.
 
     One set per kind of device, fitted by ``benchmarks/fit_hardware.py``; never one per source or row.
 
@@ -116,8 +116,8 @@ def _rates(
     fp32: float, half: float, fp8: float = 0.0, fp4: float = 0.0, tf32: float = 0.0, *, bf16: bool = True
 ) -> tuple[tuple[str, float], ...]:
     """``bf16``: whether the device computes in it at the rate of fp16; else it does so in 32 bits."""
-    given = {"fp32": fp32, "tf32": tf32, "fp16": half, "bf16": half if bf16 else fp32, "fp8": fp8, "fp4": fp4}
-    return tuple((dtype, rate * TFLOPS) for dtype, rate in given.items() if rate)
+    rates = {"fp32": fp32, "tf32": tf32, "fp16": half, "bf16": half if bf16 else fp32, "fp8": fp8, "fp4": fp4}
+    return tuple((dtype, rate * TFLOPS) for dtype, rate in rates.items() if rate)
 
 
 # NVIDIA V100 datasheet: 125 TFLOP/s fp16, 15.7 fp32, 900 GB/s HBM2, NVLink 300 GB/s both ways, 80 SMs,
@@ -367,28 +367,30 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
 
 
 def hardware(name: str) -> Hardware:
-    """The hardware called ``name``: a name of :data:`HARDWARE` (``"h100"``, ``"a100-40"``), or a product as its driver
-    calls it (``"NVIDIA H100 PCIe"``, of ``torch.cuda.get_device_name()``); never a part of one.
+    """Return the hardware called ``name``.
+
+    This is a name of :data:`HARDWARE` (``"h100"``, ``"a100-40"``), or a product as its driver calls it (``"NVIDIA H100
+    PCIe"``, of ``torch.cuda.get_device_name()``); never a part of one.
 
     Raises:
         CompileError: QN210 for another name, with those that are near.
     """
-    found = HARDWARE.get(name.lower().replace(" ", "-").replace("_", "-")) or product(name)
-    if found is None:
+    device = HARDWARE.get(name.lower().replace(" ", "-").replace("_", "-")) or product(name)
+    if device is None:
         raise CompileError("QN210", f"unknown hardware {name!r}", fix=f"use one of {', '.join(_near(name))}")
-    return found
+    return device
 
 
 def product(name: str) -> Hardware | None:
-    """The device that its driver calls ``name``; None for any other."""
-    return next((one for one in HARDWARE.values() if name.lower() in map(str.lower, one.products)), None)
+    """Return the device that its driver calls ``name``; None for any other."""
+    return next((device for device in HARDWARE.values() if name.lower() in map(str.lower, device.products)), None)
 
 
 def _near(name: str) -> list[str]:
-    """Names with every word of ``name`` in them, or with a model number, or spelt alike; or else all."""
+    """Return names with every word of ``name``, or with its model number, or spelt alike; or else all."""
     words = name.lower().replace("-", " ").replace("_", " ").split()
     numbers = [word for word in words if not word.isalpha() and not word.endswith("gb")]
     for wanted in (words, numbers):
-        if found := [known for known in HARDWARE if wanted and all(word in known for word in wanted)]:
-            return found
+        if wanted and (names := [key for key in HARDWARE if all(word in key for word in wanted)]):
+            return names
     return difflib.get_close_matches(name.lower(), HARDWARE, n=4, cutoff=0.5) or list(HARDWARE)

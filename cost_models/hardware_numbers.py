@@ -66,25 +66,25 @@ class _HardwareDocument(BaseModel):
         )  # fmt: skip
 
 
-def described(given: str | Path | Mapping[str, Any] | Hardware) -> Hardware:
+def described(device: str | Path | Mapping[str, Any] | Hardware) -> Hardware:
     """Hardware by its name, by the path of a file that ends in ``.json``, or by numbers.
 
     Raises:
         CompileError: QN210 for an unknown name, a file that cannot be read, or numbers that describe no device.
     """
-    if isinstance(given, Hardware):
-        return given
-    if isinstance(given, Mapping):
-        return _read(json.dumps(dict(given)), "the mapping")
-    if not str(given).endswith(".json"):
-        return hardware(str(given))
+    if isinstance(device, Hardware):
+        return device
+    if isinstance(device, Mapping):
+        return _read(json.dumps(dict(device)), "the mapping")
+    if not str(device).endswith(".json"):
+        return hardware(str(device))
     try:
-        return _read(Path(given).read_text(), str(given))
+        return _read(Path(device).read_text(), str(device))
     except (OSError, UnicodeDecodeError) as error:
-        raise CompileError("QN210", f"{given} cannot be read: {error}", fix="pass the path of a JSON file") from None
+        raise CompileError("QN210", f"{device} cannot be read: {error}", fix="pass the path of a JSON file") from None
 
 
-def _read(text: str, what: str) -> Hardware:
+def _read(text: str, source: str) -> Hardware:
     try:
         return _HardwareDocument.model_validate_json(text).hardware()
     except ValidationError as error:
@@ -92,5 +92,5 @@ def _read(text: str, what: str) -> Hardware:
         said = f"{'.'.join(map(str, first['loc'])) or 'the document'}: {first['msg']}"
     except (TypeError, ValueError) as error:
         said = str(error)
-    known = ", ".join(_HardwareDocument.model_fields)
-    raise CompileError("QN210", f"{what} describes no device: {said}", fix=f"give {known}")
+    fields = ", ".join(_HardwareDocument.model_fields)
+    raise CompileError("QN210", f"{source} describes no device: {said}", fix=f"give {fields}")

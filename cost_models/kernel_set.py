@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Passes:
-    """How often each element is read or written, and how many kernels that takes, forward and backward."""
+    """Times that each element is read or written, and kernels, forward and backward."""
 
     forward: float
     backward: float
@@ -17,7 +17,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class KernelSet:
-    """What is one kernel, and what several. All but products and attention is bound by memory traffic.
+    """Operations that are one kernel, or several; all but products and attention are bound by memory traffic.
 
     ``norm``, ``residual`` (of a row of activations), ``rotary`` (of queries and keys), ``split`` (of queries, keys and
     values that are one product: their gradients are written side by side), ``activation`` and ``gated_activation`` (of

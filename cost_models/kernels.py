@@ -59,7 +59,7 @@ def matmul(
     name: str, rows: float, columns: float, depth: float, *, batch: float = 1, dtype: str = "bf16",
     element: float = 2.0, launches: int = 1,
 ) -> Kernel:  # fmt: skip
-    """A product; ``element``: bytes per element of what is read and written."""
+    """Return a product; ``element``: bytes per element of what is read and written."""
     moved = element * batch * (rows * depth + depth * columns + rows * columns)
     return Kernel(
         name, "matmul", 2.0 * batch * rows * columns * depth, moved, dtype,
@@ -68,18 +68,21 @@ def matmul(
 
 
 def memory(name: str, num_bytes: float, launches: int = 1) -> Kernel:
-    """Elementwise work, a reduction, a copy: bound by memory traffic."""
+    """Return elementwise work, a reduction, or a copy: bound by memory traffic."""
     return Kernel(name, "memory", bytes=num_bytes, launches=launches)
 
 
 def merged_bytes(element: float, steps: float, queries: float, keys_and_values: float, backward: bool) -> float:
-    """What a ring reads and writes to add up the results of its steps in 32 bits: of a step, those of all queries, and
-    backward also the gradients of keys and values, to which those that arrive are added."""
+    """Return the bytes that a ring reads and writes to add up the results of its steps in 32 bits.
+
+    In each step these are the results of all queries, and backward also the gradients of keys and values, to which
+    those that arrive are added.
+    """
     return steps * (queries * (8 + element) + (keys_and_values * (24 + element) if backward else 0.0))
 
 
 def _quantised_flops(kernel: Kernel, device: Hardware) -> float:
-    """The arithmetic that the busiest multiprocessor does, times their number: what tiles and waves round up to."""
+    """Return the arithmetic of the busiest multiprocessor, times their number: rounded up to tiles and waves."""
     best, batch = math.inf, kernel.batch / kernel.launches  # one launch ends before the next begins
     drain = device.flops_per_second(kernel.dtype) / device.multiprocessors / DRAIN_BYTES_PER_SECOND
     wide, narrow = device.tile
@@ -96,7 +99,7 @@ def _quantised_flops(kernel: Kernel, device: Hardware) -> float:
 
 
 def work_seconds(kernel: Kernel, device: Hardware) -> float:
-    """What a kernel's arithmetic and traffic take at the sizes that it is far from filling the device, too.
+    """Return the time of a kernel's arithmetic and traffic, without the losses of small sizes.
 
     Smooth in the sizes: no rounding to tiles and no floor. For comparing ways to split an operator.
     """
@@ -118,7 +121,7 @@ def _arithmetic(kernel: Kernel, device: Hardware, flops: float) -> float:
 
 
 def kernel_seconds(kernel: Kernel, device: Hardware) -> float:
-    """Time of ``kernel`` on ``device``, in seconds."""
+    """Return the time of ``kernel`` on ``device``, in seconds."""
     if kernel.kind == "view":
         return 0.0
     flops = _quantised_flops(kernel, device) if kernel.kind == "matmul" and kernel.rows else kernel.flops
@@ -127,12 +130,12 @@ def kernel_seconds(kernel: Kernel, device: Hardware) -> float:
 
 
 def device_seconds(kernels: Iterable[Kernel], device: Hardware) -> float:
-    """Time of kernels that run one after another, without what the host takes to launch them."""
+    """Return the time of kernels that run one after another, without that of their launches on the host."""
     return sum(kernel_seconds(kernel, device) for kernel in kernels)
 
 
 def with_host(device: Seconds, host: Seconds) -> Seconds:
-    """Seconds of a phase whose kernels take ``device`` seconds, and their launches, beside them, ``host`` seconds.
+    """Return the seconds of a phase whose kernels take ``device`` seconds, and their launches ``host`` seconds.
 
     The longer of the two, if one is much longer. Where they are about the same, the host is behind in one moment and
     ahead in the next, so that a phase takes longer than either: by 12% where they are equal.

@@ -1,4 +1,4 @@
-"""What one rank launches for one microbatch: a layer's kernels forward and backward, the embedding's and the head's.
+"""Kernels that one rank launches for one microbatch: a layer's forward and backward, the embedding's and the head's.
 
 Bytes are of 16-bit activations: r2 and w2 are 2 bytes read or written per element, masks 1. Backward of a product is
 two products; gradients of weights are added to an accumulator in ``gradient_dtype``.
@@ -73,7 +73,7 @@ class Shapes:
 
     @property
     def latent(self) -> float:
-        """Elements per token behind latent attention's first products; 0 where the next ones read the hidden ones."""
+        """Return the elements per token after latent attention's first products; 0 where there are none for queries."""
         m = self.model
         return m.query_rank + m.kv_rank + m.rotary_width if m.query_rank else 0.0
 
@@ -83,7 +83,7 @@ class Shapes:
 
     @property
     def dtype(self) -> str:
-        """Of activations: 8-bit and 4-bit training keeps them in bf16."""
+        """Return the dtype of activations: 8-bit and 4-bit training keeps them in bf16."""
         return "bf16" if self.layout.dtype in ("fp8", "fp4") else self.layout.dtype
 
     @property
@@ -92,7 +92,7 @@ class Shapes:
 
 
 def _passes(name: str, passes: Passes, num_bytes: float) -> tuple[Kernel, Kernel]:
-    """What reads and writes ``num_bytes`` so often, forward and backward."""
+    """Return the forward and backward kernels that read and write ``num_bytes`` so often."""
     return (
         memory(name, passes.forward * num_bytes, passes.forward_launches),
         memory(f"{name}.backward", passes.backward * num_bytes, passes.backward_launches),
@@ -102,7 +102,7 @@ def _passes(name: str, passes: Passes, num_bytes: float) -> tuple[Kernel, Kernel
 def _matmul(
     s: Shapes, name: str, rows: float, columns: float, depth: float, experts: float = 1
 ) -> tuple[Kernels, Kernels]:
-    """A layer's product, forward and backward; 8-bit ones are scaled and cast (and transposed) first."""
+    """Return a layer's product, forward and backward; 8-bit ones are scaled and cast (and transposed) first."""
     low = s.layout.dtype in ("fp8", "fp4")
     element = 1.0 if low else s.element
     dtype = s.layout.dtype
@@ -122,36 +122,34 @@ def _matmul(
 
 
 def _accumulated(s: Shapes, elements: float) -> float:
-    """Bytes of adding a product that is a gradient to those of earlier microbatches."""
+    """Return the bytes of adding a product that is a gradient to those of earlier microbatches."""
     return 0.0 if s.kernels.fused_gradients else 2 * BYTES_PER_ELEMENT[s.layout.gradient_dtype] * elements
 
 
 def _side_by_side(s: Shapes, name: str, columns: tuple[float, ...], depth: float) -> tuple[Kernels, Kernels]:
-    """Products of the same input: one, or one for each weight, whose inputs' gradients are then added up."""
+    """Return products of the same input: one, or one for each weight, whose inputs' gradients are then added up."""
     if s.kernels.joined:
         return _matmul(s, name, s.tokens, sum(columns), depth)
-    made = [_matmul(s, name, s.tokens, one, depth) for one in columns]
+    products = [_matmul(s, name, s.tokens, width, depth) for width in columns]
     sums = memory(f"{name}.sums", 3 * s.element * s.tokens * depth * (len(columns) - 1), len(columns) - 1)
-    return tuple(k for ahead, _ in made for k in ahead), (*(k for _, back in made for k in back), sums)
+    return tuple(k for ahead, _ in products for k in ahead), (*(k for _, back in products for k in back), sums)
 
 
 def _queries_keys_values(s: Shapes) -> tuple[Kernels, Kernels]:
-    """Their products and what is done to the results, forward and backward."""
+    """Return the products of queries, keys and values, and what follows these, forward and backward."""
     m, e = s.model, s.element
-    own, keys = s.heads * m.width, s.kv * m.width
+    queries, keys = s.heads * m.width, s.kv * m.width
     if m.kv_rank:
         return _latent(s)
-    qkv, back = _side_by_side(s, "qkv", (own, keys, keys), m.hidden)
-    turned = _passes("rotary", s.kernels.rotary, e * s.tokens * (own + keys)) if m.rotary else ()
-    scaled = _passes("head_norms", s.kernels.norm, e * s.tokens * (own + keys)) if m.head_norms else ()
-    apart = _passes("split", s.kernels.split, e * s.tokens * (own + 2 * keys)) if s.kernels.joined else ()
+    qkv, back = _side_by_side(s, "qkv", (queries, keys, keys), m.hidden)
+    turned = _passes("rotary", s.kernels.rotary, e * s.tokens * (queries + keys)) if m.rotary else ()
+    scaled = _passes("head_norms", s.kernels.norm, e * s.tokens * (queries + keys)) if m.head_norms else ()
+    apart = _passes("split", s.kernels.split, e * s.tokens * (queries + 2 * keys)) if s.kernels.joined else ()
     return (*qkv, *apart[:1], *scaled[:1], *turned[:1]), (*turned[1:], *scaled[1:], *apart[1:], *back)
 
 
 def _latent(s: Shapes) -> tuple[Kernels, Kernels]:
-    """Latent attention as it is trained: first products into few elements, which every tensor rank makes whole (of its
-    rows, where rows are split), a norm of those, second products into each head's; rotated and other elements are
-    then put side by side."""
+    """Return latent attention as it is trained: products into few elements, a norm of those, products into heads'."""
     m, e = s.model, s.element
     both = m.width + m.value
     up = s.heads * (both - m.rotary_width)
@@ -172,7 +170,7 @@ def _latent(s: Shapes) -> tuple[Kernels, Kernels]:
 
 
 def _attention(s: Shapes, short: bool) -> tuple[Kernels, Kernels]:
-    """The core: scores, softmax, dropout, mix. Fused, it never writes the scores and skips what the mask hides."""
+    """Return the core: scores, softmax, dropout, mix. Fused, it never writes the scores and skips masked tiles."""
     model, layout, e = s.model, s.layout, s.element
     batch, length, width = layout.microbatch * s.heads, model.seq / layout.cp, model.width
     scores, both = batch * length * model.seq, model.width + model.value
@@ -185,16 +183,15 @@ def _attention(s: Shapes, short: bool) -> tuple[Kernels, Kernels]:
         flops = 2.0 * batch * length * seen * both
         moved = e * layout.microbatch * length * both * (s.heads + s.kv)
         # Dao 2023 (FlashAttention-2): backward does 5 products for forward's 2
-        made, calls, merged = s.kernels.flash_generation, 1, [0.0, 0.0]
+        generation, calls, merged = s.kernels.flash_generation, 1, [0.0, 0.0]
         if layout.cp > 1 and layout.context == "ring":
             calls = layout.cp * (2 if layout.balanced else 1)
             keys = layout.microbatch * s.kv * length * both
             merged = [merged_bytes(e, layout.cp, batch * length * n, keys, back)
                       for n, back in ((model.value, False), (width, True))]  # fmt: skip
-        return (Kernel("core", "attention", flops, moved + merged[0], s.dtype, launches=calls, generation=made),), (
-            Kernel("core.backward", "attention", 2.5 * flops, 2.5 * moved + merged[1], s.dtype, launches=3 * calls,
-                   generation=made),
-        )  # fmt: skip
+        core = Kernel("core", "attention", flops, moved + merged[0], s.dtype, launches=calls, generation=generation)
+        size = 2.5 * moved + merged[1]
+        return (core,), (replace(core, name="core.backward", flops=2.5 * flops, bytes=size, launches=3 * calls),)
     dropped = scores * (2 * e + 1) if model.dropout else 0.0
     # Queries, keys and values are read where they are; the mix is copied to where the next product reads it.
     softmax, softmax_backward = _softmax(s, batch, scores)
@@ -218,7 +215,7 @@ def _attention(s: Shapes, short: bool) -> tuple[Kernels, Kernels]:
 
 
 def _softmax(s: Shapes, batch: float, scores: float) -> tuple[Kernel, Kernel]:
-    """Of scores, forward and backward. Fused, the causal one reads their lower half and writes all of them."""
+    """Return the softmax of scores, forward and backward; a fused causal one reads half of them and writes all."""
     e, causal = s.element, s.model.causal
     if batch % s.kernels.softmax_groups == 0:
         return (
@@ -230,13 +227,13 @@ def _softmax(s: Shapes, batch: float, scores: float) -> tuple[Kernel, Kernel]:
 
 
 def _mlp(s: Shapes, name: str, wide: float) -> tuple[Kernels, Kernels]:
-    """Of all tokens, ``wide`` elements of it on this rank."""
+    """Return the MLP of all tokens, with ``wide`` elements on this rank."""
     up = _side_by_side(s, f"{name}up", (wide,) * (2 if s.model.gated else 1), s.model.hidden)
     return _between(s, name, up, _matmul(s, f"{name}down", s.tokens, s.model.hidden, wide), s.tokens * wide)
 
 
 def _grouped(s: Shapes, rows: float, wide: float, experts: float) -> tuple[Kernels, Kernels]:
-    """The products of ``experts``, of ``rows`` tokens each."""
+    """Return the products of ``experts``, of ``rows`` tokens each."""
     up = _matmul(s, "up", rows, (2 if s.model.gated else 1) * wide, s.model.hidden, experts)
     return _between(s, "", up, _matmul(s, "down", rows, s.model.hidden, wide, experts), experts * rows * wide)
 
@@ -244,14 +241,14 @@ def _grouped(s: Shapes, rows: float, wide: float, experts: float) -> tuple[Kerne
 def _between(
     s: Shapes, name: str, up: tuple[Kernels, Kernels], down: tuple[Kernels, Kernels], elements: float
 ) -> tuple[Kernels, Kernels]:
-    """The activation of ``elements`` between two products."""
+    """Return the activation of ``elements`` between two products."""
     passes = s.kernels.gated_activation if s.model.gated else s.kernels.activation
     act, act_backward = _passes(f"{name}activation", passes, s.element * elements)
     return (*up[0], act, *down[0]), (*down[1], act_backward, *up[1])
 
 
 def _experts(s: Shapes) -> tuple[Kernels, Kernels, tuple[Communication, ...]]:
-    """Routed experts, which exchange rows over ``ep`` before and after, and those of all tokens."""
+    """Return routed experts, which exchange rows over ``ep`` before and after, and those of all tokens."""
     model, layout, e = s.model, s.layout, s.element
     # rows that reach a rank when routing is balanced, over the experts that it holds
     experts = max(1.0, model.experts / layout.ep)
@@ -274,11 +271,11 @@ def _experts(s: Shapes) -> tuple[Kernels, Kernels, tuple[Communication, ...]]:
 
 
 def layer(model: Decoder, layout: ParallelLayout, kind: LayerKind | None = None) -> LayerWork:
-    """One layer of one microbatch on one rank: of ``kind``, by default the model's last."""
+    """Return one layer of one microbatch on one rank: of ``kind``, by default the model's last."""
     s = Shapes(model, layout)
     kind = kind or model.kinds[-1]
     e, h, rows = s.element, model.hidden, s.rows
-    made, made_backward = _queries_keys_values(s)
+    qkv, qkv_backward = _queries_keys_values(s)
     out, out_backward = _matmul(s, "out", s.tokens, h, s.heads * model.value)
     core, core_backward = _attention(s, kind.short)
     exchanges: tuple[Communication, ...] = ()
@@ -290,10 +287,10 @@ def layer(model: Decoder, layout: ParallelLayout, kind: LayerKind | None = None)
     norm, norm_backward = _passes("norm", s.kernels.norm, e * rows * h)
     add, add_backward = _passes("residual", s.kernels.residual, e * rows * h)
     dropped = memory("dropout", mask * rows * h, 0), memory("dropout.backward", (2 * e + mask) * mask * rows * h, mask)
-    forward = (norm, *made, *core, *out, add, dropped[0], norm, *mlp, add, dropped[0])
+    forward = (norm, *qkv, *core, *out, add, dropped[0], norm, *mlp, add, dropped[0])
     backward = (
         add_backward, dropped[1], *mlp_backward, norm_backward, add_backward, dropped[1],
-        *out_backward, *core_backward, *made_backward, norm_backward,
+        *out_backward, *core_backward, *qkv_backward, norm_backward,
     )  # fmt: skip
     again: Kernels = ()
     if layout.recompute == "full":
@@ -308,9 +305,9 @@ def layer(model: Decoder, layout: ParallelLayout, kind: LayerKind | None = None)
 
 
 def _tensor_communication(s: Shapes, kind: LayerKind) -> tuple[tuple[Communication, ...], tuple[Communication, ...]]:
-    """Megatron's f and g (Shoeybi et al. 2019), or their sequence-parallel halves (Korthikanti et al. 2022).
+    """Return Megatron's f and g (Shoeybi et al. 2019), or their sequence-parallel halves (Korthikanti et al. 2022).
 
-    In backward, the communication of an input's gradient runs beside the product of the weight's gradient.
+    In backward, the communication of an input's gradient is concurrent with the product of the weight's gradient.
     """
     layout = s.layout
     size = s.element * s.tokens * s.model.hidden
@@ -322,25 +319,29 @@ def _tensor_communication(s: Shapes, kind: LayerKind) -> tuple[tuple[Communicati
     latent = ("query.up", s.element * s.tokens * s.latent) if s.latent else ("qkv", size)
     columns = (latent, (up, size)) if dense else (latent,)
     rows = ("out", down) if dense else ("out",)
+
+    def communicate(name: str, num_bytes: float, product: str, overlap: bool = layout.overlap_tp) -> Communication:
+        return Communication(name, "tp", num_bytes, (product,) if overlap else ())
+
     ahead: list[Communication] = []
     back: list[Communication] = []
     if layout.sequence_parallel:
-        for name, given in columns:
-            ahead.append(Communication("all_gather", "tp", given, (name,) if layout.overlap_tp else ()))
-            # the input is gathered once more, behind the product of its gradient; then its gradient is scattered
-            back.append(Communication("all_gather", "tp", given, (f"{name}.input",)))
-            back.append(Communication("reduce_scatter", "tp", given, (f"{name}.weight",)))
+        for name, num_bytes in columns:
+            ahead.append(communicate("all_gather", num_bytes, name))
+            # the input is gathered once more, during the product of its gradient; then its gradient is scattered
+            back.append(communicate("all_gather", num_bytes, f"{name}.input", overlap=True))
+            back.append(communicate("reduce_scatter", num_bytes, f"{name}.weight", overlap=True))
         for name in rows:
-            ahead.append(Communication("reduce_scatter", "tp", size, (name,) if layout.overlap_tp else ()))
-            back.append(Communication("all_gather", "tp", size, (f"{name}.input",) if layout.overlap_tp else ()))
+            ahead.append(communicate("reduce_scatter", size, name))
+            back.append(communicate("all_gather", size, f"{name}.input"))
     else:
-        ahead += [Communication("all_reduce", "tp", size, (name,) if layout.overlap_tp else ()) for name in rows]
-        back += [Communication("all_reduce", "tp", given, (f"{name}.weight",)) for name, given in columns]
+        ahead += [communicate("all_reduce", size, name) for name in rows]
+        back += [communicate("all_reduce", num_bytes, f"{name}.weight", overlap=True) for name, num_bytes in columns]
     return (*ahead, *context), (*back, *context_back)
 
 
 def _context(s: Shapes) -> tuple[tuple[Communication, ...], tuple[Communication, ...]]:
-    """What context ranks exchange for attention, forward and backward."""
+    """Return the collectives of context ranks for attention, forward and backward."""
     m, cp, e = s.model, s.layout.cp, s.element
     if cp == 1:
         return (), ()
@@ -366,7 +367,7 @@ def _context(s: Shapes) -> tuple[tuple[Communication, ...], tuple[Communication,
 
 
 def embedding(model: Decoder, layout: ParallelLayout) -> LayerWork:
-    """Lookup, positions, dropout. Its gradient is a scatter-add into zeros, which are then added to the accumulator."""
+    """Return lookup, positions, dropout; the gradient is a scatter-add into zeros, added to the accumulator."""
     s = Shapes(model, layout)
     size, table = s.element * s.tokens * model.hidden, model.hidden * model.vocab / layout.tp
     ahead, back = _passes("embedding", s.kernels.embedding, size)
@@ -377,13 +378,12 @@ def embedding(model: Decoder, layout: ParallelLayout) -> LayerWork:
 
 
 def _added(s: Shapes, elements: float) -> float:
-    """Bytes of a gradient in 16 bits that is written, read, and added to an accumulator."""
+    """Return the bytes of a gradient in 16 bits that is written, read, and added to an accumulator."""
     return (2 * s.element + 2 * BYTES_PER_ELEMENT[s.layout.gradient_dtype]) * elements
 
 
 def predicting(model: Decoder, layout: ParallelLayout) -> LayerWork:
-    """What stands before the layer that predicts a further token: two norms, and a product of both inputs side by
-    side (DeepSeek-V3, equation 21); then another head."""
+    """Return two norms and a product of joined inputs, before the layer of a further token (DeepSeek-V3, eq. 21)."""
     s = Shapes(model, layout)
     size = s.element * s.rows * model.hidden
     norm, norm_backward = _passes("norm", s.kernels.norm, size)
@@ -393,7 +393,7 @@ def predicting(model: Decoder, layout: ParallelLayout) -> LayerWork:
 
 
 def head(model: Decoder, layout: ParallelLayout) -> LayerWork:
-    """Final norm, logits and cross entropy (in fp32) over a vocabulary that may be split over tp."""
+    """Return final norm, logits and cross entropy (in fp32) over a vocabulary that may be split over tp."""
     s = Shapes(model, layout)
     e, rows, local = s.element, s.tokens, model.vocab / layout.tp
     norm, norm_backward = _passes("norm", s.kernels.norm, e * s.rows * model.hidden)

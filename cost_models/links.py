@@ -13,8 +13,10 @@ from .hardware import Hardware
 
 @dataclass(frozen=True)
 class Level:
-    """All devices within ``span`` neighbours reach each other at ``bytes_per_second`` each, one way. ``network``: over
-    adapters, of which every device has its own."""
+    """Links over which all devices within ``span`` neighbours reach each other at ``bytes_per_second``, one way.
+
+    ``network``: they are adapters, of which every device has its own.
+    """
 
     name: str
     span: float
@@ -33,6 +35,7 @@ class Hop:
 
     @property
     def bytes_per_second(self) -> float:
+        """Return the bandwidth of all lanes."""
         return self.level.bytes_per_second * self.lanes
 
 
@@ -44,11 +47,12 @@ class Group:
 
     @property
     def size(self) -> int:
+        """Return the number of ranks."""
         return math.prod(hop.members for hop in self.hops)
 
 
 class Rung(IntEnum):
-    """What a level joins: pairs of devices, the devices of a node (or of a larger NVLink domain), nodes, switches."""
+    """The kind of a level: it joins pairs of devices, a node (or a larger NVLink domain), nodes, or switches."""
 
     BRIDGE = 0
     FAST = 1
@@ -58,8 +62,14 @@ class Rung(IntEnum):
 
 @dataclass(frozen=True)
 class Network:
-    """Of a whole cluster. ``far``: whether anything crosses it; ``rail``: how many nodes share the leaf switches;
-    ``deep``: whether there are more; ``oversubscription``: how many times slower the level above is."""
+    """The network of a whole cluster.
+
+    Attributes:
+        far: whether anything crosses it.
+        rail: how many nodes share the leaf switches.
+        deep: whether there are more nodes.
+        oversubscription: how many times slower the level above the leaf switches is.
+    """
 
     far: bool
     rail: int
@@ -69,8 +79,10 @@ class Network:
 
 @dataclass(frozen=True)
 class Part:
-    """``count`` devices of one kind beside each other, ``per_node`` in each node. The first is rank ``start``, in node
-    number ``node``; ``begins``: whether it is that node's first device."""
+    """``count`` neighbouring devices of one kind, ``per_node`` in each node.
+
+    The first is rank ``start``, in node number ``node``; ``begins``: whether it is that node's first device.
+    """
 
     device: Hardware
     count: int
@@ -82,35 +94,35 @@ class Part:
 
     @property
     def nodes(self) -> int:
-        """How many nodes it lies in."""
+        """Return the number of nodes that it lies in."""
         return -(-self.count // self.per_node)
 
     @property
     def span(self) -> int:
-        """How many devices the fast links join."""
+        """Return the number of devices that the fast links join."""
         return self.device.domain if self.device.domain > 8 else self.per_node
 
     @cached_property
     def levels(self) -> Mapping[Rung, Level]:
-        """The links of its devices, the fastest first."""
+        """Return the links of its devices, the fastest first."""
         device, share, network = self.device, self.device.efficiency, self.network
         rate = device.network_bytes_per_second * share.network
-        found = {
+        levels = {
             Rung.FAST: Level(device.link, self.span, device.link_bytes_per_second * share.link, device.link_seconds)
         }
         if device.bridge_bytes_per_second and self.span > 1:
             bridge = Level("bridge", 2, device.bridge_bytes_per_second * share.link, device.link_seconds)
-            found = {Rung.BRIDGE: bridge, **found}
+            levels = {Rung.BRIDGE: bridge, **levels}
         if network.far:
             leaf = network.rail * self.per_node if network.deep else math.inf
-            found[Rung.LEAF] = Level("leaf", leaf, rate, device.network_seconds, True)
+            levels[Rung.LEAF] = Level("leaf", leaf, rate, device.network_seconds, True)
         if network.deep:
             slower = rate / network.oversubscription
-            found[Rung.SPINE] = Level("spine", math.inf, slower, 1.3 * device.network_seconds, True)
-        return found
+            levels[Rung.SPINE] = Level("spine", math.inf, slower, 1.3 * device.network_seconds, True)
+        return levels
 
     def block(self, rung: Rung, rank: int) -> tuple[int, int]:
-        """What tells apart the devices that a level joins; parts in one node have its fast links in common."""
+        """Return a key of the devices that a level joins; parts in one node share its fast links."""
         local = rank - self.start
         if rung is Rung.BRIDGE:
             return self.start, local // 2

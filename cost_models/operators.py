@@ -44,21 +44,21 @@ DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
 
 
 def _convolution(node: fx.Node) -> ProductSize:
-    """Every element of the result (of a transposed convolution: of the input) meets a filter."""
-    given, weight = shape(tensor_inputs(node)[0]), shape(tensor_inputs(node)[1])
+    """Return the size of a product of every element of the result (transposed: of the input) with a filter."""
+    image, weight = shape(tensor_inputs(node)[0]), shape(tensor_inputs(node)[1])
     if _transposed(node):
-        return 1, _positions(given, weight), math.prod(weight[1:]), weight[0]
+        return 1, _positions(image, weight), math.prod(weight[1:]), weight[0]
     return 1, _positions(shape(node), weight), weight[0], math.prod(weight[1:])
 
 
 def _convolution_backward(node: fx.Node) -> ProductSize:
-    """Two products of the forward's size: for the input, and for the weight."""
-    grad, given, weight = (shape(source) for source in tensor_inputs(node)[:3])
-    return 2, _positions(given if _transposed(node) else grad, weight), weight[0], math.prod(weight[1:])
+    """Return the size of two products of the forward's size: for the input, and for the weight."""
+    grad, image, weight = (shape(source) for source in tensor_inputs(node)[:3])
+    return 2, _positions(image if _transposed(node) else grad, weight), weight[0], math.prod(weight[1:])
 
 
 def _grouped_convolution(node: fx.Node) -> ProductSize:
-    """As :func:`_convolution`, for each group."""
+    """Return the size of :func:`_convolution` for each group."""
     x, weight = (shape(source) for source in tensor_inputs(node))
     image = x if argument(node, "transposed") else shape(node)
     return x[1], x[0] * math.prod(image[3:]), weight[1], math.prod(weight[2:])
@@ -89,36 +89,35 @@ def _grouped_weight_grad(node: fx.Node) -> ProductSize:
 
 
 def _all_gather_matmul(node: fx.Node) -> ProductSize:
-    """One product for each slice that travels, with all weights side by side."""
+    """Return the size of one product for each slice that travels, with all weights concatenated."""
     args: Any = node.args
-    x, size, made = shape(args[0]), args[2], values(node)[: len(args[5])]
-    return size, math.prod(x[:-1]), sum(value.shape[-1] for value in made), x[-1]
+    x, size, results = shape(args[0]), args[2], values(node)[: len(args[5])]
+    return size, math.prod(x[:-1]), sum(value.shape[-1] for value in results), x[-1]
 
 
 def _matmul_reduce_scatter(node: fx.Node) -> ProductSize:
-    """One product for each slice that travels, with all terms end to end."""
+    """Return the size of one product for each slice that travels, with all terms concatenated."""
     args: Any = node.args
     out = shape(node)
     return args[2], math.prod(out[:-1]), out[-1], sum(shape(x)[-1] for x in args[0])
 
 
 def _trilinear(node: fx.Node) -> ProductSize:
-    """Of torch.bilinear: three tensors, with dims of size 1 put in, multiplied and summed over some dims: a
-    multiply-add for each element that the three have together."""
-    given: Any = node.args
+    """Return the size of torch.bilinear: a multiply-add for each element of three tensors' common shape."""
+    operands: Any = node.args
     wide = []
-    for source, places in zip(given[:3], given[3:6], strict=True):
+    for source, places in zip(operands[:3], operands[3:6], strict=True):
         dims = list(shape(source))
         for place in places:
             dims.insert(place, 1)
         wide.append(dims)
     sizes = [max(dims) for dims in zip(*wide, strict=True)]
-    depth = math.prod(sizes[dim] for dim in given[6])
+    depth = math.prod(sizes[dim] for dim in operands[6])
     return 1, math.prod(sizes) // max(1, depth * sizes[-1]), sizes[-1], depth
 
 
 def _cdist_backward(node: fx.Node) -> ProductSize:
-    """A difference for each two rows and each of their elements, as in the forward."""
+    """Return the size of a difference for each two rows and each of their elements, as in the forward."""
     left, right = (shape(source) for source in tensor_inputs(node)[1:3])
     return math.prod(left[:-2]), left[-2], right[-2], left[-1]
 
@@ -191,32 +190,34 @@ ATTENTION_BACKWARD_LAUNCHES = 3  # the sums of the result times its gradient, th
 
 
 def traffic(node: fx.Node) -> float:
-    """Bytes that a node reads and writes."""
-    made = float(sum(num_bytes(v) for v in values(node) if isinstance(v, torch.Tensor)))
-    found = (facts(source).value for source in tensor_inputs(node))
-    return moved(node.target, [num_bytes(v) if isinstance(v, torch.Tensor) else 0 for v in found], made)
+    """Return the bytes that a node reads and writes."""
+    written = float(sum(num_bytes(v) for v in values(node) if isinstance(v, torch.Tensor)))
+    inputs = (facts(source).value for source in tensor_inputs(node))
+    return moved(node.target, [num_bytes(v) if isinstance(v, torch.Tensor) else 0 for v in inputs], written)
 
 
-def moved(target: Any, given: Sequence[float], made: float) -> float:
-    """Bytes that an operator reads and writes, by those of each tensor that it is given and of all that it makes."""
+def moved(target: Any, inputs: Sequence[float], written: float) -> float:
+    """Return the bytes that an operator reads and writes, by those of each tensor input and of all its results."""
     shape_only, twice = SHAPE_OF.get(target), target in NORM_BACKWARD
     read = 0.0
-    for place, size in enumerate(given):
-        if place != shape_only:
-            read += (min(size, made) if place == 0 and target in LOOKUPS else size) * (2 if twice and place < 2 else 1)
-    return read + made
+    for place, size in enumerate(inputs):
+        if place == shape_only:
+            continue
+        needed = min(size, written) if place == 0 and target in LOOKUPS else size
+        read += needed * (2 if twice and place < 2 else 1)
+    return read + written
 
 
 def _dtype(node: fx.Node) -> str:
-    """In which an operator computes: that of its result, or of the 8-bit numbers that it multiplies."""
+    """Return the dtype in which an operator computes: of its result, or of the 8-bit numbers that it multiplies."""
     if node.target is scaled_matmul:
         return DTYPES[values(tensor_inputs(node)[0])[0].dtype]
-    made = next(v for v in values(node) if isinstance(v, torch.Tensor))
-    return DTYPES.get(made.dtype, "fp32")
+    result = next(v for v in values(node) if isinstance(v, torch.Tensor))
+    return DTYPES.get(result.dtype, "fp32")
 
 
 def attention_flops(node: fx.Node) -> float:
-    """Scores and their use, forward or backward; fused kernels skip the half that a causal mask hides.
+    """Return the arithmetic of scores and their use, without the causal half that fused kernels skip.
 
     Where a mask is a function of positions, keys are those that :func:`seen_keys` counts. The backward has five
     products where the forward has two (Dao et al. 2022).
@@ -233,33 +234,32 @@ def attention_flops(node: fx.Node) -> float:
 
 
 def ring_size(node: fx.Node) -> int:
-    """Ranks around which keys and values travel: ``(q, axis, size, ...)`` and ``(grad, axis, size, ...)``."""
+    """Return the ranks of a ring: ``(q, axis, size, ...)`` and ``(grad, axis, size, ...)``."""
     return int(node.args[2])  # type: ignore[arg-type]
 
 
 def with_documents(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Attention whose mask has documents, and plans of its runs."""
+    """Return attention whose mask has documents, and plans of its runs."""
     kinds = (node for node in nodes if work_of(node.target) == "attention" or node.target is ring_plan)
     return [node for node in kinds if argument(node, "segments") is not None]
 
 
 def documents_note(nodes: Iterable[fx.Node]) -> str:
-    """What is assumed of packed documents, for people; "" where no mask has documents."""
+    """Return a note about the packed documents that are assumed; "" where no mask has documents."""
     of_attention = (node for node in with_documents(nodes) if node.target is not ring_plan)
-    found = [seen for node in of_attention if (seen := seen_keys(node)) is not None]
-    if not found:
+    keys = [seen for node in of_attention if (seen := seen_keys(node)) is not None]
+    if not keys:
         return ""
-    one = max(found, key=lambda seen: seen.length)
-    if not one.documents:
+    longest = max(keys, key=lambda seen: seen.length)
+    if not longest.documents:
         return "each row is taken to be one document: documents=... says their lengths"
-    count = sum(len(row.ends) for row in one.rows) / len(one.rows)
-    return (
-        f"rows are taken to have {count:.3g} documents; the rank with most attention has {one.uneven:.2f} of the mean"
-    )
+    count = sum(len(row.ends) for row in longest.rows) / len(longest.rows)
+    share = f"{longest.uneven:.2f} of the mean"
+    return f"rows are taken to have {count:.3g} documents; the rank with most attention has {share}"
 
 
 def ring_steps(node: fx.Node) -> float:
-    """In how many of a ring's steps anybody sees anything: keys travel between these."""
+    """Return the steps of a ring in which any query sees any key: keys travel between these."""
     seen = seen_keys(node)
     return ring_size(node) if seen is None else seen.steps
 
@@ -273,8 +273,10 @@ def _merged(node: fx.Node) -> float:
 
 
 def seen_keys(node: fx.Node) -> SeenKeys | None:
-    """What queries of attention see on each rank, by its mask and the documents that are expected; None where a mask is
-    a tensor, or none, or causality as a kernel knows it, or where keys may be of another sequence."""
+    """Return the keys that queries of attention see on each rank, by its mask and the documents that are expected.
+
+    None where a mask is a tensor, or none, or causality as a kernel knows it, or where keys may be of another sequence.
+    """
     mask = argument(node, "mask")
     if not isinstance(mask, str):
         return None
@@ -294,7 +296,7 @@ def seen_keys(node: fx.Node) -> SeenKeys | None:
 
 
 def leaving_runs(node: fx.Node) -> float:
-    """What part of its positions the rank sends whose runs leave most: ``send_runs`` and ``return_runs``."""
+    """Return the share of its positions that the busiest rank of ``send_runs`` or ``return_runs`` sends."""
     plan, x = argument(node, "plan"), tensor_inputs(node)[0]
     mask, whole, size, runs = (argument(plan, name) for name in ("mask", "whole", "ranks", "runs"))
     documents = _expected(plan)
@@ -307,12 +309,12 @@ def _in_order(size: int, length: int) -> list[list[tuple[int, int]]]:
 
 
 def _expected(node: fx.Node) -> tuple[int, ...]:
-    """The lengths of documents that are expected where a mask has some."""
+    """Return the lengths of documents that are expected where a mask has some."""
     return tuple(facts(node).documents) if argument(node, "segments") is not None else ()
 
 
 def product_size(node: fx.Node) -> ProductSize | None:
-    """Of an operator that is a product; None where it sums over nothing that two inputs share (an outer product).
+    """Return the size of a product; None where it sums over nothing that two inputs share (an outer product).
 
     Raises:
         CompileError: QN210 for a product without a rule and without an entry in :data:`SIZES`.
@@ -339,28 +341,26 @@ def _factorises(target: Any) -> bool:
 
 
 def _factorising(node: fx.Node) -> float:
-    """FLOPs, by the largest matrices that are given."""
+    """Return the FLOPs of linear algebra, by its largest operand."""
     sizes = [shape(source) for source in tensor_inputs(node)]
     return max((2.0 * math.prod(size) * min(size[-2:]) for size in sizes if len(size) > 1), default=0.0)
 
 
 def guessed(node: fx.Node) -> bool:
-    """Whether a node's price is a bound rather than a model of its kernel: nobody described the operator, so that it
-    costs the bytes that it reads and writes, or it is linear algebra, with the arithmetic of a product."""
+    """Return whether a price is a bound: of an undescribed operator (its bytes) or linear algebra (a product)."""
     if node.op != "call_function" or is_getitem(node) or getattr(node.target, "namespace", "") == "quintnet":
         return False
     return (work_of(node.target) is None and node.target is not aten.contiguous.default) or _factorises(node.target)
 
 
 def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
-    """The kernel of a call_function node, forward or backward, at the shapes that it has.
+    """Return the kernel of a call_function node, forward or backward, at its shapes.
 
-    Operators of a backward that nobody described are priced by the bytes that they read and write: they come from
-    autograd's formula of an operator that has a price. :func:`guessed` tells them apart. ``unknown="memory"``: so is
-    any other operator of which nothing is known.
+    Undescribed operators of a backward, and with ``unknown="memory"`` any other, are priced by their bytes: they come
+    from autograd's formula of an operator that has a price.
 
     Raises:
-        CompileError: QN210 for an operator of the forward of which nothing is known: it never costs 0 by default.
+        CompileError: QN210 for an undescribed operator of the forward: it never costs 0 by default.
     """
     target, work = node.target, work_of(node.target)
     launches = launches_of(node)
@@ -386,7 +386,7 @@ def _already_contiguous(node: fx.Node) -> bool:
 
 
 def launches_of(node: fx.Node) -> int:
-    """How many kernels a call_function node starts."""
+    """Return the number of kernels that a call_function node launches."""
     target, work = node.target, work_of(node.target)
     if work == "view" or _already_contiguous(node):
         return 0
@@ -398,8 +398,7 @@ def launches_of(node: fx.Node) -> int:
 
 
 def _attention_calls(node: fx.Node) -> int:
-    """Of a kernel of the device: one, or one for each document of each row. Of a ring at least one for each run of
-    queries and one of keys that it sees something of."""
+    """Return the calls of attention's kernel: one, or one for each document of each row; of a ring, for each run."""
     seen = seen_keys(node)
     if seen is None or node.target not in (*RINGS, *TILED):
         return 1
@@ -408,6 +407,5 @@ def _attention_calls(node: fx.Node) -> int:
 
 
 def model_flops(graph: fx.Graph) -> float:
-    """FLOPs of products and attention in one step of the unsplit model whose forward ``graph`` is: twice as many go
-    backward (as Narayanan et al. 2021 count; what is computed again does not count)."""
+    """Return the FLOPs of products and attention in a step of an unsplit model's forward; twice as many go backward."""
     return 3 * sum(kernel_of(node, "memory").flops for node in graph.nodes if node.op == "call_function")

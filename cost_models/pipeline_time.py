@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -15,11 +16,12 @@ class Stage:
 
     @property
     def both(self) -> float:
+        """Return the seconds of forward and backward."""
         return self.forward + self.backward
 
 
 def one_f_one_b_seconds(stages: Sequence[Stage], microbatches: int, send: float = 0.0) -> float:
-    """When the last backward ends: each stage runs its 1F1B order, each action as soon as its inputs are there.
+    """Return when the last backward ends, if each stage runs its 1F1B order, each action as early as it can.
 
     ``send``: seconds from a stage to its neighbour, during which neither computes.
 
@@ -27,41 +29,41 @@ def one_f_one_b_seconds(stages: Sequence[Stage], microbatches: int, send: float 
     33.0
     """
     depth = len(stages)
-    orders = []
-    for rank in range(depth):
-        warm = min(depth - rank - 1, microbatches)
-        order = [("F", i) for i in range(warm)]
-        for i in range(microbatches - warm):
-            order += [("F", warm + i), ("B", i)]
-        order += [("B", i) for i in range(microbatches - warm, microbatches)]
-        orders.append(order)
-    ends: dict[tuple[str, int, int], float] = {}
-    free, at = [0.0] * depth, [0] * depth
-    left = sum(map(len, orders))
-    while left:
-        for rank in range(depth):
-            while at[rank] < len(orders[rank]):
-                kind, i = orders[rank][at[rank]]
+    pending = [deque(_order(min(depth - rank - 1, microbatches), microbatches)) for rank in range(depth)]
+    ends: dict[tuple[str, int, int], float] = {}  # by kind, microbatch and stage
+    free = [0.0] * depth
+    while any(pending):
+        for rank, actions in enumerate(pending):
+            while actions:
+                kind, index = actions[0]
                 source = rank - 1 if kind == "F" else rank + 1
-                if kind == "B" and rank == depth - 1:
-                    ready: float | None = 0.0
-                else:
-                    ready = ends.get((kind, i, source)) if 0 <= source < depth else 0.0
+                from_neighbour = 0 <= source < depth
+                ready = ends.get((kind, index, source)) if from_neighbour else 0.0
                 if ready is None:
                     break
                 seconds = stages[rank].forward if kind == "F" else stages[rank].backward
-                moved = send if 0 <= source < depth else 0.0
-                free[rank] = max(free[rank], ready) + moved + seconds
-                ends[kind, i, rank] = free[rank]
-                at[rank] += 1
-                left -= 1
+                free[rank] = max(free[rank], ready) + (send if from_neighbour else 0.0) + seconds
+                ends[kind, index, rank] = free[rank]
+                actions.popleft()
     return max(free)
 
 
-def interleaved_seconds(stages: Sequence[Stage], microbatches: int, chunks: int, send: float = 0.0) -> float:
-    """Megatron's interleaved 1F1B (Narayanan et al. 2021): the bubble is that of stages ``chunks`` times thinner.
+def _order(warmup: int, microbatches: int) -> Iterator[tuple[str, int]]:
+    """Yield the actions of a rank: forwards, a forward and a backward in turn, then the other backwards."""
+    for index in range(warmup):
+        yield "F", index
+    for index in range(microbatches - warmup):
+        yield "F", warmup + index
+        yield "B", index
+    for index in range(microbatches - warmup, microbatches):
+        yield "B", index
 
-    ``stages``: per rank, all its chunks together; the slowest one sets the pace.
+
+def interleaved_seconds(stages: Sequence[Stage], microbatches: int, chunks: int, send: float = 0.0) -> float:
+    """Return the time of Megatron's interleaved 1F1B (Narayanan et al. 2021).
+
+    The bubble is that of stages ``chunks`` times thinner. ``stages``: per rank, all its chunks together; the slowest
+    one sets the pace.
 
     >>> interleaved_seconds([Stage(2, 4)] * 4, 8, 2)  # m (f + b) + (p - 1) (f + b) / v
     57.0

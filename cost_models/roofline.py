@@ -51,7 +51,7 @@ class Roofline:
         return collective_seconds(name, self._group(tuple(range(0, ranks * apart, apart))), num_bytes)
 
     def _group(self, ranks: tuple[int, ...]) -> Group:
-        """Of ranks of as many full nodes as they need."""
+        """Return the links between ranks of as many full nodes as they need."""
         if ranks not in self._groups:
             node = Cluster(self.hardware).gpus_per_node
             self._groups[ranks] = Cluster(self.hardware, -(-(max(ranks) + 1) // node)).group_of(ranks)

@@ -57,37 +57,37 @@ class StepModel:
     def _lost(self, hidden: float, group: Group) -> float:
         return lost_seconds(hidden, group, self.cluster.parts)
 
-    def _communication(self, given: Sequence[Communication], kernels: Kernels) -> float:
-        """What of ``given`` delays the rank: all of it, or what its neighbours in time do not cover."""
+    def _communication(self, collectives: Sequence[Communication], kernels: Kernels) -> float:
+        """Return the seconds of communication that no kernel hides."""
         exposed = 0.0
         windows: dict[tuple[str, ...], float] = {}
-        for item in given:
+        for item in collectives:
             group = self.group(item.axis)
             seconds = collective_seconds(item.name, group, item.num_bytes)
             if not item.beside or self.layout.blocking:
                 exposed += seconds
                 continue
-            left = windows.get(item.beside)
-            if left is None:
+            window = windows.get(item.beside)
+            if window is None:
                 near = [k for k in kernels if item.beside == ALL or k.name in item.beside]
-                left = sum(kernel_seconds(k, self.cluster.device) for k in near)
-            hidden = min(seconds, left)
-            windows[item.beside] = left - hidden
+                window = sum(kernel_seconds(k, self.cluster.device) for k in near)
+            hidden = min(seconds, window)
+            windows[item.beside] = window - hidden
             lost = EXCHANGE_SHARE * hidden if item.beside == ALL else self._lost(hidden, group)
             exposed += seconds - hidden + lost
         return exposed
 
     def group(self, axis: str) -> Group:
-        """The ranks of ``axis``."""
+        """Return the links between the ranks of ``axis``."""
         if axis == "ep":  # experts live on context and data ranks, and on tensor ranks that do not split an expert
             return self.cluster.group(self.layout.ep, self.layout.expert_tp)
         return self.cluster.axis(self.layout.mesh, axis)
 
     def _seconds(self, work: LayerWork) -> tuple[float, float, float]:
-        """Forward, backward and redone seconds of one part, with the communication that is not hidden."""
+        """Return forward, backward and redone seconds of one part, with the communication that is not hidden."""
         share = self.cluster.device.efficiency
         per_launch = 0.0 if self.layout.graphs else share.host_seconds
-        found = []
+        seconds = []
         for kernels, messages in (
             (work.forward, work.forward_communication),
             (work.backward, work.backward_communication),
@@ -97,8 +97,8 @@ class StepModel:
             device += self._communication(messages, kernels)
             launches = sum(k.launches for k in kernels) + len(messages)
             host = launches * per_launch
-            found.append(device + host if self.layout.blocking else with_host(device, host))
-        return found[0], found[1], found[2]
+            seconds.append(device + host if self.layout.blocking else with_host(device, host))
+        return seconds[0], seconds[1], seconds[2]
 
     @cached_property
     def _kinds(self) -> dict[LayerKind, tuple[float, float, float]]:
@@ -107,9 +107,9 @@ class StepModel:
 
     @cached_property
     def layer(self) -> tuple[float, float, float]:
-        """Forward, backward and redone seconds of a layer, on average over the model's."""
-        found = [self._kinds[kind] for kind in self.model.kinds]
-        forward, backward, again = (sum(column) / len(found) for column in zip(*found, strict=True))
+        """Return forward, backward and redone seconds of a layer, on average over the model's."""
+        layers = [self._kinds[kind] for kind in self.model.kinds]
+        forward, backward, again = (sum(column) / len(layers) for column in zip(*layers, strict=True))
         return forward, backward, again
 
     def _part(self, kind: LayerKind) -> Part:
@@ -120,7 +120,7 @@ class StepModel:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """One microbatch on each stage."""
+        """Return one microbatch on each stage."""
         model, layout = self.model, self.layout
         parts = [self._part(kind) for kind in model.kinds]
         table = closed_forms.embedding_parameters(model)  # a tied table, for each use
@@ -129,29 +129,32 @@ class StepModel:
         )
         forward, backward, _ = self._seconds(predicting(model, layout))
         further = [(forward, backward, 2.0 * model.hidden**2, 0.0), self._part(model.kinds[-1]), last] * model.predicted
-        found: list[list[Part]] = []
+        stage_parts: list[list[Part]] = []
         for count in stage_layers(model, layout):
-            found.append(parts[:count])
+            stage_parts.append(parts[:count])
             parts = parts[count:]
-        found[0].insert(0, first)
-        found[-1] += [last, *further]
-        return tuple(self._stage(stage) for stage in found)
+        stage_parts[0].insert(0, first)
+        stage_parts[-1] += [last, *further]
+        return tuple(self._stage(stage) for stage in stage_parts)
 
     def _stage(self, parts: Sequence[Part]) -> Stage:
-        """Parts of a stage in order, by seconds of their forward and backward, and parameters. ZeRO 3 gathers these
-        one part ahead of computation, and 2 and 3 scatter gradients behind it."""
+        """Return the times of a stage, of its parts in order.
+
+        Parts have seconds of their forward and backward, and parameters. ZeRO 3 gathers these one part ahead of
+        computation, and 2 and 3 scatter gradients after it.
+        """
         layout, ahead, back = self.layout, [part[0] for part in parts], [part[1] for part in parts]
         if layout.zero < 3 or layout.shards == 1:
             return Stage(sum(ahead), sum(back))
         group = self.cluster.group(layout.shards, layout.tp)
         apart = layout.ep * layout.expert_tp  # over so many ranks experts are split, and sliced over the others
         held = max(1, layout.shards * layout.tp // apart)
-        rest = self.cluster.group(held, apart) if self.model.experts and held > 1 else Group(())
+        expert_group = self.cluster.group(held, apart) if self.model.experts and held > 1 else Group(())
 
         def moved(name: str, element: float) -> list[float]:
             return [
                 collective_seconds(name, group, element * n / layout.tp)
-                + collective_seconds(name, rest, element * experts / apart)
+                + collective_seconds(name, expert_group, element * experts / apart)
                 for _, _, n, experts in parts
             ]
 
@@ -173,12 +176,14 @@ class StepModel:
         return Stage(in_turn(ahead, gather, nothing, lost), in_turn(back[::-1], last, scatter[::-1], lost))
 
     def _copies(self, size: float) -> float:
-        """Summing the gradients of ``size`` parameters over ranks that hold the same slices."""
+        """Return the time of summing the gradients of ``size`` parameters over ranks that hold the same slices."""
         layout = self.layout
         if layout.shards == layout.dp * layout.cp:
             return 0.0
-        rest = self.cluster.group(layout.dp * layout.cp // layout.shards, layout.tp * layout.shards)
-        return collective_seconds("all_reduce", rest, BYTES_PER_ELEMENT[layout.gradient_dtype] * size / layout.shards)
+        replicas = self.cluster.group(layout.dp * layout.cp // layout.shards, layout.tp * layout.shards)
+        return collective_seconds(
+            "all_reduce", replicas, BYTES_PER_ELEMENT[layout.gradient_dtype] * size / layout.shards
+        )
 
     # -- the step
 

@@ -91,7 +91,7 @@ class Decoder:
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """Of each layer, in order."""
+        """Return the kind of each layer, in order."""
         first = self.dense_layers
         return tuple(
             LayerKind(
@@ -111,7 +111,7 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How a step is spread: mesh, microbatches, and what software does about memory and communication.
+    """The split of a step: mesh, microbatches, and the software's ways with memory and communication.
 
     ``recompute``: ``"selective"`` redoes the attention core in backward, ``"full"`` the whole layer, of a share
     ``recompute_share`` of the layers. ``zero``: 1 shards the optimizer's state over dp, 2 also gradients, 3 also
@@ -202,11 +202,11 @@ class ParallelLayout:
 
 
 def stage_layers(model: Decoder, layout: ParallelLayout) -> tuple[int, ...]:
-    """How many layers each pipeline stage holds; the fullest first where they do not divide."""
+    """Return the number of layers of each pipeline stage; the fullest first where they do not divide."""
     slots = layout.pp * layout.vpp
-    left = model.layers % slots
+    remainder = model.layers % slots
     ends = 2 + model.predicted  # the embedding; the head, with the layers that predict further tokens
-    if layout.pp > 1 and left and (layout.stage_ends or (model.layers + ends) % slots == 0):
+    if layout.pp > 1 and remainder and (layout.stage_ends or (model.layers + ends) % slots == 0):
         counts = list(stage_layers_even(model.layers + ends, layout))
         counts[0] -= 1
         counts[-1] -= ends - 1

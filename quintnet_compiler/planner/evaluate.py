@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from ..cost_models.collectives import SHARE, beside
+from ..cost_models.collectives import MIN_BUCKETS, beside
 from ..ir.plan import Offloaded
 from ..ir.program import BUCKET_MIB
 from ..ops.copies import WAYS
@@ -199,7 +199,7 @@ class _Evaluation:
 
 def _chosen_bucket_bytes(rank: _Rank) -> float:
     """Return the largest bucket that a search may choose for a rank."""
-    return sum(rank.slices.sum_bytes(group) + rank.slices.copy_bytes(group) for group in rank.groups) / SHARE
+    return sum(rank.slices.sum_bytes(group) + rank.slices.copy_bytes(group) for group in rank.groups) / MIN_BUCKETS
 
 
 def _first_message(rank: _Rank, owners: Mapping[str, int]) -> tuple[float, list[ParameterGroup]]:
