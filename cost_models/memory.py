@@ -149,7 +149,7 @@ def _state_bytes(model: Decoder, layout: ParallelLayout, stage: int) -> tuple[fl
     element = BYTES_PER_ELEMENT[layout.gradient_dtype]
     expert_shards = max(1, layout.shards * layout.tp // (layout.ep * layout.expert_tp))
 
-    def sharded(zero: int, size: float) -> float:
+    def held_bytes(zero: int, size: float) -> float:
         """Return the bytes of ``size`` for each parameter, which ranks share from this level of ZeRO on."""
         if layout.zero < zero:
             return size * (dense + spread)
@@ -158,7 +158,7 @@ def _state_bytes(model: Decoder, layout: ParallelLayout, stage: int) -> tuple[fl
     # gradients that are not added up inside their products exist in 16 bits, too
     gradient = element if layout.kernels.fused_gradients or element == 2 else element + 2
     # a 32-bit copy, Adam's two moments, and 32-bit gradients where they are not 32-bit anyway
-    return sharded(3, 2.0), sharded(2, gradient), sharded(1, 12.0 if element == 4 else 16.0)
+    return held_bytes(3, 2.0), held_bytes(2, gradient), held_bytes(1, 12.0 if element == 4 else 16.0)
 
 
 def _gathered_bytes(model: Decoder, layout: ParallelLayout, stage: int, layers: int) -> float:

@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 
 class Printable(Protocol):
-    """What can be shown: ``str()`` for people, ``to_json()`` for programs."""
+    """An answer: ``str()`` for people, ``to_json()`` for programs."""
 
     def to_json(self) -> str: ...
 
@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Volume:
-    """What a verb says on stderr. ``quiet``: neither progress nor warnings; ``verbose``: where an error was raised."""
+    """The amount of output on stderr: ``quiet``: no progress or warnings; ``verbose``: tracebacks of errors."""
 
     quiet: bool = False
     verbose: bool = False
@@ -68,14 +68,14 @@ def exit_code(error: QuintNetError) -> int:
 
 
 def verb(function: Callable[P, Answer]) -> Callable[P, None]:
-    """A command that prints what ``function`` answers: with ``--json`` stdout has that document and nothing else."""
+    """Return a command that prints what ``function`` answers; with ``--json`` stdout has only that document."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         as_json = bool(kwargs.get("json"))
         try:
             with _aside() if as_json else contextlib.nullcontext(), _plain_warnings(volume.get().quiet):
-                found = function(*args, **kwargs)
+                answer = function(*args, **kwargs)
         except QuintNetError as error:
             if volume.get().verbose:
                 traceback.print_exc()
@@ -83,12 +83,12 @@ def verb(function: Callable[P, Answer]) -> Callable[P, None]:
             typer.echo(f"  more: quintnet explain {error.code}", err=True)
             raise _end(_document(error), exit_code(error), as_json) from None
         except typer.BadParameter as error:
-            said = error.format_message()
-            typer.echo(f"quintnet {function.__name__}: {said}", err=True)
-            raise _end({"id": "usage", "message": said}, USAGE, as_json) from None
-        if text := found.document if as_json else found.text:
+            message = error.format_message()
+            typer.echo(f"quintnet {function.__name__}: {message}", err=True)
+            raise _end({"id": "usage", "message": message}, USAGE, as_json) from None
+        if text := answer.document if as_json else answer.text:
             typer.echo(text.rstrip("\n"))
-        raise typer.Exit(found.code)
+        raise typer.Exit(answer.code)
 
     return run
 
@@ -113,7 +113,7 @@ def _plain_warnings(quiet: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _aside() -> Iterator[None]:
-    """What models, libraries and started processes print meanwhile goes to stderr: it is no result."""
+    """Send to stderr what models, libraries and started processes print meanwhile: it is no result."""
     sys.stdout.flush()
     stdout = os.dup(1)
     try:

@@ -48,8 +48,8 @@ class Verbs(TyperGroup):
         return TyperCommand(cmd_name, help=VERBS[cmd_name]) if cmd_name in VERBS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, known, rest = super().resolve_command(ctx, args)
-        return name, known and loaded(str(name)), rest
+        name, command, arguments = super().resolve_command(ctx, args)
+        return name, command and loaded(str(name)), arguments
 
 
 def loaded(name: str) -> Any:

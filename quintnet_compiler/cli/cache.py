@@ -36,9 +36,9 @@ def cache(
     """
     if not folder.is_dir():
         raise typer.BadParameter(f"there is no folder {str(folder)!r}", param_hint="FOLDER")
-    there = CacheFolder(folder)
-    files = there.files()
-    before = 0.0 if unused is None else time.time() - unused * DAY
-    removed = surplus(files, before=before, most=float("inf") if most is None else most * 2**30)
-    there.remove(removed)
+    kept_folder = CacheFolder(folder)
+    files = kept_folder.files()
+    last_use = 0.0 if unused is None else time.time() - unused * DAY
+    removed = surplus(files, before=last_use, most=float("inf") if most is None else most * 2**30)
+    kept_folder.remove(removed)
     return Answer.of(CacheReport.of(str(folder), files, removed))

@@ -47,7 +47,7 @@ def calibrate(
     if largest > SIDES[-1]:
         effort = replace(effort, sides=(*SIDES, largest), most_flops=2.0 * largest**3)
     with working("measuring"):
-        found = measure_machine(tuple(ranks or (2,)), effort)
+        calibration = measure_machine(tuple(ranks or (2,)), effort)
     if out:
-        found.save(out)
-    return Answer(found.summary(), found.model_dump_json(indent=1))
+        calibration.save(out)
+    return Answer(calibration.summary(), calibration.model_dump_json(indent=1))

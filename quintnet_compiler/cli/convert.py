@@ -54,10 +54,10 @@ def convert(
     Example: quintnet convert runs/a llama --to safetensors --config config.json
     """
     pairs = []
-    for one in rename or ():
-        old, equals, new = one.partition("=")
+    for option in rename or ():
+        old, equals, new = option.partition("=")
         if not equals:
-            raise typer.BadParameter(f"{one!r} is not OLD=NEW", param_hint="--rename")
+            raise typer.BadParameter(f"{option!r} is not OLD=NEW", param_hint="--rename")
         pairs.append((old, new))
     with working("converting"):
         return Answer.of(converted(source, destination, to, Choices(step, model_key, tuple(pairs), config)))

@@ -16,5 +16,5 @@ def doctor(json: Json = False) -> Answer:
     Example: quintnet doctor
     """
     with working("looking around"):
-        found = examine()
-    return Answer.of(found, 0 if found.talk is None else RANK_FAULT)
+        report = examine()
+    return Answer.of(report, 0 if report.talk is None else RANK_FAULT)

@@ -50,11 +50,11 @@ def estimate(
 
     Example: quintnet estimate mymodel:build --mesh dp=4,tp=2 --precision bf16 --tokens 1e12 --price 2.5
     """
-    given = ProgramOptions.of(mesh, plan, microbatches, settings, precision)
-    check_plan(given.plan, given.mesh)
-    decided = given.plan.changed({"mesh": dict(given.mesh.axes)})
+    options = ProgramOptions.of(mesh, plan, microbatches, settings, precision)
+    check_plan(options.plan, options.mesh)
+    decided = options.plan.changed({"mesh": dict(options.mesh.axes)})
     cluster = read_cluster(gpu, nodes, gpus_per_node)
     model, batch, loss_fn = load_target(target)
     with working("estimating"):
-        found = make_estimate(model, cluster, batch, decided, loss_fn=loss_fn, tokens=tokens, price=price)
-        return Answer.of(found)
+        result = make_estimate(model, cluster, batch, decided, loss_fn=loss_fn, tokens=tokens, price=price)
+        return Answer.of(result)

@@ -43,21 +43,21 @@ def explain(
 def _error(code: str) -> Answer:
     if code == "errors":
         return Answer.of(error_page())
-    found = error_help(code)
-    if isinstance(found, ErrorHelp):
-        return Answer.of(found)
-    known = f"; did you mean {', '.join(found)}?" if found else ""
+    entry = error_help(code)
+    if isinstance(entry, ErrorHelp):
+        return Answer.of(entry)
+    guess = f"; did you mean {', '.join(entry)}?" if entry else ""
     missing = "a target needs the NAME of a module, an operator or a parameter" if ":" in code else "no such error"
-    raise typer.BadParameter(f"{code!r}: {missing}{known}", param_hint="TARGET | QN203")
+    raise typer.BadParameter(f"{code!r}: {missing}{guess}", param_hint="TARGET | QN203")
 
 
 def _way(text: str | None) -> str | dict[str, str] | None:
     if text is None or not text.startswith("{"):
         return text
     try:
-        found = json_module.loads(text)
+        types = json_module.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(kind, str) for kind in found.values()):
+        types = None
+    if not isinstance(types, dict) or not all(isinstance(kind, str) for kind in types.values()):
         raise typer.BadParameter(f'{text!r} is not like {{"tp": "S(0)"}}', param_hint="--why-not")
-    return found
+    return types

@@ -22,7 +22,7 @@ def goodput(
 
     Example: quintnet goodput runs/vit
     """
-    found = RunTime.read(folder)
-    if not found.starts:
-        raise typer.BadParameter(str(found), param_hint="FOLDER")
-    return Answer.of(found)
+    run_time = RunTime.read(folder)
+    if not run_time.starts:
+        raise typer.BadParameter(str(run_time), param_hint="FOLDER")
+    return Answer.of(run_time)

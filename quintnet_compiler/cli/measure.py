@@ -38,8 +38,8 @@ def measure(
     size = options.mesh.size
     load_target(target)  # what is wrong with it is said here, once
     with working(f"running {steps + 1} steps on {size} ranks"):
-        found: list[Timeline | None] = launch(_rank, size, (target, options, steps))
-    timeline = next(one for one in found if one is not None)
+        timelines: list[Timeline | None] = launch(_rank, size, (target, options, steps))
+    timeline = next(timeline for timeline in timelines if timeline is not None)
     if out:
         timeline.save(out)
     if html:

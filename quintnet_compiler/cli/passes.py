@@ -15,7 +15,7 @@ from ..ir.printer import program_text
 from .answer import Answer
 from .inputs.options import DeviceOption, Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, compiled
 
-Step = tuple[str, str, str]  # a pass, the program before it, and after it
+Step = tuple[str, str, str]  # name of a pass, text of the program without it, and with it
 
 
 def passes(
@@ -32,7 +32,7 @@ def passes(
     diff: Annotated[bool, typer.Option("--diff", help="with --only: the lines that the pass changes")] = False,
     json: Json = False,
 ) -> Answer:
-    """The compiler's passes in order, and the program before and after one of them.
+    """Show the compiler's passes in order, and the program before and after one of them.
 
     With a target alone: the passes that ran, and how many lines of the program each changed.
 
@@ -48,7 +48,8 @@ def passes(
         raise typer.BadParameter("give one of them", param_hint="--until --only")
     if diff and only is None:
         raise typer.BadParameter("needs --only PASS", param_hint="--diff")
-    asked = _known(until or only)
+    name = until or only
+    asked = None if name is None else _pass_name(name)
     if target is None:
         if asked is not None:
             raise typer.BadParameter("needs a TARGET", param_hint="--until --only")
@@ -58,24 +59,37 @@ def passes(
         steps = _steps(program.passes())
     if asked is None:
         return _overview(steps)
-    found = next((step for step in steps if step[0] == asked), None)
-    if found is None:
+    step = _step(steps, asked)
+    return _program_after(step) if until is not None else _change(step, diff)
+
+
+def _step(steps: Sequence[Step], name: str) -> Step:
+    step = next((step for step in steps if step[0] == name), None)
+    if step is None:
         ran = ", ".join(name for name, _, _ in steps)
-        raise typer.BadParameter(f"{asked} did not run: the plan has no use for it; {ran} did", param_hint="PASS")
-    name, before, after = found
-    if until is not None:
-        return Answer(after, json_module.dumps({"pass": name, "text": after}, indent=2))
-    changed = "".join(f"{line}\n" for line in _difference(name, before, after))
-    document = {"pass": name, "before": before, "after": after, "diff": changed}
-    text = changed or f"{name} changes nothing" if diff else f"# before {name}\n{before}\n# after {name}\n{after}"
+        raise typer.BadParameter(f"{name} did not run: the plan has no use for it; {ran} did", param_hint="PASS")
+    return step
+
+
+def _program_after(step: Step) -> Answer:
+    name, _, text = step
+    return Answer(text, json_module.dumps({"pass": name, "text": text}, indent=2))
+
+
+def _change(step: Step, diff: bool) -> Answer:
+    """Return the program before and after a pass; ``diff``: the lines that it changes."""
+    name, old, new = step
+    changed = "".join(f"{line}\n" for line in _difference(name, old, new))
+    document = {"pass": name, "before": old, "after": new, "diff": changed}
+    text = changed or f"{name} changes nothing" if diff else f"# before {name}\n{old}\n# after {name}\n{new}"
     return Answer(text, json_module.dumps(document, indent=2))
 
 
-def _known(name: str | None) -> str | None:
-    """A pass by its name, whatever the case."""
+def _pass_name(name: str) -> str:
+    """Return the name of a pass, whatever the case of ``name``."""
     names = {spec.name.lower(): spec.name for spec in PIPELINE}
-    if name is None or name.lower() in names:
-        return names[name.lower()] if name is not None else None
+    if name.lower() in names:
+        return names[name.lower()]
     near = difflib.get_close_matches(name.lower(), names, 1)
     guess = f"did you mean {names[near[0]]}?" if near else f"the passes are {', '.join(names.values())}"
     raise typer.BadParameter(f"there is no pass {name!r}; {guess}", param_hint="PASS")
@@ -94,16 +108,16 @@ def _steps(programs: Sequence[tuple[str, Any]]) -> list[Step]:
 
 def _overview(steps: Sequence[Step]) -> Answer:
     rows = []
-    for name, before, after in steps:
-        changed = [line[0] for line in _difference(name, before, after)[2:]]
+    for name, old, new in steps:
+        changed = [line[0] for line in _difference(name, old, new)[2:]]
         rows.append(
-            {"name": name, "lines": after.count("\n"), "added": changed.count("+"), "removed": changed.count("-")}
+            {"name": name, "lines": new.count("\n"), "added": changed.count("+"), "removed": changed.count("-")}
         )
     lines = [f"{'pass':<22} {'lines':>6} {'added':>6} {'removed':>8}"]
     lines += [f"{row['name']:<22} {row['lines']:>6} {row['added']:>6} {row['removed']:>8}" for row in rows]
     return Answer("\n".join(lines), json_module.dumps({"passes": rows}, indent=2))
 
 
-def _difference(name: str, before: str, after: str) -> list[str]:
-    old, new = before.splitlines(), after.splitlines()
-    return list(difflib.unified_diff(old, new, f"before {name}", f"after {name}", lineterm=""))
+def _difference(name: str, old: str, new: str) -> list[str]:
+    lines = old.splitlines(), new.splitlines()
+    return list(difflib.unified_diff(*lines, f"before {name}", f"after {name}", lineterm=""))

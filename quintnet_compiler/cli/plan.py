@@ -79,15 +79,15 @@ def plan(
 
     Example: quintnet plan mymodel:build --nodes 8 --sweep network=50e9,100e9,400e9 --sweep rows=64,128,256
     """
-    asked = [_sweep(text) for text in sweep or ()]
-    several = dict(_listed(text) for text in among or ())
+    sweeps = [_sweep(text) for text in sweep or ()]
+    alternatives = dict(_listed(text) for text in among or ())
     other, other_price = _beside(beside) if beside else (None, None)
     pinned = read_plan(plan).changed(settings_of(settings, precision), keep_open=True)
     cluster = read_cluster(gpu, nodes, gpus_per_node)
     model, batch, loss_fn = load_target(target)
     report = make_plan(
         model, cluster, batch, loss_fn=loss_fn, plan=pinned, top_k=top, objective=objective, work=work,
-        seconds=seconds, tokens=tokens, price=price, reserve=reserve, among=several,
+        seconds=seconds, tokens=tokens, price=price, reserve=reserve, among=alternatives,
     )  # fmt: skip
     if out:
         report.best.save(out)
@@ -98,9 +98,9 @@ def plan(
         more["scaling"] = report.scaling()
     if other:
         more["beside"] = report.beside(other, price=other_price)
-    for name, amounts in asked:
+    for name, amounts in sweeps:
         more[f"sweep_{name}"] = report.sweep(name, amounts)
-    document = report.numbers() | {name: found.numbers() for name, found in more.items()}
+    document = report.numbers() | {name: part.numbers() for name, part in more.items()}
     return Answer("\n\n".join(map(str, (report, *more.values()))), dumps(document, indent=2))
 
 

@@ -40,16 +40,16 @@ def train(
 
     Example: quintnet train examples/vit_digits.yaml --set zero=1
     """
-    given = [one.partition("=") for one in changes or ()]
-    if any(not sign for _, sign, _ in given):
+    pairs = [change.partition("=") for change in changes or ()]
+    if any(not sign for _, sign, _ in pairs):
         raise typer.BadParameter("write key=value", param_hint="KEY=VALUE")
-    found = TrainConfig.read(config, **{key: read_yaml(value) for key, _, value in given})
+    task = TrainConfig.read(config, **{key: read_yaml(value) for key, _, value in pairs})
     decided = settings_of(settings)
-    found = found.model_copy(update={"plan": {**found.plan, **decided}})
-    ranks = nproc or found.fixed_ranks or world_size()
+    task = task.model_copy(update={"plan": {**task.plan, **decided}})
+    ranks = nproc or task.fixed_ranks or world_size()
     if ranks == 1:
-        histories = [run_training(found)]
+        histories = [run_training(task)]
     else:
-        histories = launch(run_training, ranks, (found,), restarts=restarts, fewest=fewest, grace=grace)
-    history = next(one for one in histories if one is not None)
+        histories = launch(run_training, ranks, (task,), restarts=restarts, fewest=fewest, grace=grace)
+    history = next(history for history in histories if history is not None)
     return Answer("", dumps(asdict(history)))

@@ -37,12 +37,17 @@ def watch(
     if not once:
         typer.echo(f"open {page.resolve().as_uri()}", err=True)
     try:
-        shown = watch_run(folder, page, every, once=once)
+        run_page = watch_run(folder, page, every, once=once)
     except KeyboardInterrupt:
-        shown = RunPage(folder)
-        shown.update()
-        shown.write(page)
-    known = shown.metrics
-    loss = known.newest.get(("train", "loss"))
-    document = {"page": str(page), "step": known.step, "loss": None if loss is None else f"{loss:g}", "end": shown.end}
-    return Answer(str(page), jsons.dumps({**document, "unreadable": known.unreadable}, indent=1))
+        run_page = RunPage(folder)
+        run_page.update()
+        run_page.write(page)
+    metrics = run_page.metrics
+    loss = metrics.newest.get(("train", "loss"))
+    document = {
+        "page": str(page),
+        "step": metrics.step,
+        "loss": None if loss is None else f"{loss:g}",
+        "end": run_page.end,
+    }
+    return Answer(str(page), jsons.dumps({**document, "unreadable": metrics.unreadable}, indent=1))

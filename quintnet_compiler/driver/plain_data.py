@@ -16,13 +16,13 @@ from ..schedules.schedule import Action
 
 
 def _dtype(text: str) -> torch.dtype:
-    found = getattr(torch, text, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{text!r} is not a dtype")
-    return found
+    return dtype
 
 
-# what has a text of its own, which says all of it
+# by type: to plain data, and back
 _TEXTS: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = types.MappingProxyType(
     {
         torch.dtype: (lambda x: str(x).removeprefix("torch."), _dtype),
@@ -35,13 +35,13 @@ _TEXTS: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = types.
 
 @functools.cache
 def types_of(kind: type) -> Mapping[str, Any]:
-    """The types of a dataclass's fields, in order."""
+    """Return the types of a dataclass's fields, in order."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def plain(value: Any, kind: Any) -> Any:
-    """``value``, which has the type ``kind``, as plain data.
+    """Return ``value``, which has the type ``kind``, as plain data.
 
     >>> plain({0: (torch.float32, 2)}, Mapping[int, tuple[torch.dtype, int]])
     [[0, ['float32', 2]]]
@@ -63,7 +63,7 @@ def plain(value: Any, kind: Any) -> Any:
 
 
 def restored(data: Any, kind: Any) -> Any:
-    """The value of type ``kind`` of which ``data`` was made.
+    """Return the value of type ``kind`` that ``data`` stands for.
 
     Raises:
         ValueError: if it is of another form.
@@ -80,13 +80,13 @@ def restored(data: Any, kind: Any) -> Any:
         return tuple(restored(x, hint) for x, hint in zip(_list(data), _each(args, len(data)), strict=True))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {restored(key, args[0]): restored(x, args[1]) for key, x in map(_list, _list(data))}
-    if origin is Literal:
-        fits = data in args
-    else:
-        fits = type(data) is kind or (kind is float and type(data) is int)
-    if not fits:
+    if not (data in args if origin is Literal else _is_scalar(data, kind)):
         raise ValueError(f"{data!r} where {kind} is expected")
     return data
+
+
+def _is_scalar(data: Any, kind: Any) -> bool:
+    return type(data) is kind or (kind is float and type(data) is int)
 
 
 def _list(data: Any) -> list[Any]:

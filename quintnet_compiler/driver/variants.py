@@ -39,12 +39,14 @@ from .task import Task, modules_of
 from .unread_state import UnreadState
 from .whole_loss.split import in_parts
 
-MANY = 8  # captures of a kind, after which a user hears of it
+MAX_SILENT_CAPTURES = 8  # of a kind; the next one is a warning
 
 
 class Programs:
-    """Makes programs when they are first asked for, and keeps them. The one that leads (see :class:`.task.Task`)
-    decides where parameters live, and the others follow it."""
+    """The programs of a task, compiled when they are first asked for.
+
+    The primary one (see :class:`.task.Task`) decides where parameters live, and the others follow it.
+    """
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -62,12 +64,16 @@ class Programs:
 
     @property
     def led(self) -> bool:
-        """Whether there is one that leads."""
+        """Return whether the primary program is compiled."""
         return self._primary is not None
 
     @property
     def primary(self) -> Compiled:
-        """Raises: CompileError QN102 if there is none yet."""
+        """Return the primary program.
+
+        Raises:
+            CompileError: QN102 if there is none yet.
+        """
         if self._primary is None:
             raise CompileError(
                 "QN102",
@@ -77,19 +83,19 @@ class Programs:
         return self._primary
 
     def known(self, kind: str, batch: FlatBatch, size: int) -> DistributedProgram | None:
-        """The program that there is for ``size`` rows of batches like this one, if the module is as it was."""
+        """Return the program for ``size`` rows of batches like this one, if it exists and the module is as it was."""
         fits = self._versions.look(kind, batch, size)
-        made = None if fits is None else fits[0].get(fits[1])
-        if fits is not None and made is not None:
+        program = None if fits is None else fits[0].get(fits[1])
+        if fits is not None and program is not None:
             self.captured[kind] = fits[0].captured
-        return made
+        return program
 
     def flat(self, batch: Any) -> FlatBatch:
-        """A batch taken apart, with its number of rows."""
+        """Return the leaves of a batch, with its number of rows."""
         return FlatBatch.of(batch, self._rows_at)
 
     def get(self, kind: str, batch: Any, ways: int = 1) -> DistributedProgram:
-        """The program for batches like this one.
+        """Return the program for batches like this one.
 
         Args:
             kind: ``"train"``, ``"evaluate"`` (both give the loss), ``"outputs"``, or ``"parts"``: the loss in
@@ -109,9 +115,9 @@ class Programs:
     def _get(self, kind: str, batch: Any, size: int) -> DistributedProgram:
         if size == 0:
             raise InputError("QN102", "the batch has no rows", fix="leave empty batches out")
-        made = self.known(kind, self.flat(batch), size)
-        if made is not None:
-            return made
+        program = self.known(kind, self.flat(batch), size)
+        if program is not None:
+            return program
         with modes_left():
             return self._new(kind, batch, size)
 
@@ -126,34 +132,34 @@ class Programs:
                 return self.primary.program
         version = self._capture(kind, batch, size)
         sizes = version.sizes(self.flat(batch), size) or {}
-        if (made := version.get(sizes)) is not None:  # what changed made no difference
-            return made
-        found = self._further_sizes(kind, version, sizes, training=training)
+        if (program := version.get(sizes)) is not None:  # what changed made no difference
+            return program
+        program = self._further_sizes(kind, version, sizes, training=training)
         self._compare(kind, version.captured, batch, first=False)
-        self._versions.keep(kind, version, sizes, found)
-        return found
+        self._versions.keep(kind, version, sizes, program)
+        return program
 
     def _further_sizes(
         self, kind: str, version: Version, sizes: Mapping[str, int], *, training: bool
     ) -> DistributedProgram:
-        """Where batches have many lengths, one compilation serves all that it can be shown to serve."""
-        size, known = sizes[ROWS], self.latest(kind)
-        request = self._request(size, lengths=sizes, known=known)
+        """Return the program of further sizes; one compilation serves all lengths that it can be shown to serve."""
+        size = sizes[ROWS]
+        request = self._request(size, lengths=sizes, similar=self.latest(kind))
         if self.task.cache is not None or not version.captured.form.lengths:
             return self._followed(version.captured, request, training=training)
         programs = self._any_length.setdefault(version, {}).setdefault(size, LengthPrograms())
-        made = programs.at(sizes)
-        if made is None:
-            made = self._followed(version.captured, request, training=training)
-            programs.learn(version.captured, request, self.primary, made, training=training)
-        return made
+        program = programs.at(sizes)
+        if program is None:
+            program = self._followed(version.captured, request, training=training)
+            programs.learn(version.captured, request, self.primary, program, training=training)
+        return program
 
     def changed(self, kind: str) -> str:
-        """What of the module is not as it was when the first program of this kind was captured; "" if all is."""
+        """Return what of the module differs from the first program's capture of this kind; "" if nothing."""
         return self._versions.difference(kind)
 
     def latest(self, kind: str) -> DistributedProgram | None:
-        """The program of this kind that was asked for last."""
+        """Return the program of this kind that was asked for last."""
         return self._versions.latest(kind)
 
     def follow(
@@ -162,9 +168,11 @@ class Programs:
         size: int,
         held: Held = MappingProxyType({}),
     ) -> DistributedProgram:
-        """A program that generates, on the parameters where the leader has them. What ranks exchange for a token is
-        small, and takes as long as it takes to exchange anything: values between layers stay whole, as that needs the
-        fewest messages."""
+        """Return a program that generates, on the parameters where the primary program has them.
+
+        What ranks exchange for a token is small, so latency decides: values between layers stay replicated, which needs
+        the fewest messages.
+        """
         request = self._request(size, held)
         plan = request.plan.changed({"sequence_parallel": False, "async_tp": False})
         return self._followed(captured, replace(request, plan=plan), training=False)
@@ -175,9 +183,9 @@ class Programs:
         held: Held = MappingProxyType({}),
         *,
         lengths: Mapping[str, int] = MappingProxyType({}),
-        known: DistributedProgram | None = None,
+        similar: DistributedProgram | None = None,
     ) -> Request:
-        """``known``: a program of the same kind."""
+        """Return the request of a program that follows; ``similar``: a program of the same kind."""
         task = self.task
         return Request(
             task.mesh,
@@ -188,7 +196,7 @@ class Programs:
             held,
             task.absent,
             lengths,
-            known,
+            similar,
             task.fused,
             self._proven,
         )
@@ -206,11 +214,11 @@ class Programs:
         return ProgramCache(CacheFolder(task.cache), together, type(task.model).__name__)
 
     def forgotten(self) -> list[DistributedProgram]:
-        """The programs that will not run again, each told once; never the one that leads."""
+        """Return the programs that will not run again, each once; never the primary one."""
         return [program for program in self._versions.forgotten() if program is not self.primary.program]
 
     def _lead_for(self, kind: str, batch: Any, size: int) -> None:
-        """Evaluation came first: the training program still decides where parameters live."""
+        """Compile the primary program, although another kind came first: training decides where parameters live."""
         if not self.task.training:
             batch = model_inputs(batch, self.task.loss_fn)
         elif kind == "outputs":
@@ -255,25 +263,25 @@ class Programs:
         return version
 
     def _further(self, kind: str, batch: Any) -> Version:
-        """A capture for batches like this one. Where there is one that differs in lengths alone, the new one is for all
-        lengths that the model's code treats alike, if there is such a capture.
+        """Return a capture for batches like this one.
+
+        Where there is one that differs in lengths alone, the new one is for all lengths that the model's code treats
+        alike, if there is such a capture.
 
         Raises:
             CompileError: see :func:`capture`; also says in what the batch differs from the first one.
         """
-        given = self.flat(batch)
-        other = self._versions.alike(kind, given)
+        flat = self.flat(batch)
+        other = self._versions.alike(kind, flat)
         if other is not None:
             with contextlib.suppress(CompileError):
                 captured = self._traced(kind, batch, other[1])
-                if captured.form.sizes(given) is not None:
+                if captured.form.sizes(flat) is not None:
                     return self._versions.add(kind, captured)
         first = self._versions.first(kind)
         like = first or self._versions.first(self.task.primary_kind)
-        form = BatchForm.of(batch, given.rows, None if like is None else like.form)
-        difference = "" if first is None else form.difference(first.form)
-        if first is not None and first.only_rows is not None and not difference:
-            difference = f"the first batch had {first.only_rows} rows, and the model's code fixes their number"
+        form = BatchForm.of(batch, flat.rows, None if like is None else like.form)
+        difference = "" if first is None else _difference(form, first)
         try:
             captured = self._traced(kind, batch, form)
         except RowsElsewhere:
@@ -287,8 +295,8 @@ class Programs:
             return same
         if other is not None:
             other[0].fixed = True
-        if difference and self._versions.count(kind) == MANY:
-            text = f"forward is traced for the {MANY + 1}th time; for this batch, because {difference}"
+        if difference and self._versions.count(kind) == MAX_SILENT_CAPTURES:
+            text = f"forward is traced for the {MAX_SILENT_CAPTURES + 1}th time; for this batch, because {difference}"
             hint = "pass numbers that change as tensors, and pad lengths with quintnet.pad_to_bucket"
             warnings.warn(CompileWarning(f"{text}. To trace less often, {hint}."), stacklevel=2)
         return self._versions.add(kind, captured)
@@ -311,24 +319,24 @@ class Programs:
         return in_parts(captured) if kind == "parts" else captured
 
     def _refuse_other_parameters(self, captured: Captured) -> None:
-        """Raises: CompileError QN112 if a parameter is not in the place where the program that leads has it."""
-        there = self.now(self._parameters)
+        """Raise QN112 if a parameter is not in the place where the primary program has it."""
+        current = self.now(self._parameters)
         for name, x in captured.tensors.items():
-            if isinstance(x, nn.Parameter) and there.get(name) is not x:
-                what = "is another object now" if name in there else "was not there when it was compiled"
+            if isinstance(x, nn.Parameter) and current.get(name) is not x:
+                reason = "is another object now" if name in current else "was not there when it was compiled"
                 raise CompileError(
                     "QN112",
-                    f"the program has no parameter for {name}, which {what}",
+                    f"the program has no parameter for {name}, which {reason}",
                     fix="compile the module again, and give the new program's parameters to the optimizer",
                 )
 
     def now(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the module has now in the places of these tensors, which were captured."""
-        there = {} if self.slots is None else self.slots.now
-        return {name: there.get(name, x) for name, x in tensors.items()}
+        """Return what the module has now in the places of these captured tensors."""
+        current = {} if self.slots is None else self.slots.now
+        return {name: current.get(name, x) for name, x in tensors.items()}
 
     def captured_parts(self, batch: Any) -> Captured:
-        """The loss of batches like this one in parts, see :mod:`.whole_loss`.
+        """Return the loss of batches like this one in parts, see :mod:`.whole_loss`.
 
         Raises:
             CompileError: QN108 if it has none.
@@ -343,7 +351,7 @@ class Programs:
         self.verdict.judge(self._check(kind, captured, batch).difference)
 
     def difference(self, kind: str, batch: Any) -> CompileError | None:
-        """What the module does otherwise than what was captured of it; None if nothing."""
+        """Return what the module does otherwise than its capture; None if nothing."""
         return self._check(kind, self._capture(kind, batch, self.flat(batch).rows).captured, batch).difference()
 
     def _check(self, kind: str, captured: Captured, batch: Any) -> ModuleCheck:
@@ -353,8 +361,16 @@ class Programs:
         return ModuleCheck(owner, captured, plain_batch(batch), task.rules, task.plan.seed, task.device)
 
 
+def _difference(form: BatchForm, first: Captured) -> str:
+    """Return in what batches of this form differ from those of the first capture."""
+    difference = form.difference(first.form)
+    if first.only_rows is not None and not difference:
+        return f"the first batch had {first.only_rows} rows, and the model's code fixes their number"
+    return difference
+
+
 def check_divides(mesh: Mesh, microbatches: int, rows: int) -> None:
-    """Raises: InputError QN106 if a global batch of ``rows`` does not split evenly over data ranks and microbatches."""
+    """Raise QN106 if a global batch of ``rows`` does not split evenly over data ranks and microbatches."""
     ways = mesh.data_ways * microbatches
     if rows % ways:
         near = max(ways, rows // ways * ways)

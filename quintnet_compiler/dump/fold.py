@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FoldedUnit(Generic[T]):
-    """Items that belong together: those of a repeated block (``title`` is its path), or of what is between blocks.
+    """Items of a repeated block (``title`` is its path), or of what is between blocks.
 
     ``same``: the paths of blocks that have equal items, and are left out.
     """
@@ -25,38 +25,52 @@ class FoldedUnit(Generic[T]):
 
     @property
     def rest(self) -> str:
-        """Which blocks are left out, for people."""
+        """Return which blocks are left out, for people."""
         first, last = self.same[0], self.same[-1]
         return first if first == last else f"{first} to {last}"
 
 
 def fold(items: Sequence[T], block: Callable[[T], Block | None], label: Callable[[T], Hashable]) -> list[FoldedUnit[T]]:
-    """Cut ``items`` where their block changes, and keep one of each run of units with equal labels.
+    """Cut ``items`` where their block changes, and return one of each run of units with equal labels.
 
     >>> units = fold("a0 b1 b2 b3 b4 c9".split(), lambda x: ("b", x[1]) if x[0] == "b" else None, lambda x: x[0])
     >>> [(unit.title, unit.items, unit.same) for unit in units]
     [('', ('a0',), ()), ('b1', ('b1',), ('b2', 'b3', 'b4')), ('', ('c9',), ())]
     """
-    runs: list[tuple[Block | None, list[T]]] = []
-    for item in items:
-        home = block(item)
-        if not runs or runs[-1][0] != home:
-            runs.append((home, []))
-        runs[-1][1].append(item)
-    known: dict[Hashable, int] = {}
+    runs = _runs(items, block)
+    numbers: dict[Hashable, int] = {}
     labels = []
-    for home, members in runs:
-        key = (home and home[0], tuple(label(item) for item in members))
-        labels.append(known.setdefault(key, len(known)))
-    found: list[FoldedUnit[T]] = []
-    at = 0
-    while at < len(runs):
-        period, times = longest_repetition(labels, at)
-        if times == 1 and runs[at][0]:
-            times = next((i for i in range(1, len(runs) - at) if labels[at + i] != labels[at]), len(runs) - at)
-        blocks = [home for home, _ in runs[at + period : at + period * times] if home]
-        inside = tuple(item for _, members in runs[at : at + period] for item in members)
-        title = next((home for home, _ in runs[at : at + period] if home), None)
-        found.append(FoldedUnit("".join(title or ()), inside, tuple(dict.fromkeys("".join(home) for home in blocks))))
-        at += period * times
-    return found
+    for path, members in runs:
+        key = (path and path[0], tuple(label(item) for item in members))
+        labels.append(numbers.setdefault(key, len(numbers)))
+    units: list[FoldedUnit[T]] = []
+    start = 0
+    while start < len(runs):
+        period, times = longest_repetition(labels, start)
+        if times == 1 and runs[start][0]:
+            times = next((i for i, number in enumerate(labels[start:]) if number != labels[start]), len(runs) - start)
+        end = start + period * times
+        units.append(_unit(runs[start : start + period], runs[start + period : end]))
+        start = end
+    return units
+
+
+_Run = tuple[Block | None, list[T]]
+
+
+def _runs(items: Sequence[T], block: Callable[[T], Block | None]) -> list[_Run[T]]:
+    """Return runs of items of one block."""
+    runs: list[_Run[T]] = []
+    for item in items:
+        path = block(item)
+        if not runs or runs[-1][0] != path:
+            runs.append((path, []))
+        runs[-1][1].append(item)
+    return runs
+
+
+def _unit(shown: Sequence[_Run[T]], repeated: Sequence[_Run[T]]) -> FoldedUnit[T]:
+    """Return a unit of runs, which are shown once."""
+    title = next((path for path, _ in shown if path), ())
+    items = tuple(item for _, members in shown for item in members)
+    return FoldedUnit("".join(title), items, tuple(dict.fromkeys("".join(path) for path, _ in repeated if path)))

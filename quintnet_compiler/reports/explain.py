@@ -1,11 +1,11 @@
-"""What a program does with a part of the model, what that costs, and what another way would cost."""
+"""Explanations of a part of the model: its layout, its cost, and the cost of another layout."""
 
 from __future__ import annotations
 
 import difflib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
@@ -27,8 +27,7 @@ from ..simulation.program import simulate_program
 
 @dataclass(frozen=True)
 class StepCost:
-    """A step: seconds of all of it, and on the fullest rank seconds of computing, seconds that it waits for each axis,
-    and bytes at the peak."""
+    """A step: its seconds; of the busiest rank those of computing, and of waiting by axis; the most bytes of a rank."""
 
     seconds: float
     computing: float
@@ -37,6 +36,7 @@ class StepCost:
 
     @classmethod
     def of(cls, program: DistributedProgram, costs: RankCosts) -> StepCost:
+        """Return the simulated cost of a program."""
         line = simulate_program(program, costs)
         busiest = max(line.rows, key=lambda row: row.busy_seconds)
         return cls(line.seconds, busiest.busy_seconds, dict(busiest.exposed), max(row.peak.bytes for row in line.rows))
@@ -44,8 +44,14 @@ class StepCost:
 
 @dataclass(frozen=True)
 class LayoutDifference:
-    """Two programs of one model: what of their plans differs, which parameters lie otherwise (name -> types before and
-    after), and what a step costs. ``str()`` for people, ``to_json()`` for programs."""
+    """The difference of two programs of one model. ``str()`` for people, ``to_json()`` for programs.
+
+    Attributes:
+        plan: fields of their plans that differ.
+        parameters: types before and after, by the name of a parameter that has others.
+        before: the cost of a step of the first program.
+        after: the cost of a step of the second program.
+    """
 
     plan: Mapping[str, tuple[Any, Any]]
     parameters: Mapping[str, tuple[str, str]]
@@ -58,7 +64,7 @@ class LayoutDifference:
     def __str__(self) -> str:
         lines = [f"{key}: {old} -> {new}" for key, (old, new) in self.plan.items()]
         for kinds, count in Counter(self.parameters.values()).most_common():
-            example = next(name for name, found in self.parameters.items() if found == kinds)
+            example = next(name for name, pair in self.parameters.items() if pair == kinds)
             lines.append(f"{count} parameter{'s' if count > 1 else ''}: {kinds[0]} -> {kinds[1]} ({example})")
         a, b = self.before, self.after
         rows = [("step", a.seconds, b.seconds), ("computing", a.computing, b.computing)]
@@ -71,14 +77,16 @@ class LayoutDifference:
         return f"<pre>{escape(str(self))}</pre>"
 
 
-def _change(before: float, after: float) -> str:
-    return f"{after / before - 1:+.1%}" if before else ("" if after == before else "new")
+def _change(old: float, new: float) -> str:
+    return f"{new / old - 1:+.1%}" if old else ("" if new == old else "new")
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """``text`` says what is done and what it costs; ``otherwise`` compares with what was asked about (``why_not``),
-    and ``refused`` says why that cannot be."""
+    """``text`` says how a part is split and what it costs.
+
+    ``otherwise`` compares with what was asked about (``why_not``), and ``refused`` says why that cannot be.
+    """
 
     text: str
     otherwise: LayoutDifference | None = None
@@ -97,11 +105,11 @@ class Explanation:
 def difference(
     a: DistributedProgram, b: DistributedProgram, plans: tuple[Plan, Plan], costs: RankCosts
 ) -> LayoutDifference:
-    """What differs between two programs of one model, from their complete plans and their simulated steps."""
-    before, after = (plan.model_dump(mode="json", exclude={"parameters"}) for plan in plans)
-    changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
-    kinds = [{s.name: _types(p, s.sharding) for s in p.state.values() if s.kind == "parameter"} for p in (a, b)]
-    moved = {name: (found, kinds[1][name]) for name, found in kinds[0].items() if kinds[1].get(name, found) != found}
+    """Return what differs between two programs of one model, from their complete plans and their simulated steps."""
+    first, second = (plan.model_dump(mode="json", exclude={"parameters"}) for plan in plans)
+    changed = {key: (first[key], second[key]) for key in first if first[key] != second[key]}
+    old, new = ({s.name: _types(p, s.sharding) for s in p.state.values() if s.kind == "parameter"} for p in (a, b))
+    moved = {name: (types, new[name]) for name, types in old.items() if new.get(name, types) != types}
     return LayoutDifference(changed, moved, StepCost.of(a, costs), StepCost.of(b, costs))
 
 
@@ -112,8 +120,12 @@ def _types(program: DistributedProgram, kinds: Any) -> str:
 
 @dataclass(frozen=True)
 class Explain:
-    """Explanations of a program. ``plan``: what was asked for; ``complete``: what became of it; ``recompile``: makes
-    another program of the same model and batch.
+    """Explanations of a program.
+
+    Attributes:
+        plan: what was asked for.
+        complete: what became of it.
+        recompile: compiles another program of the same model and batch.
 
     Raises:
         CompileError: QN204 for a name that the model does not have, or a way that it has not.
@@ -139,24 +151,24 @@ class Explain:
             other, plan = self.recompile(self.plan.changed({"parameters": {**self.plan.parameters, **pinned}}))
         except CompileError as error:
             return Explanation(text, None, f"{_shown(pinned)} cannot be:\n{error}")
-        found = difference(self.program, other, (self.complete, plan), self.costs)
-        return Explanation(f"{text}\n\nWith {_shown(pinned)}:", found)
+        otherwise = difference(self.program, other, (self.complete, plan), self.costs)
+        return Explanation(f"{text}\n\nWith {_shown(pinned)}:", otherwise)
 
     def _operators(self, name: str) -> list[fx.Node]:
-        """Operators of a module (or with this name, or that read the parameter of this name)."""
-        leaves = {found.name: node for node, found in self.sharded.program.leaves.items()}
-        found = []
+        """Return the operators of a module (or with this name, or that read the parameter of this name)."""
+        leaves = {leaf.name: node for node, leaf in self.sharded.program.leaves.items()}
+        operators = []
         for node in self.sharded.program.graph.nodes:
             if node.op != "call_function" or is_getitem(node):
                 continue
             reads = any(origin(x)[0] is leaves.get(name) for x in tensor_inputs(node))
             if reads or node.name == name or f"{facts(node).where.module}.".startswith(f"{name}."):
-                found.append(node)
-        if not found:
+                operators.append(node)
+        if not operators:
             modules = {facts(n).where.module for n in self.sharded.program.graph.nodes if n.op == "call_function"}
             close = difflib.get_close_matches(name, [*modules, *leaves], n=3, cutoff=0.3)
             raise CompileError("QN204", f"nothing is called {name!r}", fix=f"did you mean {', '.join(close)}?")
-        return found
+        return operators
 
     def _described(self, name: str) -> str:
         sharded, lines = self.sharded, [name]
@@ -166,13 +178,11 @@ class Explain:
             where = facts(node).where.source
             lines.append(f"  {node.name} (stage {stage}) {where}" if stage is not None else f"  {node.name} {where}")
             for source in tensor_inputs(node):
-                found = sharded.program.leaves.get(origin(source)[0])
-                if found is not None and found.kind == "parameter":
+                leaf = sharded.program.leaves.get(origin(source)[0])
+                if leaf is not None and leaf.kind == "parameter":
                     kinds = sharded.produced(source)
-                    here = local_shape(shape(source), kinds, sharded.ranks)
-                    lines.append(
-                        f"    {found.name} {list(shape(source))}, on a rank {list(here)}: {self._kinds(kinds)}"
-                    )
+                    part = list(local_shape(shape(source), kinds, sharded.ranks))
+                    lines.append(f"    {leaf.name} {list(shape(source))}, on a rank {part}: {self._kinds(kinds)}")
             for axis, strategy in zip(sharded.axes, sharded.strategies[node], strict=True):
                 lines.append(f"    {axis.name}={axis.size}: {strategy.label}: {strategy.signature}")
         return "\n".join([*lines, *self._prices({facts(node).where.module for node in operators})])
@@ -181,7 +191,7 @@ class Explain:
         return ", ".join(f"{a.name}: {k}" for a, k in zip(self.sharded.axes, kinds, strict=True)) or "one rank"
 
     def _prices(self, modules: set[str]) -> list[str]:
-        """Seconds of one microbatch on one rank: computing, and each collective."""
+        """Return the seconds of one microbatch on one rank: computing, and each collective."""
         priced = ProgramPrices(self.program, self.costs)
         computing: Counter[str] = Counter()
         moved: list[str] = []
@@ -199,33 +209,40 @@ class Explain:
         return [f"  one microbatch on one rank computes: {spent or 'nothing'}", *moved]
 
     def _pins(self, name: str, why_not: str | Mapping[str, str]) -> dict[str, dict[str, str]]:
-        """The parameters that ``why_not`` places, and how."""
-        sharded, found = self.sharded, dict[str, dict[str, str]]()
-        axis = next((axis.name for axis in sharded.axes if axis.role == "model"), None)
-        parameters = {known.name for known in sharded.program.leaves.values()}
+        """Return the types of parameters that ``why_not`` asks for, by axis."""
+        pins: dict[str, dict[str, str]] = {}
+        axis = next((axis.name for axis in self.sharded.axes if axis.role == "model"), None)
+        for node, position, parameter in self._read_parameters(name):
+            if isinstance(why_not, Mapping):
+                pins[parameter] = dict(why_not)
+            elif axis is not None and (kind := self._kind(node, position, why_not)):
+                pins[parameter] = {axis: kind}
+        if not pins:
+            problem = "there is no tp axis" if axis is None else f"no parameter of {name} can be {why_not!r}"
+            raise CompileError("QN204", problem, fix='use "column", "row", "replicated" or {"tp": "S(0)"}')
+        return pins
+
+    def _read_parameters(self, name: str) -> Iterator[tuple[fx.Node, int, str]]:
+        """Yield operators of ``name`` with the position and the name of a parameter that they read.
+
+        If ``name`` is that of a parameter, others are left out.
+        """
+        leaves = self.sharded.program.leaves
+        only = {name} & {leaf.name for leaf in leaves.values()}
         for node in self._operators(name):
             for position, source in enumerate(tensor_inputs(node)):
-                known = sharded.program.leaves.get(origin(source)[0])
-                alone = name in parameters and known is not None and known.name != name
-                if known is None or known.kind != "parameter" or alone:
-                    continue
-                if isinstance(why_not, Mapping):
-                    found[known.name] = dict(why_not)
-                elif axis is not None and (kind := self._kind(node, position, why_not)):
-                    found[known.name] = {axis: kind}
-        if not found:
-            what = "there is no tp axis" if axis is None else f"no parameter of {name} can be {why_not!r}"
-            raise CompileError("QN204", what, fix='use "column", "row", "replicated" or {"tp": "S(0)"}')
-        return found
+                leaf = leaves.get(origin(source)[0])
+                if leaf is not None and leaf.kind == "parameter" and (not only or leaf.name in only):
+                    yield node, position, leaf.name
 
     def _kind(self, node: fx.Node, position: int, word: str) -> str | None:
-        """Megatron's words: a column is what no sum runs over, a row is what one does."""
+        """Return the type of Megatron's word: a column is what no sum runs over, a row is what one does."""
         if word == "replicated":
             return str(I)
         factors = RuleBook(self.rules, self.plan.unknown_ops).factors(self.sharded.program.graph)[node]
-        kept = {f for dims in factors.outputs for dim in dims for f in dim}
+        in_result = {f for dims in factors.outputs for dim in dims for f in dim}
         for place, dim in enumerate(factors.inputs[position]):
-            if dim and word == ("column" if dim[0] in kept else "row"):
+            if dim and word == ("column" if dim[0] in in_result else "row"):
                 return str(Shard(place))
         return None
 

@@ -1,23 +1,26 @@
-"""Numbers over steps as a picture for a page, whose colours it has."""
+"""Numbers over steps as a picture for a page, in the page's colours."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..core.html import environment
 from ..simulation.chart import round_step
 
 WIDTH, HEIGHT = 440, 220
 LEFT, RIGHT, TOP, BOTTOM = 58, 424, 44, 190
-COLOURS = ("dp", "pp", "cp", "ep", "tp")  # of lines, as the page has them
+COLOURS = ("dp", "pp", "cp", "ep", "tp")  # of lines: classes of the page
+MAX_BAD_MARKS = 200  # of a line
 
 
 class Span(NamedTuple):
-    """What a curve was from step ``first`` to ``last``: its mean, its least and its largest value. ``bad``: how many
-    values were not finite; with no other, the mean is not either."""
+    """A curve from step ``first`` to ``last``: its mean, its least and its largest value.
+
+    ``bad``: how many values were not finite; if none was, the mean is not either.
+    """
 
     first: int
     last: int
@@ -28,10 +31,12 @@ class Span(NamedTuple):
 
     @property
     def finite(self) -> bool:
+        """Return whether any value was finite."""
         return math.isfinite(self.mean)
 
     @property
     def middle(self) -> float:
+        """Return the step in the middle."""
         return (self.first + self.last) / 2
 
 
@@ -45,7 +50,7 @@ class Line:
 
 @dataclass(frozen=True)
 class StepAxis:
-    """A linear axis from ``low`` to ``high``, and where these are in the picture."""
+    """A linear axis from ``low`` to ``high``, and the pixels of these (``begin``, ``end``)."""
 
     low: float
     high: float
@@ -55,7 +60,7 @@ class StepAxis:
 
     @classmethod
     def of_values(cls, low: float, high: float) -> StepAxis:
-        """Upwards, to round numbers around the values: two at least, seven at most."""
+        """Return a vertical axis with round numbers around the values: two at least, seven at most."""
         if high - low <= 1e-9 * max(abs(low), abs(high), 1e-300):  # all the same
             room = abs(low) * 0.1 or 1.0
             low, high = low - room, high + room
@@ -66,7 +71,7 @@ class StepAxis:
 
     @classmethod
     def of_steps(cls, first: int, last: int) -> StepAxis:
-        """To the right, with whole numbers: two at least, seven at most."""
+        """Return a horizontal axis with whole numbers: two at least, seven at most."""
         if first == last:
             first, last = max(0, first - 1), last + 1
         step = max(1, round(round_step((last - first) / 6)))
@@ -75,45 +80,50 @@ class StepAxis:
         return cls(first, last, LEFT, RIGHT, tuple(map(float, numbers)))
 
     def place(self, value: float) -> float:
+        """Return the pixel of a value."""
         return round(self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin), 1)
 
 
 def line_chart(title: str, lines: Sequence[Line], marks: Sequence[tuple[int, str]] = ()) -> str:
-    """An SVG. A band around a line is from its least to its largest values where it stands for several. ``marks``:
-    steps at which something happened, and what. Empty if no line has a finite value."""
+    """Return an SVG; empty if no line has a finite value.
+
+    A band around a line is from its least to its largest values where it stands for several. ``marks``: steps at which
+    something happened, and what.
+    """
     spans = [span for line in lines for span in line.spans]
     finite = [span for span in spans if span.finite]
     if not finite:
         return ""
     across = StepAxis.of_steps(min(s.first for s in spans), max(s.last for s in spans))
     up = StepAxis.of_values(min(s.low for s in finite), max(s.high for s in finite))
-    bad = sum(span.bad for span in spans)
-    drawn = [
-        {
-            "name": line.name, "colour": COLOURS[at % len(COLOURS)], "points": _path(line, across, up),
-            "band": _band(line, across, up), "dots": _alone(line, across, up),
-            "bad": [across.place(span.middle) for span in line.spans if span.bad][:200],
-        }
-        for at, line in enumerate(lines)
-    ]  # fmt: skip
     newest = next((span for span in reversed(lines[0].spans) if span.finite), None)
     inside = [(across.place(step), text) for step, text in marks if across.low <= step <= across.high][-50:]
     return environment("quintnet_compiler.reports").get_template("lines.svg.jinja").render(
-        width=WIDTH, height=HEIGHT, left=LEFT, right=RIGHT, top=TOP, bottom=BOTTOM, title=title, lines=drawn,
+        width=WIDTH, height=HEIGHT, left=LEFT, right=RIGHT, top=TOP, bottom=BOTTOM, title=title,
+        lines=[_drawn(line, COLOURS[index % len(COLOURS)], across, up) for index, line in enumerate(lines)],
         across=[(across.place(x), short(x)) for x in across.ticks], up=[(up.place(y), short(y)) for y in up.ticks],
-        marks=inside, newest=short(newest.mean) if newest is not None else "", bad=bad,
+        marks=inside, newest=short(newest.mean) if newest is not None else "", bad=sum(span.bad for span in spans),
     )  # fmt: skip
 
 
+def _drawn(line: Line, colour: str, across: StepAxis, up: StepAxis) -> dict[str, Any]:
+    """Return what the template shows of a line."""
+    bad = [across.place(span.middle) for span in line.spans if span.bad]
+    return {
+        "name": line.name, "colour": colour, "points": _path(line, across, up), "band": _band(line, across, up),
+        "dots": _alone(line, across, up), "bad": bad[:MAX_BAD_MARKS],
+    }  # fmt: skip
+
+
 def _pieces(line: Line) -> list[list[Span]]:
-    """Runs of spans between values that are not finite."""
-    found: list[list[Span]] = [[]]
+    """Return the runs of spans between values that are not finite."""
+    runs: list[list[Span]] = [[]]
     for span in line.spans:
         if span.finite:
-            found[-1].append(span)
-        elif found[-1]:
-            found.append([])
-    return [run for run in found if run]
+            runs[-1].append(span)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
 
 
 def _path(line: Line, across: StepAxis, up: StepAxis) -> str:
@@ -122,22 +132,22 @@ def _path(line: Line, across: StepAxis, up: StepAxis) -> str:
 
 
 def _band(line: Line, across: StepAxis, up: StepAxis) -> str:
-    found = ""
+    band = ""
     for run in _pieces(line):
         if len(run) > 1 and any(s.high > s.low for s in run):
-            there = [f"{across.place(s.middle)} {up.place(s.high)}" for s in run]
-            back = [f"{across.place(s.middle)} {up.place(s.low)}" for s in reversed(run)]
-            found += f"M{'L'.join([*there, *back])}Z"
-    return found
+            upper = [f"{across.place(s.middle)} {up.place(s.high)}" for s in run]
+            lower = [f"{across.place(s.middle)} {up.place(s.low)}" for s in reversed(run)]
+            band += f"M{'L'.join([*upper, *lower])}Z"
+    return band
 
 
 def _alone(line: Line, across: StepAxis, up: StepAxis) -> list[tuple[float, float]]:
-    """Values with no neighbour, of which there is no line."""
+    """Return the places of values with no neighbour, which have no line."""
     return [(across.place(run[0].middle), up.place(run[0].mean)) for run in _pieces(line) if len(run) == 1]
 
 
 def short(x: float) -> str:
-    """A number in at most seven characters or so.
+    """Format a number in at most seven characters or so.
 
     >>> short(1500), short(250_000), short(0.0003), short(2.25), short(-0.0)
     ('1,500', '250k', '0.0003', '2.25', '0')

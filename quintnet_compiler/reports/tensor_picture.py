@@ -1,4 +1,4 @@
-"""Which rank holds which part of a tensor: as text and as a picture."""
+"""The parts of a tensor and their ranks: as text and as a picture."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from ..core.sharding import AxisType, P, Shard, Sharding, parse_type
 from ..core.slices import positions
 from ..runtime.state.dtensor_parts import dtensor_parts
 
-MOST_LINES = 64
+MAX_LINES = 64
+MAX_BOXES = 4096
 Ranges = tuple[tuple[int, int], ...]  # (start, stop) of each run of indices
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The indices along each dim that ``ranks`` hold; all of them hold this very part."""
+    """The indices along each dim that all of ``ranks`` hold."""
 
     ranges: tuple[Ranges, ...]
     ranks: tuple[int, ...]
@@ -32,8 +33,11 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class TensorPicture:
-    """Which rank holds which part of a tensor. ``types``: axis -> type; ``note``: what else is to be said of it.
-    ``str()`` for people, ``to_json()`` for programs, ``svg()`` for a picture (of the first two dims that are split)."""
+    """The parts of a tensor and their ranks.
+
+    ``types``: by axis; ``note``: a further remark. ``str()`` for people, ``to_json()`` for programs, ``svg()`` for a
+    picture (of the first two dims that are split).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +46,7 @@ class TensorPicture:
     note: str = ""
 
     @property
-    def _told(self) -> str:
+    def _title(self) -> str:
         kinds = ", ".join(f"{axis}: {kind}" for axis, kind in self.types.items()) or self._whole
         terms = [axis for axis, kind in self.types.items() if kind == str(P)]
         each = f"; ranks along {', '.join(terms)} hold terms of a sum" if terms else ""
@@ -53,50 +57,65 @@ class TensorPicture:
         return "one rank" if sum(len(part.ranks) for part in self.parts) == 1 else "the same on all of its ranks"
 
     def to_json(self) -> str:
-        """The types, and each part with its ranks."""
+        """Return the types, and each part with its ranks."""
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
-        shown = [f"[{', '.join(map(_slice, part.ranges, self.shape))}]" for part in self.parts[:MOST_LINES]]
+        shown = [f"[{', '.join(map(_slice, part.ranges, self.shape))}]" for part in self.parts[:MAX_LINES]]
         width = max(map(len, shown), default=0)
         lines = [f"  {text:<{width}}  {_ranks(part.ranks)}" for text, part in zip(shown, self.parts, strict=False)]
-        rest = len(self.parts) - len(shown)
-        more = [f"  and {rest} more parts"] if rest else []
-        return "\n".join([self._told, *lines, *more, *([f"  {self.note}"] if self.note else [])])
+        hidden = len(self.parts) - len(shown)
+        more = [f"  and {hidden} more parts"] if hidden else []
+        return "\n".join([self._title, *lines, *more, *([f"  {self.note}"] if self.note else [])])
 
     def _repr_html_(self) -> str:
         return f'<div style="overflow-x:auto">{self.svg()}</div>'
 
     def svg(self) -> str:
-        """A rectangle is the tensor: down the first dim, across the second (the first two split ones, if more)."""
+        """Return a rectangle: down the first dim, across the second (the first two split ones, if more)."""
         every = range(len(self.shape))
         split = [d for d in every if any(part.ranges[d] != ((0, self.shape[d]),) for part in self.parts)]
         dims = sorted([*split, *(d for d in every if d not in split)][:2])
         down, across = (dims[0] if len(dims) == 2 else None), (dims[-1] if dims else None)
-        boxes: dict[tuple[int, int, int, int], list[int]] = {}
-        for part in self.parts:
-            for (top, bottom), (left, right) in itertools.product(_of(part, down), _of(part, across)):
-                boxes.setdefault((top, bottom, left, right), []).extend(part.ranks)
-        high, wide = (1 if d is None else max(1, self.shape[d]) for d in (down, across))
-        first = {ranks: i for i, ranks in enumerate(dict.fromkeys(tuple(sorted({*r})) for r in boxes.values()))}
-        width, height = 520.0, min(360.0, max(64.0, 520.0 * high / wide))
-        drawn = [
-            {
-                "x": 64 + width * left / wide, "y": 56 + height * top / high, "width": width * (right - left) / wide,
-                "height": height * (bottom - top) / high, "text": _ranks(tuple(sorted({*ranks}))),
-                "hue": round(first[tuple(sorted({*ranks}))] * 137.5) % 360,
-            }
-            for (top, bottom, left, right), ranks in list(boxes.items())[:4096]
-        ]  # fmt: skip
-        said = [f"dims {split} are split; this shows {dims}"] if len(split) > 2 else []
-        more = "; ".join([*said, *([self.note] if self.note else [])])
+        sizes = tuple(1 if d is None else max(1, self.shape[d]) for d in (down, across))
+        width, height = 520.0, min(360.0, max(64.0, 520.0 * sizes[0] / sizes[1]))
+        drawn = _drawn(self._boxes(down, across), sizes, width, height)
+        notes = [f"dims {split} are split; this shows {dims}"] if len(split) > 2 else []
+        more = "; ".join([*notes, *([self.note] if self.note else [])])
         names = ["" if d is None else f"dim {d}: {self.shape[d]}" for d in (down, across)]
         template = environment("quintnet_compiler.reports").get_template("tensor.svg.jinja")
-        return template.render(title=self._told, boxes=drawn, width=width, height=height, names=names, more=more)
+        return template.render(title=self._title, boxes=drawn, width=width, height=height, names=names, more=more)
+
+    def _boxes(self, down: int | None, across: int | None) -> dict[_Box, tuple[int, ...]]:
+        """Return the ranks of each box of two dims."""
+        boxes: dict[_Box, set[int]] = {}
+        for part in self.parts:
+            for vertical, horizontal in itertools.product(_of(part, down), _of(part, across)):
+                boxes.setdefault((*vertical, *horizontal), set()).update(part.ranks)
+        return {box: tuple(sorted(ranks)) for box, ranks in boxes.items()}
+
+
+_Box = tuple[int, int, int, int]  # top, bottom, left, right
+
+
+def _drawn(
+    boxes: Mapping[_Box, tuple[int, ...]], sizes: tuple[int, ...], width: float, height: float
+) -> list[dict[str, object]]:
+    """Return boxes in pixels, with a colour for each group of ranks."""
+    high, wide = sizes
+    colours = {ranks: index for index, ranks in enumerate(dict.fromkeys(boxes.values()))}
+    return [
+        {
+            "x": 64 + width * left / wide, "y": 56 + height * top / high, "width": width * (right - left) / wide,
+            "height": height * (bottom - top) / high, "text": _ranks(ranks),
+            "hue": round(colours[ranks] * 137.5) % 360,
+        }
+        for (top, bottom, left, right), ranks in list(boxes.items())[:MAX_BOXES]
+    ]  # fmt: skip
 
 
 def picture_of_types(mesh: Mesh, types: Mapping[str, str], shape: Sequence[int]) -> TensorPicture:
-    """Who holds what of a tensor of global ``shape`` with ``types`` by axis.
+    """Return the parts of a tensor of global ``shape`` with ``types`` by axis.
 
     Raises:
         CompileError: QN201 for an axis that the mesh does not have, QN203 for a size that does not divide, QN207 for a
@@ -114,20 +133,23 @@ def picture_of_types(mesh: Mesh, types: Mapping[str, str], shape: Sequence[int])
 
 
 def picture_of_dtensor(x: Tensor, name: str = "tensor") -> TensorPicture | None:
-    """Who holds what of a DTensor; None for what is none."""
-    found = dtensor_parts(x)
-    if found is None:
+    """Return the parts of a DTensor; None for what is none."""
+    layout = dtensor_parts(x)
+    if layout is None:
         return None
-    parts = tuple(TensorPart(tuple(map(_runs, indices)), ranks) for indices, ranks in found.parts)
-    return TensorPicture(name, tuple(x.shape), found.types, parts)
+    parts = tuple(TensorPart(tuple(map(_runs, indices)), ranks) for indices, ranks in layout.parts)
+    return TensorPicture(name, tuple(x.shape), layout.types, parts)
 
 
 def picture(
     name: str, shape: tuple[int, ...], mesh: Mesh, types: Mapping[str, AxisType], ranks: Sequence[int], *,
     times: Mapping[str, int] | None = None, note: str = "",
 ) -> TensorPicture:  # fmt: skip
-    """``types`` nest, outermost first; ``ranks`` are those that hold the tensor. Axes in ``times`` are none over ranks:
-    a rank holds all of their parts, one after the other."""
+    """Return the parts of a tensor that ``ranks`` hold.
+
+    ``types`` nest, outermost first. Axes in ``times`` are none over ranks: a rank holds all of their parts, one after
+    the other.
+    """
     over = dict(times or {})
     axes, sharding = list(types), tuple(types.values())
     sizes = [over.get(axis, mesh[axis]) for axis in axes]
@@ -144,29 +166,29 @@ def picture(
             for moment in itertools.product(*moments)
         ]
         for dim in range(len(shape)):
-            yield _runs(torch.unique(torch.cat([one[dim] for one in every])))
+            yield _runs(torch.unique(torch.cat([indices[dim] for indices in every])))
 
-    parts = (TensorPart(tuple(held(key)), tuple(found)) for key, found in sorted(holders.items()))
+    parts = (TensorPart(tuple(held(key)), tuple(holding)) for key, holding in sorted(holders.items()))
     kinds = {axis: str(kind) for axis, kind in zip(axes, sharding, strict=True) if axis not in over}
     return TensorPicture(name, shape, kinds, tuple(parts), note)
 
 
 def _check(shape: Sequence[int], axes: Sequence[str], sizes: Sequence[int], sharding: Sharding) -> None:
-    left = list(shape)
+    remaining = list(shape)
     for axis, ways, kind in zip(axes, sizes, sharding, strict=True):
         if not isinstance(kind, Shard):
             continue
-        if kind.dim >= len(left) or left[kind.dim] % (ways * kind.parts):
-            size = left[kind.dim] if kind.dim < len(left) else "no"
+        if kind.dim >= len(remaining) or remaining[kind.dim] % (ways * kind.parts):
+            size = remaining[kind.dim] if kind.dim < len(remaining) else "no"
             raise CompileError(
                 "QN203", f"dim {kind.dim} of {list(shape)} has {size} places for {axis}={ways} and {kind}",
                 fix=f"use a size that {ways * kind.parts} divides",
             )  # fmt: skip
-        left[kind.dim] //= ways
+        remaining[kind.dim] //= ways
 
 
 def _runs(indices: Tensor) -> Ranges:
-    """Runs of consecutive numbers, without those that stand for padding."""
+    """Return the runs of consecutive numbers, without those that stand for padding."""
     indices = indices[indices >= 0]
     if not len(indices):
         return ((0, 0),)
@@ -184,7 +206,7 @@ def _slice(ranges: Ranges, size: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """``ranks 0-3, 8-11``."""
+    """Return text such as ``ranks 0-3, 8-11``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

@@ -1,9 +1,10 @@
-"""What a user gives to a textbook: whether a program's steps are steps, and their numbers numbers."""
+"""Checks of a textbook's arguments: whether steps of a program are steps, and their numbers numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 from ..core.errors import CompileError, finite, told, whole
@@ -14,7 +15,11 @@ STEPS = (Compute, Send, Receive, Collective, Wait, Hold, Release)
 
 
 def check_programs(programs: Any, machine: Any, title: Any) -> None:
-    """Raises: CompileError QN201 for what is no machine, no program for each of its ranks, or no step of it."""
+    """Require a machine, and a program of steps for each of its ranks.
+
+    Raises:
+        CompileError: QN201 for what is no machine, no program for each of its ranks, or no step of it.
+    """
     if not isinstance(machine, Machine):
         raise CompileError("QN201", f"machine is {told(machine)}", fix="pass textbook.Machine(2), for 2 ranks")
     if not isinstance(title, str):
@@ -37,27 +42,45 @@ def check_programs(programs: Any, machine: Any, title: Any) -> None:
                 _check(step, field.name, machine.ranks)
 
 
-def _several(given: Any) -> bool:
-    return isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+def _several(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _is_amount(value: Any, ranks: int) -> bool:
+    number = finite(value)
+    return number is not None and number >= 0
+
+
+def _is_rank(value: Any, ranks: int) -> bool:
+    number = whole(value)
+    return number is not None and 0 <= number < ranks
+
+
+def _are_ranks(value: Any, ranks: int) -> bool:
+    if not isinstance(value, tuple) or not value:
+        return False
+    return all(_is_rank(rank, ranks) for rank in value) and len(set(map(whole, value))) == len(value)
+
+
+# By kind of field: whether a value is one, for so many ranks; and a fix, for the last rank
+_Requirement = tuple[Callable[[Any, int], bool], str]
+_AMOUNT: _Requirement = _is_amount, "give a finite number, 0 or more"
+_RANK: _Requirement = _is_rank, "name ranks by ints from 0 to {last}"
+_TEXT: _Requirement = (lambda value, ranks: isinstance(value, str)), "give a text"
+_FIELDS: Mapping[str, _Requirement] = MappingProxyType(
+    {
+        **dict.fromkeys(["flops", "seconds", "bytes"], _AMOUNT),
+        **dict.fromkeys(["to", "source"], _RANK),
+        "over": (_are_ranks, "give a tuple of ranks, from 0 to {last}, each once"),
+        "microbatch": (lambda value, ranks: whole(value) is not None, "give an int"),
+        "background": (lambda value, ranks: isinstance(value, bool), "give True or False"),
+    }
+)
 
 
 def _check(step: Any, name: str, ranks: int) -> None:
-    given = getattr(step, name)
-    if name in ("flops", "seconds", "bytes"):
-        number, fix = finite(given), "give a finite number, 0 or more"
-        good = number is not None and number >= 0
-    elif name in ("to", "source", "over"):
-        found = given if name == "over" and isinstance(given, tuple) else (given,)
-        numbers, fix = [whole(one) for one in found], f"name ranks by ints from 0 to {ranks - 1}"
-        good = bool(found) and all(one is not None and 0 <= one < ranks for one in numbers)
-        if name == "over":
-            fix = f"give a tuple of ranks, from 0 to {ranks - 1}, each once"
-            good = good and isinstance(given, tuple) and len(set(numbers)) == len(numbers)
-    elif name == "microbatch":
-        good, fix = whole(given) is not None, "give an int"
-    elif name == "background":
-        good, fix = isinstance(given, bool), "give True or False"
-    else:
-        good, fix = isinstance(given, str), "give a text"
-    if not good:
-        raise CompileError("QN201", f"{name} of a {type(step).__name__} is {told(given)}", fix=fix)
+    value = getattr(step, name)
+    fits, fix = _FIELDS.get(name, _TEXT)
+    if not fits(value, ranks):
+        problem = f"{name} of a {type(step).__name__} is {told(value)}"
+        raise CompileError("QN201", problem, fix=fix.format(last=ranks - 1))

@@ -1,4 +1,4 @@
-"""Runs textbook programs: when each rank does what, what it waits for, and what it holds."""
+"""Simulation of textbook programs: when each rank does what, what it waits for, and what it holds."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class _TextbookRank:
 
     @property
     def next(self) -> Step | None:
+        """Return the next step, if there is one."""
         return self.steps[self.at] if self.at < len(self.steps) else None
 
 
@@ -40,6 +41,11 @@ class _TextbookWorld:
     links: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def run(self) -> None:
+        """Take all steps.
+
+        Raises:
+            CompileError: QN208 if ranks wait for ever.
+        """
         moved = True
         while moved:
             moved = sum(map(self._advance, self.ranks)) > 0
@@ -91,28 +97,32 @@ class _TextbookWorld:
         rank.events.append(Event(start, end, "transfer", step.name, axis="pp"))
 
     def _meet(self, rank: _TextbookRank, step: Collective) -> bool:
-        others = [self.ranks[number] for number in step.over]
-        if rank not in others:
+        """Do a collective, once all of its ranks have come to it."""
+        members = [self.ranks[number] for number in step.over]
+        if rank not in members:
             raise CompileError("QN208", f"rank {rank.number} is not among those of {step}", fix="name it in over=")
-        met = [other.next for other in others]
-        if any(one != step for one in met if isinstance(one, Collective) and set(one.over) == set(step.over)):
-            lines = [f"rank {other.number} is in {other.next}" for other in others]
+        if any(_conflicts(member.next, step) for member in members):
+            lines = [f"rank {member.number} is in {member.next}" for member in members]
             raise CompileError("QN208", "\n  ".join(lines), fix="let all ranks of a collective call the same one")
-        if any(one != step for one in met):
+        if any(member.next != step for member in members):
             return False
-        begin = max(max(other.clock, other.lane) if step.background else other.clock for other in others)
-        end = begin + self.machine.collective_seconds(step.kind, step.bytes, step.over)
-        for other in others:
-            name = step.name or step.kind
-            waited = 0.0 if step.background else end - other.clock
-            other.events.append(Event(begin, end, "collective", name, axis=step.axis, exposed=waited))
-            if step.background:
-                other.lane = other.done[name] = end
-            else:
-                other.clock = end
-            if other is not rank:
-                other.at += 1
+        self._communicate(step, members)
+        for member in members:
+            if member is not rank:
+                member.at += 1
         return True
+
+    def _communicate(self, step: Collective, members: Sequence[_TextbookRank]) -> None:
+        begin = max(max(member.clock, member.lane) if step.background else member.clock for member in members)
+        end = begin + self.machine.collective_seconds(step.kind, step.bytes, step.over)
+        name = step.name or step.kind
+        for member in members:
+            waited = 0.0 if step.background else end - member.clock
+            member.events.append(Event(begin, end, "collective", name, axis=step.axis, exposed=waited))
+            if step.background:
+                member.lane = member.done[name] = end
+            else:
+                member.clock = end
 
     def _remember(self, rank: _TextbookRank, step: Hold | Release) -> None:
         if isinstance(step, Release):
@@ -131,8 +141,15 @@ class _TextbookWorld:
         rank.memory.append(MemorySample(rank.clock, step.name, now, now, 0))
 
 
+def _conflicts(other: Step | None, step: Collective) -> bool:
+    """Return whether a rank is in another collective of the same ranks."""
+    return isinstance(other, Collective) and set(other.over) == set(step.over) and other != step
+
+
 def simulate(programs: Sequence[Sequence[Step]], machine: Machine, title: str = "textbook") -> Timeline:
-    """The time of programs, one for each rank of ``machine``. Two ranks share no link with others; sends never wait.
+    """Return the timeline of programs, one for each rank of ``machine``.
+
+    Two ranks share no link with others; sends never wait.
 
     Raises:
         CompileError: QN201 for what is no machine, no program for each of its ranks, or no step; QN208 if ranks wait

@@ -1,7 +1,8 @@
-"""Which stored tensors make which tensors of a model. For Hugging Face models this follows transformers' own table of
-conversions (renamed modules, experts stored one by one); other models have the names that their files have.
+"""The stored tensors of each tensor of a model.
 
-Nothing here imports transformers unless the model is one of its own.
+For Hugging Face models this follows transformers' own table of conversions (renamed modules, experts stored one by
+one); other models have the names that their files have. Nothing in this module imports transformers unless the model is
+one of its own.
 """
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 
 def assign(model: nn.Module, stored: Mapping[str, Stored]) -> Assignment:
-    """Find the model's tensors among the stored ones, by name; of a model that PEFT has wrapped, those of the model
-    inside."""
+    """Find the model's tensors among the stored ones, by name; for a PEFT model, those of the wrapped model."""
     state = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     if not is_peft(model):
         return _assigned(model, state, stored)
     base, names = base_of(model)
-    found = _assigned(base, {plain: state[name] for name, plain in names.items()}, stored)
-    found.sources = {name: found.sources[plain] for name, plain in names.items() if plain in found.sources}
-    return found
+    assignment = _assigned(base, {plain: state[name] for name, plain in names.items()}, stored)
+    assignment.sources = {
+        name: assignment.sources[plain] for name, plain in names.items() if plain in assignment.sources
+    }
+    return assignment
 
 
 def _assigned(model: nn.Module, state: dict[str, Tensor], stored: Mapping[str, Stored]) -> Assignment:
@@ -52,7 +54,7 @@ def _assigned(model: nn.Module, state: dict[str, Tensor], stored: Mapping[str, S
 
 
 def misread_names(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Names under which the model's own tensors would not come back, because a conversion on loading takes them."""
+    """Return the names under which the model's own tensors would not be loaded, because a conversion takes them."""
     if not is_hugging_face(model):
         return []
     state = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
@@ -62,13 +64,13 @@ def misread_names(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def _plain(state: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> Assignment:
-    found = Assignment()
+    assignment = Assignment()
     for name, source in stored.items():
         if name in state:
-            found.sources[name] = source
+            assignment.sources[name] = source
         else:
-            found.unexpected.append(source)
-    return found
+            assignment.unexpected.append(source)
+    return assignment
 
 
 class _Unsupported(Exception):
@@ -76,15 +78,17 @@ class _Unsupported(Exception):
 
 
 class _Converter:
-    """transformers' conversions of one model: as ``convert_and_load_state_dict_in_model`` applies them, on sources
-    instead of tensors."""
+    """transformers' conversions of one model, on sources instead of tensors.
+
+    They are applied as in ``convert_and_load_state_dict_in_model``.
+    """
 
     def __init__(self, model: Any, state: dict[str, Tensor]) -> None:
         self.model, self.state = model, state
         self.renamings, self.converters = conversions(model)
 
     def rename(self, name: str) -> tuple[str, str | None]:
-        """The model's name for a stored one, and the pattern of the converter that takes it, if one does."""
+        """Return the model's name for a stored one, and the pattern of the converter that takes it, if one does."""
         prefix = self.model.base_model_prefix
         new, pattern = renamed(name, self.renamings, self.converters, prefix, self.state)
         if new not in self.state and name in self.state:
@@ -92,39 +96,39 @@ class _Converter:
         return new, pattern
 
     def assign(self, stored: Mapping[str, Stored]) -> Assignment:
-        found = Assignment()
+        assignment = Assignment()
         groups: dict[tuple[str, int], dict[str, list[Stored]]] = defaultdict(lambda: defaultdict(list))
         for source in sorted(stored.values(), key=lambda s: sort_key(s.name)):
             name, pattern = self.rename(source.name)
             if name not in self.state:
-                found.unexpected.append(source)
+                assignment.unexpected.append(source)
             elif pattern is None:
-                if name in found.sources:
-                    found.problems.append(f"{source} and {found.sources[name]} are both {name}")
-                found.sources[name] = source
+                if name in assignment.sources:
+                    assignment.problems.append(f"{source} and {assignment.sources[name]} are both {name}")
+                assignment.sources[name] = source
             else:
                 number = next(i for i, c in enumerate(self.converters) if pattern in c.source_patterns)
                 groups[name, number][pattern].append(source)
         for (name, number), collected in groups.items():
-            self._convert(name, self.converters[number], collected, found)
-        return found
+            self._convert(name, self.converters[number], collected, assignment)
+        return assignment
 
-    def _convert(self, name: str, converter: Any, collected: Mapping[str, list[Stored]], found: Assignment) -> None:
+    def _convert(self, name: str, converter: Any, collected: Mapping[str, list[Stored]], into: Assignment) -> None:
         everything = [source for sources in collected.values() for source in sources]
         try:
             results = self._apply(name, converter, collected)
         except _Unsupported as error:
             names = ", ".join(shown(source.name) for source in everything[:4])
             more = f" and {len(everything) - 4} more" if len(everything) > 4 else ""
-            found.problems.append(f"{names}{more} make {name}: {error}")
+            into.problems.append(f"{names}{more} make {name}: {error}")
             return
         for target, source in results.items():
             if target not in self.state:
-                found.unexpected += everything
-            elif target in found.sources:
-                found.problems.append(f"{source} and {found.sources[target]} are both {target}")
+                into.unexpected += everything
+            elif target in into.sources:
+                into.problems.append(f"{source} and {into.sources[target]} are both {target}")
             else:
-                found.sources[target] = source
+                into.sources[target] = source
 
     def _apply(self, name: str, converter: Any, collected: Mapping[str, list[Stored]]) -> dict[str, Source]:
         absent = [p for p in converter.source_patterns if p not in collected]
@@ -147,27 +151,40 @@ class _Converter:
         if not is_conversion(op):
             raise _Unsupported(f"the conversion {kind} is not supported")
         if kind == "MergeModulelist":
-            alone = len(values) == 1 and len(targets) == 1
-            return {targets[0] if alone else p: [_stack(op.dim, sources)] for p, sources in values.items()}
+            single = len(values) == 1 and len(targets) == 1
+            return {targets[0] if single else p: [_stack(op.dim, sources)] for p, sources in values.items()}
         if kind == "Concatenate" and len(targets) == 1:
-            sources = tuple(source for p in converter.source_patterns for source in values.get(p, ()))
-            _same_but(op.dim, sources)
-            return {targets[0]: [Join(op.dim % len(sources[0].shape), sources)]}
+            return {targets[0]: [_concatenated(op.dim, values, converter.source_patterns)]}
         if kind == "Chunk" and op.num_shards_attribute is None:
-            source = _only(_only(list(values.values())))
-            dim = op.dim % len(source.shape)
-            size, rest = divmod(source.shape[dim], len(targets))
-            if rest:
-                raise _Unsupported(f"dim {dim} of {source}, {source.shape}, has no {len(targets)} equal parts")
-            return {t: [Narrowed(source, dim, i * size, size)] for i, t in enumerate(targets)}
+            return _chunks(op.dim, _only(_only(list(values.values()))), targets)
         if kind == "Transpose" and len(values) == 1:
             source = _only(_only(list(values.values())))
             key = targets[0] if len(targets) == 1 else converter.source_patterns[0]
-            if op.check_dims and source.shape == tuple(self.state[name].shape):
-                return {key: [source]}
-            dims = len(source.shape)
-            return {key: [Swap(source, op.dim0 % dims, op.dim1 % dims)]}
+            return {key: [_transposed(op, source, tuple(self.state[name].shape))]}
         raise _Unsupported(f"the conversion {kind} is not supported")
+
+
+def _transposed(op: Any, source: Source, shape: tuple[int, ...]) -> Source:
+    """Return a source with two dims swapped, unless it has the model's shape already and ``op`` compares these."""
+    if op.check_dims and source.shape == shape:
+        return source
+    dims = len(source.shape)
+    return Swap(source, op.dim0 % dims, op.dim1 % dims)
+
+
+def _concatenated(dim: int, values: Mapping[str, list[Source]], patterns: Sequence[str]) -> Join:
+    sources = tuple(source for pattern in patterns for source in values.get(pattern, ()))
+    _require_alike(dim, sources)
+    return Join(dim % len(sources[0].shape), sources)
+
+
+def _chunks(dim: int, source: Source, targets: Sequence[str]) -> dict[str, list[Source]]:
+    """Return equal parts of a source along ``dim``."""
+    dim %= len(source.shape)
+    size, remainder = divmod(source.shape[dim], len(targets))
+    if remainder:
+        raise _Unsupported(f"dim {dim} of {source}, {source.shape}, has no {len(targets)} equal parts")
+    return {target: [Narrowed(source, dim, index * size, size)] for index, target in enumerate(targets)}
 
 
 def _only(items: Sequence[Any]) -> Any:
@@ -177,7 +194,7 @@ def _only(items: Sequence[Any]) -> Any:
 
 
 def _stack(dim: int, sources: Sequence[Source]) -> Stack:
-    _same_but(None, sources)
+    _require_alike(None, sources)
     numbers = [[int(n) for n in re.findall(r"(?<![^.])\d+(?![^.])", s.name)] for s in sources if isinstance(s, Stored)]
     # the number in which the names differ must count from 0: a missing expert would move all that follow it
     differing = [column for column in zip(*numbers, strict=True) if len(set(column)) > 1]
@@ -186,8 +203,8 @@ def _stack(dim: int, sources: Sequence[Source]) -> Stack:
     return Stack(dim, tuple(sources))
 
 
-def _same_but(dim: int | None, sources: Sequence[Source]) -> None:
-    """Raises unless all have one dtype and, but for ``dim``, one shape."""
+def _require_alike(dim: int | None, sources: Sequence[Source]) -> None:
+    """Require one dtype and, except for ``dim``, one shape."""
     dims = {len(s.shape) for s in sources}
     if len(dims) == 1 and dim is not None and not -min(dims) <= dim < min(dims):
         raise _Unsupported(f"{sources[0]} has the shape {sources[0].shape}, without a dim {dim}")

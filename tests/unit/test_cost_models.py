@@ -18,10 +18,10 @@ from quintnet_compiler.cost_models import closed_forms
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.collectives import (
     ALGORITHMS,
-    LARGEST,
-    REACHED,
-    SHARE,
-    SMALLEST,
+    BANDWIDTH_SHARE,
+    MAX_BUCKET_BYTES,
+    MIN_BUCKET_BYTES,
+    MIN_BUCKETS,
     _around,
     bucket_bytes,
     collective_seconds,
@@ -250,9 +250,9 @@ def test_buckets_are_as_small_as_links_allow(name: str, ranks: int, total: float
         return size / 1e13 * collective_seconds(name, group, 1e13) / collective_seconds(name, group, size)
 
     found = bucket_bytes(lambda size: collective_seconds(name, group, size), total)
-    assert SMALLEST <= found <= LARGEST and found.bit_count() == 1
-    assert found == SMALLEST or (found <= total / SHARE and reached(found / 2) < REACHED + 1e-3)
-    assert reached(found) > REACHED - 1e-3 or 2 * found > min(LARGEST, total / SHARE)
+    assert MIN_BUCKET_BYTES <= found <= MAX_BUCKET_BYTES and found.bit_count() == 1
+    assert found == MIN_BUCKET_BYTES or (found <= total / MIN_BUCKETS and reached(found / 2) < BANDWIDTH_SHARE + 1e-3)
+    assert reached(found) > BANDWIDTH_SHARE - 1e-3 or 2 * found > min(MAX_BUCKET_BYTES, total / MIN_BUCKETS)
 
 
 def test_buckets_grow_with_latency() -> None:
@@ -261,7 +261,7 @@ def test_buckets_grow_with_latency() -> None:
     sizes = [bucket_bytes(partial(collective_seconds, "reduce_scatter", group), 1e12) for group in groups]
     assert [size / 2**20 for size in sizes] == [128, 128, 512, 512]
     slow = Cluster("h100", nodes=32, network_seconds=1e-3).group(256)
-    assert bucket_bytes(partial(collective_seconds, "reduce_scatter", slow), 1e12) == LARGEST
+    assert bucket_bytes(partial(collective_seconds, "reduce_scatter", slow), 1e12) == MAX_BUCKET_BYTES
     assert bucket_bytes(partial(collective_seconds, "reduce_scatter", groups[0]), 1e8) == 2**23  # an eighth
 
 

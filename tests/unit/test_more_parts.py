@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,8 +39,9 @@ from quintnet_compiler.runtime.execute.record import Clock, Recorded, RecordedSp
 from quintnet_compiler.runtime.execute.replay_safety import Observed
 from quintnet_compiler.runtime.execute.segments import Segment, split
 from quintnet_compiler.runtime.launch import consistency, launchers
-from quintnet_compiler.runtime.launch.attempt import report
+from quintnet_compiler.runtime.launch.attempt import PRELOADED
 from quintnet_compiler.runtime.launch.board import Board, last_step
+from quintnet_compiler.runtime.launch.faults import report
 from quintnet_compiler.runtime.launch.heartbeat import dump_stacks
 from quintnet_compiler.runtime.transport.async_matmul import all_gather_matmul, factors, matmul_reduce_scatter
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
@@ -53,6 +55,10 @@ from ..golden.programs import golden_passes
 from .graphs import builder, leaf
 
 # -- launching
+
+
+def test_fork_servers_import_modules_that_exist() -> None:
+    assert all(find_spec(name) is not None for name in PRELOADED)
 
 
 def test_who_started_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

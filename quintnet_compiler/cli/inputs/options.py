@@ -87,7 +87,7 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def costs_of(calibration: Path | None) -> CalibratedCosts | None:
-    """What times are predicted from; None: the usual.
+    """Return the prices of a calibration; None: the default ones.
 
     Raises:
         CompileError: QN211 if the file is no calibration.
@@ -96,7 +96,7 @@ def costs_of(calibration: Path | None) -> CalibratedCosts | None:
 
 
 def settings_of(texts: list[str] | None, precision: str | None = None) -> dict[str, Any]:
-    """The decisions that ``--set`` and ``--precision`` make, with values that a plan can have.
+    """Return the decisions of ``--set`` and ``--precision``, with values that a plan can have.
 
     Raises:
         typer.BadParameter: with what is possible.
@@ -104,17 +104,17 @@ def settings_of(texts: list[str] | None, precision: str | None = None) -> dict[s
     if precision is not None:
         texts = [*(texts or ()), f"precision={precision}"]
     try:
-        found = read_options(texts or ())
-        Plan().changed(found)
+        decisions = read_options(texts or ())
+        Plan().changed(decisions)
     except (ValueError, CompileError) as error:
-        said = error.message if isinstance(error, CompileError) else str(error)
-        raise typer.BadParameter(said, param_hint="--set") from None
-    return found
+        message = error.message if isinstance(error, CompileError) else str(error)
+        raise typer.BadParameter(message, param_hint="--set") from None
+    return decisions
 
 
 @dataclass(frozen=True)
 class ProgramOptions:
-    """What the options of a verb say about a program: a mesh and a plan."""
+    """The mesh and the plan that a verb's options ask for."""
 
     mesh: Mesh
     plan: Plan
@@ -124,13 +124,17 @@ class ProgramOptions:
         cls, mesh: str | None, plan: Path | None, microbatches: int | None = None, settings: list[str] | None = None,
         precision: str | None = None,
     ) -> ProgramOptions:  # fmt: skip
-        """Raises: typer.BadParameter if an option is not as it should be, or there is no mesh."""
-        given, decided = settings_of(settings, precision), read_plan(plan)
-        if microbatches is not None and given.setdefault("microbatches", microbatches) != microbatches:
+        """Read options.
+
+        Raises:
+            typer.BadParameter: if an option is not valid, or there is no mesh.
+        """
+        changes, decided = settings_of(settings, precision), read_plan(plan)
+        if microbatches is not None and changes.setdefault("microbatches", microbatches) != microbatches:
             raise typer.BadParameter("says another number than --set microbatches", param_hint="--microbatches")
         if mesh is None and not decided.mesh:
             raise typer.BadParameter("give one, or a plan that has one", param_hint="--mesh")
-        return cls(parse_mesh(mesh) if mesh is not None else Mesh(**decided.mesh), decided.changed(given))
+        return cls(parse_mesh(mesh) if mesh is not None else Mesh(**decided.mesh), decided.changed(changes))
 
 
 def compiled(target: str, options: ProgramOptions, device: str | None = None) -> CompiledProgram:

@@ -21,12 +21,12 @@ Loaded = tuple[Any, Any, Any]  # model, batch, loss function or None
 
 
 def load_target(target: str) -> Loaded:
-    """Model, batch and loss function (or None) of ``package.module:builder`` or ``hf:CONFIG.json[,rows=8,...]``.
+    """Return model, batch and loss function (or None) of ``package.module:builder`` or ``hf:CONFIG.json[,rows=8,...]``.
 
     The module is imported, as ``python -m`` does; a configuration is only read. torch is seeded before.
 
     Raises:
-        typer.BadParameter: if there is no such function or file, or it gives something else: one line.
+        typer.BadParameter: if there is no such function or file, or it returns something else: one line.
     """
     torch.manual_seed(0)  # equal values at every call, in every process
     if target.startswith("hf:"):
@@ -37,39 +37,39 @@ def load_target(target: str) -> Loaded:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     builder = _explained(f"{target!r} cannot be loaded", lambda: _find(module, name))
-    made = _explained(f"{target!r} failed", builder)
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        kind = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
+    loaded = _explained(f"{target!r} failed", builder)
+    if not isinstance(loaded, tuple) or len(loaded) not in (2, 3):
+        kind = f"{len(loaded)} values" if isinstance(loaded, tuple) else f"a {type(loaded).__name__}"
         raise _bad(f"{target!r} must return model, batch[, loss_fn], and returned {kind}")
-    return made[0], made[1], made[2] if len(made) == 3 else None
+    return loaded[0], loaded[1], loaded[2] if len(loaded) == 3 else None
 
 
 def _find(module: str, name: str) -> Callable[[], Any]:
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    if not callable(found):
-        raise TypeError(f"{name} is a {type(found).__name__}, and no function")
-    return found  # type: ignore[no-any-return]
+        value = getattr(value, part)
+    if not callable(value):
+        raise TypeError(f"{name} is a {type(value).__name__}, and no function")
+    return value  # type: ignore[no-any-return]
 
 
-def _explained(what: str, call: Callable[[], Any]) -> Any:
-    """Whatever the user's code raises is one line, with the place that raised it."""
+def _explained(problem: str, call: Callable[[], Any]) -> Any:
+    """Call the user's code; whatever it raises becomes one line, with the place that raised it."""
     try:
         return call()
     except (Exception, SystemExit) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        ours = last.filename == __file__ or last.filename.startswith("<frozen")
-        place = "" if ours else f" ({os.path.basename(last.filename)}:{last.lineno})"
-        said = str(error).splitlines()
-        raise _bad(f"{what}: {type(error).__name__}: {said[0] if said else ''}{place}") from None
+        is_ours = last.filename == __file__ or last.filename.startswith("<frozen")
+        place = "" if is_ours else f" ({os.path.basename(last.filename)}:{last.lineno})"
+        lines = str(error).splitlines()
+        raise _bad(f"{problem}: {type(error).__name__}: {lines[0] if lines else ''}{place}") from None
 
 
 def from_config(target: str) -> tuple[Any, Any, Any]:
-    """``hf:CONFIG.json[,rows=8,sequence=1024]``: the model, a global batch of meta tensors, and no loss function.
+    """Return the model of ``hf:CONFIG.json[,rows=8,sequence=1024]``, a batch of meta tensors, and no loss function.
 
-    The class is the configuration's first architecture, or a causal language model. Nothing is downloaded, and no code
-    beside transformers' own runs.
+    The class is the configuration's first architecture, or a causal language model. Nothing is downloaded, and no other
+    code than transformers' own runs.
 
     Raises:
         typer.BadParameter: if the file is no such configuration: one line.
@@ -87,35 +87,35 @@ def from_config(target: str) -> tuple[Any, Any, Any]:
     except ImportError:
         raise _bad("hf: needs transformers; pip install 'quintnet-compiler[hf]'") from None
     try:
-        known = AutoConfig.for_model(**config)
+        configuration = AutoConfig.for_model(**config)
         with torch.device("meta"):
-            model = built_on_meta(_class(config), known)
+            model = built_on_meta(_class(config), configuration)
     except (Exception, SystemExit) as error:
-        said = str(error).splitlines()
-        raise _bad(f"{path} cannot be built: {type(error).__name__}: {said[0] if said else ''}") from None
+        lines = str(error).splitlines()
+        raise _bad(f"{path} cannot be built: {type(error).__name__}: {lines[0] if lines else ''}") from None
     return model, _batch(model, sizes["rows"], sizes.get("sequence")), None
 
 
 def _read(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise _bad(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise _bad(f"{file} is no JSON: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise _bad(f"{file} is no configuration: it has no model_type")
-    return found
+    return config
 
 
 def _class(config: dict[str, Any]) -> Any:
     import transformers
 
     for name in config.get("architectures") or ():
-        found = getattr(transformers, str(name), None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
+        model_class = getattr(transformers, str(name), None)
+        if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+            return model_class
     return causal_class(transformers.AutoConfig.for_model(config["model_type"]))
 
 

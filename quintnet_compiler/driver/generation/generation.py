@@ -239,28 +239,32 @@ class Generation:
         return self._pools[text.pool].written.issuperset(text.pages[: text.computed // self._page])
 
     def _advance(self, texts: Sequence[Text], tokens: int) -> list[NewToken]:
+        """Compute up to ``tokens`` further tokens of each text, and return those that were chosen."""
         by_pool = [[text for text in texts if text.pool == i] for i in range(len(self._pools))]
         call = CallSize(power_of_two(max(map(len, by_pool))), tokens, self._page)
         self._decoding.prove(call)
-        for text in texts:  # the page of a token that was made
+        for text in texts:  # pages of tokens that were chosen
             while len(text.pages) * self._page < text.computed + min(tokens, text.pending):
                 text.pages.append(self._pools[text.pool].take())
         self._grow(call)
         assert self._caches is not None
         rows = [[self._row(text, tokens) for text in group] for group in by_pool]
         logits = self._decoding.logits(call, rows, self._caches)
-        made, places = list[NewToken](), dict[Sampling, list[tuple[Text, int]]]()
+        finished: dict[Sampling, list[tuple[Text, int]]] = {}
         for pool, group in enumerate(by_pool):
             for index, text in enumerate(group, pool * call.rows):
                 text.computed += min(tokens, text.pending)
                 self._pools[text.pool].written.update(text.pages[: text.computed // self._page])
                 if not text.pending:
-                    places.setdefault(text.sampling, []).append((text, index))
-        for sampling, alike in places.items():
-            draws = [text.draws[len(text.tokens) - text.prompt] for text, _ in alike if sampling.do_sample]
-            chosen = sampling.choose(logits, [index for _, index in alike], draws)
-            made += [self._given(text, token) for (text, _), token in zip(alike, chosen, strict=True)]
-        return sorted(made, key=lambda one: one.text)
+                    finished.setdefault(text.sampling, []).append((text, index))
+        new = [token for sampling, places in finished.items() for token in self._next_tokens(sampling, places, logits)]
+        return sorted(new, key=lambda token: token.text)
+
+    def _next_tokens(self, sampling: Sampling, places: Sequence[tuple[Text, int]], logits: Tensor) -> list[NewToken]:
+        """Choose the next tokens of texts with one kind of sampling, whose rows of ``logits`` have these indices."""
+        draws = [text.draws[len(text.tokens) - text.prompt] for text, _ in places if sampling.do_sample]
+        tokens = sampling.choose(logits, [index for _, index in places], draws)
+        return [self._given(text, token) for (text, _), token in zip(places, tokens, strict=True)]
 
     def _row(self, text: Text, tokens: int) -> TextRow:
         end = text.computed + min(tokens, text.pending)

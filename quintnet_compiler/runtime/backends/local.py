@@ -22,7 +22,7 @@ from ..execute.interpreter_trace import Watch
 from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
 from ..state.changed_state import split_results, written
-from ..state.grad_handoff import HandOver
+from ..state.grad_handoff import HandOver, Old
 from ..state.gradients import GradientStore
 from ..state.module_parameters import Slots, WholeTensor, check_fits, like, moved, whole_parameter
 from ..state.state import new_caches, part_of
@@ -32,7 +32,7 @@ from .whole_state import WholeState
 
 
 def require_measure(mesh: Mesh) -> None:
-    """Raises: RunError QN301 if several ranks in this process would be measured."""
+    """Raise QN301 if several ranks in this process would be measured."""
     if mesh.size > 1:
         raise RunError(
             "QN301",
@@ -66,7 +66,7 @@ class LocalBackend(WholeState):
             slots.put({**self.tensors, **self.parameters})
 
     def _take(self, name: str, x: Tensor, spec: StateSpec | None) -> None:
-        """Read this tensor, which the module has, from now on."""
+        """Read this tensor of the module from now on."""
         if spec is not None and spec.kind == "parameter":
             self.parameters[name] = whole_parameter(x, self.device, trainable=spec.trainable, host=spec.host)
             self.tensors[name] = Tensor.detach(self.parameters[name])
@@ -78,7 +78,7 @@ class LocalBackend(WholeState):
             self.tensors[name] = x.detach().to(self.device)
 
     def _follow_module(self) -> None:
-        """Raises: RunError QN112 if the module has something else now than the program was made for."""
+        """Read what was assigned to the module since, or raise QN112 if that does not fit the program."""
         if self.slots is None or self.slots.same:
             return
         changed = self.slots.changed()
@@ -100,7 +100,7 @@ class LocalBackend(WholeState):
         caches: Caches | None = None,
         recorder: Recorder | None = None,
     ) -> list[Tensor]:
-        """As :meth:`Backend.run`; ``watch``: who looks at each rank from inside."""
+        """Run as :meth:`Backend.run`; ``watch``: an observer of each rank."""
         if recorder is not None:
             require_measure(self.mesh)
         if how.local and self.mesh.data_ways > 1:
@@ -120,22 +120,14 @@ class LocalBackend(WholeState):
                 del self.worlds[id(program)]
                 ready = self._world(program, how.train)
             try:
-                watches: Sequence[Watch | None] = watch or [None] * self.mesh.size
-                given = caches or {}
-                outputs = ready.world.run(
-                    {r: self._rank(ready, r, inputs, how, w, given.get(r, {}), recorder) for r, w in enumerate(watches)}
-                )
+                outputs = self._run_ranks(ready, inputs, how, watch, caches or {}, recorder)
             except RunError:
                 if old is not None:
                     ready.handover.put(old)
                 raise
             if how.train:
                 self.scaler.update(how, finite=all(good for _, good in outputs.values()))
-                if self.scaler.skipped:
-                    ready.handover.put(repeat(None))
-                else:
-                    self._join(ready, program)
-                    ready.handover.give(old)
+                self._hand_over(ready, program, old)
             results, new = split_results(program, outputs[0][0], self.tensors)
             for position, spec in program.stored.items():
                 new[spec.name] = self._assembled(
@@ -144,8 +136,33 @@ class LocalBackend(WholeState):
             self._write(program, new)
         return results
 
+    def _hand_over(self, ready: _LocalRanks, program: DistributedProgram, old: Old | None) -> None:
+        """Give parameters the gradients of a step, or none if it is skipped."""
+        if self.scaler.skipped:
+            ready.handover.put(repeat(None))
+        else:
+            self._join(ready, program)
+            ready.handover.give(old)
+
+    def _run_ranks(
+        self,
+        ready: _LocalRanks,
+        inputs: Sequence[Tensor],
+        how: Run,
+        watch: Sequence[Watch] | None,
+        caches: Caches,
+        recorder: Recorder | None,
+    ) -> dict[int, tuple[list[Tensor], bool]]:
+        """Return each rank's results, and whether its gradients are finite."""
+        watches: Sequence[Watch | None] = watch or [None] * self.mesh.size
+        functions = {
+            rank: self._rank(ready, rank, inputs, how, observer, caches.get(rank, {}), recorder)
+            for rank, observer in enumerate(watches)
+        }
+        return ready.world.run(functions)
+
     def _write(self, program: DistributedProgram, new: Mapping[str, Tensor]) -> None:
-        """The new values of buffers and parameters."""
+        """Keep the new values of buffers and parameters."""
         if program.stored:
             self.linears.changed()
         now = written(program, new, self.tensors) if new else {}

@@ -19,7 +19,7 @@ from ...core.empty_storage import of_other_ranks
 from ...core.errors import RunError
 from ...core.mesh import Mesh
 from ...core.sharding import I, Shard
-from ...ir.distributed_program import DistributedProgram, StateSpec
+from ...ir.distributed_program import DistributedProgram, StateSpec, ValueSpec
 from ...ir.program import Axis
 from ..execute.engines import Engine, eager
 from ..execute.executor import Executor, Run
@@ -212,13 +212,7 @@ class ProcessBackend:
         with running_on(self.device):
             ready, how = self._ready(program, inputs, how), self.scaler.run(program, how)
             self._compare(program, how)
-        # rows that are already this data rank's are not split again
-        axes = [replace(a, size=1) if how.local and a.role == "data" else a for a in program.axes]
-        place = {**self.place, **({"dp": 0, "ep": 0} if how.local else {})}
-        mine = [
-            part_of(x, spec.sharding, axes, place).to(self.device)
-            for x, spec in zip(inputs, program.inputs, strict=True)
-        ]
+        own_inputs = self._own_inputs(program.inputs, inputs, local=how.local)
         state = {**self.state, **self.padded, **(caches or {}).get(self.transport.rank, {})}
         with torch.no_grad(), running_on(self.device):
             old = ready.handover.take() if how.train else None
@@ -227,7 +221,7 @@ class ProcessBackend:
             if how.train and ready.handover.kept:
                 ready = self.ready[id(program)] = self._made(program, how.train)
             try:
-                results, good = ready.step(state, mine, how, recorder=recorder)
+                results, good = ready.step(state, own_inputs, how, recorder=recorder)
             except RunError:
                 if old is not None:
                     ready.handover.put(old)
@@ -239,8 +233,14 @@ class ProcessBackend:
             self._write(program, new)
         return results
 
+    def _own_inputs(self, specs: Sequence[ValueSpec], inputs: Sequence[Tensor], *, local: bool) -> list[Tensor]:
+        """Return this rank's parts of inputs; ``local``: their rows are this data rank's already."""
+        axes = [replace(axis, size=1) if local and axis.role == "data" else axis for axis in program.axes]
+        place = {**self.place, **({"dp": 0, "ep": 0} if local else {})}
+        return [part_of(x, s.sharding, axes, place).to(self.device) for x, s in zip(inputs, specs, strict=True)]
+
     def _compare(self, program: DistributedProgram, how: Run) -> None:
-        """Raises: RunError QN404 if ranks hold different values, from time to time."""
+        """Raise QN404 if ranks hold different values, which is compared from time to time."""
         if not how.train:
             self.same.hear()
             return

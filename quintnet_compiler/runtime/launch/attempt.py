@@ -10,10 +10,10 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -23,40 +23,35 @@ import torch
 import torch.distributed as dist
 
 from ...compat.distributed import PrefixStore, TCPStore
-from ...core.errors import QuintNetError, RunError, printable
+from ...core.errors import RunError, printable
 from ..threads.at_exit import finish_all, finish_or_warn
 from .accelerator import take_accelerator
 from .disagreement import disagreement, stalled
-from .faults import Fault, RankError, Scene, gone, stopped
+from .faults import Fault, RankError, Scene, gone, report, stopped
 from .forwarding import Forwarding
 from .heartbeat import GRACE, LOOK, PERIOD, SAVED, SAVES, VERDICT, Heartbeat
 from .preemption import Preempted
-from .rank_status import LONGEST_LINE, RankStatus, cut, first_line, of_communication, read_rows
-from .run_folder import mark_fork_server_folder, remove_with_its_owner
+from .rank_status import LONGEST_LINE, RankStatus, cut, read_rows
+from .run_folder import end_with_launcher, mark_fork_server_folder
 from .sending import LOOPBACK, importable_main, local_listener, packed, unpacked
 
-STOPPED = 1.0  # seconds after which a rank that may not run is given up
-STALL = 3.0  # seconds after which ranks that may wait for each other in vain are told of
-AGAIN = 1.0  # seconds between two looks at which places are available
-SETTLE = 1.0  # seconds in which the cause of an error that another rank caused shows
-LONGEST_TEXT = 20_000  # characters of an error and its traceback
-LOST = 60.0  # seconds in which the launching process answers, however busy; if it ends, ranks know at once
-NO_CODE = 255  # what multiprocessing says of a process whose fork server is gone
-# what the fork server has imported, and each rank would import otherwise: at once, or when it first traces and solves
-# for a layout
+STOPPED_SECONDS = 1.0  # after which a stopped rank is given up
+STALL_SECONDS = 3.0  # after which a message says that all ranks wait
+SLOT_LOOK_SECONDS = 1.0  # between two looks at the available places
+SETTLE_SECONDS = 1.0  # in which the cause of an error that another rank caused shows
+EXIT_SECONDS = 5.0  # in which a process with a result ends by itself
+STORE_SECONDS = 60.0  # in which the launching process answers, however busy; if it ends, ranks know at once
+NO_CODE = 255  # multiprocessing's exit code of a process whose fork server has ended
+# modules that the fork server imports, so that no rank does when it starts, traces, or solves for a layout
 PRELOADED = (
-    "torch",
-    "torch.distributed.tensor",
-    "quintnet_compiler.api.compile",
-    "torch.export._trace",
-    "scipy.sparse",
+    "torch", "torch.distributed.tensor", "quintnet_compiler.api.compile", "torch.export._trace", "scipy.sparse",
     "scipy.optimize",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Job:
-    """What ranks do. ``patience``: seconds that they wait for each other in communication."""
+    """The function of all ranks; ``patience``: seconds that they wait for each other in communication."""
 
     call: Callable[[], Any]
     threads: int
@@ -65,8 +60,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits. ``slot``: what it has of this machine (its GPU), of ``slots``; ``port``: of the attempt's
-    store; ``start_method``: of multiprocessing, as it is set in the launching process."""
+    """The place of a rank.
+
+    Attributes:
+        slot: what it has of this machine (its GPU), of ``slots``.
+        port: of the attempt's store.
+        start_method: of multiprocessing, as it is set in the launching process.
+    """
 
     rank: int
     size: int
@@ -78,16 +78,18 @@ class Seat:
 
 
 class Attempt:
-    """Starts a rank for each of ``slots`` and sees to their end. Nothing outlives it: ranks end when it does, and
-    when this process does. They talk over loopback alone, and nothing that they leave behind is read again.
-    ``signals``: what this process was sent, and passes on to them; ``wanted``: which slots there should be now."""
+    """A start of ranks, one for each of ``slots``, until their end; they talk over loopback alone.
+
+    Nothing outlives it. ``signals``: those that this process received, and passes on to ranks; ``wanted``: returns the
+    slots that there should be now.
+    """
 
     def __init__(
         self, job: Job, slots: Sequence[int], folder: Path, signals: Forwarding, wanted: Callable[[], Sequence[int]]
     ) -> None:
         self.job, self.slots, self.folder, self.signals = job, slots, folder, signals
         self.wanted, self.looked = wanted, time.monotonic()
-        self.leaving = Forwarding(signals.grace)  # what ranks are sent when other slots are wanted
+        self.leaving = Forwarding(signals.grace)  # signals for ranks when other slots are wanted
         self.size = len(slots)
         self.results: dict[int, Any] = {}
         self.reports: dict[int, RankError] = {}
@@ -95,8 +97,8 @@ class Attempt:
         self.since: dict[int, float] = {}  # when a rank was first seen stopped
         self.stall = "", 0.0  # what ranks wait in, and since when
         self.looks, self.apart = 0, dict[int, RankStatus]()  # rows of ranks that can never meet
-        self.left = False  # whether the thread that starts ranks is to end
-        self.trouble: BaseException | None = None  # what it met
+        self.closing = False  # whether the thread that starts ranks shall end
+        self.start_error: BaseException | None = None  # of that thread
         self.orphans: set[int] = set()  # ranks that live, and whose fork server has ended
         folder.mkdir()
 
@@ -126,22 +128,22 @@ class Attempt:
                 theirs.close()
                 self.pipes[ours] = rank
                 self.processes.append(process)
-                if self.left:  # nobody waits for ranks any more
+                if self.closing:  # the attempt is over
                     process.kill()
                     return
         except BaseException as error:
-            self.trouble = error
+            self.start_error = error
 
     def _started(self, deadline: float) -> bool:
-        """Whether all ranks were started in time. Raises: what went wrong."""
+        """Return whether all ranks were started in time, or raise the error of the thread that starts them."""
         while self.starting.is_alive() and time.monotonic() < deadline:
             self.starting.join(PERIOD)
-        if self.trouble is not None:
-            raise self.trouble
+        if self.start_error is not None:
+            raise self.start_error
         return not self.starting.is_alive()
 
     def __exit__(self, *error: object) -> None:
-        self.left = True
+        self.closing = True
         for process in list(self.processes):
             if process.is_alive():
                 process.kill()  # stopped ones would never see another signal
@@ -152,8 +154,8 @@ class Attempt:
             process.join()
 
     def run(self, deadline: float) -> list[Any] | Fault:
-        """Results by rank, or what went wrong."""
-        doubt: float | None = None
+        """Return the results by rank, or the fault that ended the attempt."""
+        first_sign: float | None = None
         if not self._started(deadline):
             return Fault(RunError("QN304", "the ranks were not started in time"), tuple(range(self.size)))
         while len(self.results) < self.size:
@@ -164,86 +166,107 @@ class Attempt:
             given_up = self._given_up()
             if self.reports or self.ended or given_up or self._apart():
                 now = time.monotonic()
-                doubt = doubt or now
-                if self._scene(given_up).certain or now > doubt + SETTLE:
+                first_sign = first_sign or now
+                if self._scene(given_up).certain or now > first_sign + SETTLE_SECONDS:
                     return self._end(given_up)
-            asked = self.signals.late or self.leaving.late
-            if time.monotonic() > deadline or asked:
-                late = sorted(set(range(self.size)) - self.results.keys())
-                after = f"the {self.signals.grace:g} s after a signal" if asked else "time"
-                error = RunError("QN304", f"ranks {late} did not finish in {after}")
-                self._tell(error.message)
-                return Fault(error, tuple(late))
-        for process in self.processes:
-            process.join(5)  # so that each can leave in its own way
-        until = time.monotonic() + 5
-        while time.monotonic() < until and not all(gone(self._pid(rank)) for rank in self.orphans):
-            time.sleep(PERIOD / 2)
+            if (fault := self._overdue(deadline)) is not None:
+                return fault
+        self._join()
         return [self.results[rank] for rank in range(self.size)]
 
-    def moves(self, found: list[Any] | Fault) -> bool:
-        """Whether the ranks, of which ``found`` came, ended because other slots are wanted: by themselves or not."""
+    def _overdue(self, deadline: float) -> Fault | None:
+        """Return the fault of ranks that did not finish in time."""
+        after_signal = self.signals.late or self.leaving.late
+        if time.monotonic() <= deadline and not after_signal:
+            return None
+        late, grace = (
+            sorted(set(range(self.size)) - self.results.keys()),
+            f"the {self.signals.grace:g} s after a signal",
+        )
+        error = RunError("QN304", f"ranks {late} did not finish in {grace if after_signal else 'time'}")
+        self._tell(error.message)
+        return Fault(error, tuple(late))
+
+    def _join(self) -> None:
+        """Wait until processes that returned their results have ended, each in its own way."""
+        for process in self.processes:
+            process.join(EXIT_SECONDS)
+        until = time.monotonic() + EXIT_SECONDS
+        while time.monotonic() < until and not all(gone(self._pid(rank)) for rank in self.orphans):
+            time.sleep(PERIOD / 2)
+
+    def moves(self, outcome: list[Any] | Fault) -> bool:
+        """Return whether the ranks ended because other slots are wanted: by themselves or not."""
         if self.leaving.first is None:
             return False
-        if isinstance(found, Fault):
-            return found.again or self.leaving.late
-        return any(isinstance(one, Preempted) for one in found)
+        if isinstance(outcome, Fault):
+            return outcome.again or self.leaving.late
+        return any(isinstance(result, Preempted) for result in outcome)
 
     def _look_at_slots(self) -> None:
-        if self.leaving.first is not None or time.monotonic() < self.looked + AGAIN:
+        if self.leaving.first is not None or time.monotonic() < self.looked + SLOT_LOOK_SECONDS:
             return
         wanted, self.looked = self.wanted(), time.monotonic()
         if wanted != self.slots:
-            told = f"places {wanted} are available, and ranks run on {self.slots}: they save, and start again there"
-            print(told, file=sys.stderr, flush=True)
+            text = f"places {wanted} are available, and ranks run on {self.slots}: they save, and start again there"
+            print(text, file=sys.stderr, flush=True)
             self.leaving.came.append(signal.SIGTERM)
 
     def _hear(self, seconds: float) -> None:
-        """Take what ranks have to say, and see which ended."""
+        """Take the answers of ranks, and see which ended."""
         watched = [rank for rank in range(self.size) if self._runs(rank) and rank not in self.orphans]
-        sentinels = {self.processes[rank].sentinel: rank for rank in watched}
+        sentinels: dict[Any, int] = {self.processes[rank].sentinel: rank for rank in watched}
         ready = wait([*self.pipes, *sentinels], timeout=seconds)
-        for pipe in ready:
-            if isinstance(pipe, Connection):
-                rank = self.pipes.pop(pipe)
-                with contextlib.suppress(EOFError):  # it has died
-                    found = unpacked(pipe.recv_bytes())
-                    (self.reports if isinstance(found, RankError) else self.results)[rank] = found
-                pipe.close()
-        for pipe in ready:
-            rank = -1 if isinstance(pipe, Connection) else sentinels[pipe]  # type: ignore[index]
-            if rank >= 0 and self._runs(rank) and not any(one.poll() for one, r in self.pipes.items() if r == rank):
-                self.processes[rank].join()
-                code = self.processes[rank].exitcode or 0
-                if code == NO_CODE and not gone(self._pid(rank)):
-                    self.orphans.add(rank)
-                else:
-                    self._ended(rank, code)
-        for rank in [rank for rank in self.orphans if self._runs(rank) and gone(self._pid(rank))]:
-            if not any(one.poll() for one, r in self.pipes.items() if r == rank):
-                self._ended(rank, NO_CODE)
+        for pipe in [source for source in ready if isinstance(source, Connection)]:
+            self._read(pipe)
+        for sentinel in [source for source in ready if not isinstance(source, Connection)]:
+            self._see_end(sentinels[sentinel])
+        for rank in [rank for rank in self.orphans if self._is_unheard(rank) and gone(self._pid(rank))]:
+            self._ended(rank, NO_CODE)
+
+    def _read(self, pipe: Connection) -> None:
+        """Take the answer of a rank."""
+        rank = self.pipes.pop(pipe)
+        with contextlib.suppress(EOFError):  # it has died
+            answer = unpacked(pipe.recv_bytes())
+            (self.reports if isinstance(answer, RankError) else self.results)[rank] = answer
+        pipe.close()
+
+    def _see_end(self, rank: int) -> None:
+        """Note the end of a process, or of its fork server."""
+        if not self._is_unheard(rank):
+            return
+        self.processes[rank].join()
+        code = self.processes[rank].exitcode or 0
+        if code == NO_CODE and not gone(self._pid(rank)):
+            self.orphans.add(rank)
+        else:
+            self._ended(rank, code)
+
+    def _is_unheard(self, rank: int) -> bool:
+        """Return whether a rank has given no answer, and none is on its way."""
+        return self._runs(rank) and not any(pipe.poll() for pipe, owner in self.pipes.items() if owner == rank)
 
     def _ended(self, rank: int, code: int) -> None:
         # its pipe may still be open: its own children (workers of a DataLoader) have it as well
-        self.pipes = {one: r for one, r in self.pipes.items() if r != rank}
-        self.ended[rank] = code
+        self.pipes, self.ended[rank] = {pipe: owner for pipe, owner in self.pipes.items() if owner != rank}, code
 
     def _pid(self, rank: int) -> int:
-        found = self.processes[rank].pid
-        assert found is not None  # it was started
-        return found
+        pid = self.processes[rank].pid
+        assert pid is not None  # it was started
+        return pid
 
     def _runs(self, rank: int) -> bool:
-        return not any(rank in known for known in (self.results, self.reports, self.ended))
+        return not any(rank in outcomes for outcomes in (self.results, self.reports, self.ended))
 
     def _given_up(self) -> list[int]:
         now = time.monotonic()
-        seen = {r for r, process in enumerate(self.processes) if self._runs(r) and stopped(process.pid)}
-        self.since = {rank: self.since.get(rank, now) for rank in seen}
-        return [rank for rank, first in self.since.items() if now - first > STOPPED]
+        stopped_ranks = {r for r, process in enumerate(self.processes) if self._runs(r) and stopped(process.pid)}
+        self.since = {rank: self.since.get(rank, now) for rank in stopped_ranks}
+        return [rank for rank, first in self.since.items() if now - first > STOPPED_SECONDS]
 
     def _apart(self) -> bool:
-        """Whether ranks can never meet; looked for now and then."""
+        """Return whether ranks can never meet, which is looked for now and then."""
         self.looks += 1
         if not self.apart and self.looks % LOOK == 0:
             rows = read_rows(self.store, range(self.size))
@@ -252,12 +275,13 @@ class Attempt:
         return bool(self.apart)
 
     def _look_for_stall(self, text: str) -> None:
-        """Tell once, on stderr, that all ranks have waited for some seconds: that is no error yet."""
+        """Print once, on stderr, that all ranks have waited for some seconds: that is no error yet."""
         now = time.monotonic()
         if text != self.stall[0]:
             self.stall = text, now
-        elif text and now - self.stall[1] > STALL:
-            print(printable(f"all ranks have been waiting for {STALL:g} s: {text}"), file=sys.stderr, flush=True)
+        elif text and now - self.stall[1] > STALL_SECONDS:
+            message = f"all ranks have been waiting for {STALL_SECONDS:g} s: {text}"
+            print(printable(message), file=sys.stderr, flush=True)
             self.stall = text, math.inf
 
     def _scene(self, given_up: Sequence[int]) -> Scene:
@@ -267,10 +291,10 @@ class Attempt:
         return Scene(self.size, rows, list(self.reports.values()), dict(self.ended), given_up, self.folder)
 
     def _end(self, given_up: Sequence[int]) -> Fault:
-        """Tell the others, and let them say what they saw. Who dies from now on dies of this."""
+        """Tell ranks of the fault, and let them report; a rank that ends from now on is a consequence."""
         self._hear(PERIOD)  # others at fault at the same time
-        seen = self._scene(given_up)
-        first = seen.fault()
+        scene = self._scene(given_up)
+        first = scene.fault()
         self._tell(first.error.message.splitlines()[0])
         ended, until, saved = dict(self.ended), time.monotonic() + GRACE / 2, ""
         while time.monotonic() < until and any(self._runs(r) for r in range(self.size) if r not in given_up):
@@ -278,20 +302,19 @@ class Attempt:
             if first.again and (rank := self._offer()) is not None:
                 saved = self._let_save(rank)
                 break
-        later = self._scene(given_up)
-        late = [one for one in later.reports if one not in seen.reports]
-        heard = [RankError(one.rank, one.when, one.line, one.text, True, one.error) for one in late]
-        fault = Scene(self.size, seen.rows, [*seen.reports, *heard], ended, given_up, self.folder).fault()
+        later = [report for report in self._scene(given_up).reports if report not in scene.reports]
+        reports = [*scene.reports, *(replace(report, distant=True) for report in later)]
+        fault = Scene(self.size, scene.rows, reports, ended, given_up, self.folder).fault()
         return replace(fault, saved=saved)
 
     def _offer(self) -> int | None:
-        """A rank that could save all that the run needs to go on."""
+        """Return a rank that could save all that the run needs to go on."""
         rows = read_rows(self.store, range(self.size))
         return next((r for r, row in rows.items() if row.offers and self._runs(r) and not self.orphans), None)
 
     def _let_save(self, rank: int) -> str:
-        """What the rank has saved. Before it begins, all others have ended: none writes where it does."""
-        others = [process for one, process in enumerate(self.processes) if one != rank]
+        """Let a rank save, and return what it has saved; all others have ended by then, so that none else writes."""
+        others = [process for other, process in enumerate(self.processes) if other != rank]
         for process in others:
             process.kill()
         for process in others:
@@ -302,12 +325,12 @@ class Attempt:
             self._hear(PERIOD / 2)
         return f"rank {rank} saved step {self.store.get(SAVED).decode()}" if self.store.check([SAVED]) else ""
 
-    def _tell(self, why: str) -> None:
-        self.store.set(VERDICT, cut(why, LONGEST_LINE))
+    def _tell(self, reason: str) -> None:
+        self.store.set(VERDICT, cut(reason, LONGEST_LINE))
 
 
 def work(job: Job, seat: Seat, pipe: Connection) -> None:
-    """A rank's process."""
+    """Run the job as a rank, in its process."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     size = str(seat.size)
     os.environ |= {"RANK": str(seat.rank), "LOCAL_RANK": str(seat.slot), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -316,10 +339,7 @@ def work(job: Job, seat: Seat, pipe: Connection) -> None:
     answer: Any
     try:
         store = TCPStore(LOOPBACK, seat.port, None, False)
-
-        def connect() -> TCPStore:
-            return TCPStore(LOOPBACK, seat.port, None, False, timeout=timedelta(seconds=LOST))
-
+        connect = partial(TCPStore, LOOPBACK, seat.port, None, False, timeout=timedelta(seconds=STORE_SECONDS))
         with Heartbeat(connect, seat.rank, seat.size, seat.folder, job.patience) as pulse:
             patience = timedelta(seconds=job.patience)
             dist.init_process_group(
@@ -334,23 +354,23 @@ def work(job: Job, seat: Seat, pipe: Connection) -> None:
                 pulse.finish()
     except BaseException as error:
         answer = report(seat.rank, error)
-    if isinstance(answer, RankError):
-        send(pipe, seat.rank, answer)
-        return
     send(pipe, seat.rank, answer)
-    dist.destroy_process_group()
+    if not isinstance(answer, RankError):
+        dist.destroy_process_group()
 
 
 def _answer(job: Job, rank: int) -> Any:
-    """What the job returns or raises, once what it has begun in the background is done: other ranks take part in that,
-    and the process group ends with this process."""
+    """Return what the job returns or raises, once what it has begun in the background is done.
+
+    Other ranks take part in that, and the process group ends with this process.
+    """
     answer: Any
     try:
         answer = job.call()
-    except Preempted as left:
-        answer = left
+    except Preempted as preempted:
+        answer = preempted
     except BaseException as error:
-        answer = report(rank, error)  # now: before others see what comes of it
+        answer = report(rank, error)  # now: before others see the consequences
         finish_or_warn(job.patience)
         return answer
     finish_all(job.patience)
@@ -358,42 +378,23 @@ def _answer(job: Job, rank: int) -> Any:
 
 
 def _prepare(seat: Seat) -> None:
-    """End with the launching process at once: ranks that train on meanwhile would write into the checkpoints of the run
-    that follows. And leave nothing behind that outlives a rank that is killed."""
+    """Set up the process, and let it end with the launching process."""
     mp.current_process().daemon = False  # daemons may have no children, such as a DataLoader's workers
     mp.set_start_method(seat.start_method, force=True)  # multiprocessing left that of the fork server
-    if (parent := mp.parent_process()) is not None:
-
-        def end() -> None:
-            parent.join()
-            if seat.rank == 0:
-                print("all ranks end: the process that launched them is gone", file=sys.stderr, flush=True)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch would say it in 30 lines of C++
-            remove_with_its_owner(seat.folder.parent)
-            os._exit(1)
-
-        threading.Thread(target=end, daemon=True, name="quintnet-parent").start()
+    end_with_launcher(seat.rank, seat.folder.parent)
     with contextlib.suppress(ImportError):  # torch.fx makes bars, which have a lock that all processes of a machine see
         from tqdm import tqdm
 
         tqdm.set_lock(threading.RLock())
 
 
-def report(rank: int, error: BaseException) -> RankError:
-    """What is told of an error; before this process ends, so that it comes before what others then see."""
-    when = time.monotonic()
-    text = cut("".join(traceback.format_exception(error)), LONGEST_TEXT)
-    own = error if isinstance(error, QuintNetError) else None
-    line = f"{own.code} {own.message}" if own is not None else f"{type(error).__name__}: {first_line(error)}"
-    return RankError(rank, when, cut(line.splitlines()[0], LONGEST_LINE), text, of_communication(error), own)
-
-
 def send(pipe: Connection, rank: int, answer: Any) -> None:
+    """Send a rank's answer to the launching process."""
     try:
         data = packed(answer)
     except Exception as error:
         text = f"a result that cannot be sent to the launching process: {error}"
         data = packed(RankError(rank, time.monotonic(), text, text, False))
-    with contextlib.suppress(BrokenPipeError):  # nobody is there to hear it
+    with contextlib.suppress(BrokenPipeError):  # the launching process has ended
         pipe.send_bytes(data)
     pipe.close()

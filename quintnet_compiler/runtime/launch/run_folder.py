@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -107,3 +110,22 @@ def _abandoned(entry: os.DirEntry[str]) -> bool:
         return False
     finally:
         os.close(mark)
+
+
+def end_with_launcher(rank: int, folder: Path) -> None:
+    """End this rank at once when the launching process ends, and remove the run's folder.
+
+    A rank that trained on would write into the checkpoints of the run that follows.
+    """
+    if (parent := multiprocessing.parent_process()) is None:
+        return
+
+    def end() -> None:
+        parent.join()
+        if rank == 0:
+            print("all ranks end: the process that launched them is gone", file=sys.stderr, flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch would print it in 30 lines of C++
+        remove_with_its_owner(folder)
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True, name="quintnet-parent").start()

@@ -1,15 +1,16 @@
 """All ranks in one process, in lockstep: the reference semantics, the debugger, and the default without a launcher.
 
 Each rank runs in a greenlet and gives way when it meets communication. When all ranks of a collective have arrived it
-is carried out; ranks that meet different collectives are reported at once, and so is a rank that waits for ever. A rank
-that is alone has nobody to give way to, and runs where it is called.
+is carried out; ranks that meet different collectives are reported at once, and so is a rank that waits for ever. A
+rank that is alone has no other to give way to, and runs where it is called.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ from .transport import Pending, Wait
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What a rank waits for: a collective ``kind`` over ``ranks``, at a place that ``label`` describes. ``runs``: how
-    many rows go to each rank, where that is each rank's own."""
+    """A collective ``kind`` over ``ranks`` that a rank waits for, at a place that ``label`` describes.
+
+    ``runs``: how many rows go to each rank, where each rank has another number.
+    """
 
     kind: str
     ranks: tuple[int, ...]
@@ -37,6 +40,7 @@ class Rendezvous:
 
     @property
     def signature(self) -> tuple[Any, ...]:
+        """Return what must be equal on all ranks of the collective."""
         shape = tuple(self.tensor.shape) if self.runs is None else tuple(self.tensor.shape[1:])
         return self.kind, self.ranks, shape, self.tensor.dtype, self.detail, self.label
 
@@ -46,7 +50,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Mail:
-    """A rank waits for the ``number``-th tensor from ``source`` on ``channel``."""
+    """A receive that a rank waits for: the ``number``-th tensor from ``source`` on ``channel``."""
 
     source: int
     channel: int
@@ -59,11 +63,11 @@ class Mail:
 
 @dataclass
 class Channel:
-    """What one rank sends to another: the n-th receive that was posted gets the n-th send, whenever it waits."""
+    """Messages of one rank to another: the n-th receive that was posted gets the n-th send, whenever it waits."""
 
     sent: int = 0
     asked: int = 0
-    there: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
+    arrived: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
 
 
 class LocalWorld:
@@ -82,13 +86,13 @@ class LocalWorld:
         self.transports: dict[int, LocalTransport] = {}
 
     def transport(self, rank: int) -> LocalTransport:
-        """A rank's side of this world."""
+        """Return a rank's side of this world."""
         if rank not in self.transports:
             self.transports[rank] = LocalTransport(self, rank)
         return self.transports[rank]
 
     def run(self, functions: Mapping[int, Callable[[LocalTransport], Any]]) -> dict[int, Any]:
-        """``functions[rank](transport)`` of every rank, in lockstep; their results by rank.
+        """Run ``functions[rank](transport)`` of every rank, in lockstep, and return their results by rank.
 
         Where some ranks of the mesh are absent, the others stand for them in sums.
         """
@@ -103,55 +107,68 @@ class LocalWorld:
         try:
             while ready or waits:
                 for rank in sorted(ready):
-                    asked = ranks[rank].switch(ready.pop(rank))
+                    answer = ranks[rank].switch(ready.pop(rank))
                     if ranks[rank].dead:
-                        results[rank] = asked
+                        results[rank] = answer
                     else:
-                        waits[rank] = asked
+                        waits[rank] = answer
                 self._advance(waits, ready)
                 if waits and not ready:
                     raise _stuck(waits)
         finally:
-            for one in ranks.values():  # ends what is still waiting, so that its values are freed
-                if one and not one.dead:
-                    one.throw()
+            _end(ranks.values())
         return {rank: results[rank] for rank in functions}
 
     def meet(self, rank: int, wait: Rendezvous | Mail) -> Any:
-        """What ``rank`` gets where it waits, when it is there."""
+        """Return what ``rank`` waits for, once it has arrived."""
         if len(self.present) > 1:
             return self.hub.switch(wait)
         if isinstance(wait, Rendezvous):
             return _carry_out([wait], [0])[0]
-        there = self.messages[wait.source, rank, wait.channel].there
-        if wait.number not in there:
+        arrived = self.messages[wait.source, rank, wait.channel].arrived
+        if wait.number not in arrived:
             raise _stuck({rank: wait})
-        return there.pop(wait.number)
+        return arrived.pop(wait.number)
 
     def _advance(self, waits: dict[int, Rendezvous | Mail], ready: dict[int, Any]) -> None:
+        """Move ranks whose messages arrived, or whose collectives are complete, from ``waits`` to ``ready``."""
         for rank in sorted(waits):
             wait = waits.get(rank)
             if isinstance(wait, Mail):
-                there = self.messages[wait.source, rank, wait.channel].there
-                if wait.number in there:
-                    ready[rank] = there.pop(wait.number)
+                arrived = self.messages[wait.source, rank, wait.channel].arrived
+                if wait.number in arrived:
+                    ready[rank] = arrived.pop(wait.number)
                     del waits[rank]
             elif wait is not None:
-                here = [waits.get(other) for other in wait.ranks]
-                if any(m is not None and (isinstance(m, Mail) or m.signature != wait.signature) for m in here):
-                    self._mismatch(rank, wait, waits)
-                    continue
-                if all(isinstance(m, Rendezvous) for m in here):
-                    answers = _carry_out(here, range(len(here)))  # type: ignore[arg-type]
-                    for other, answer in zip(wait.ranks, answers, strict=True):
-                        ready[other] = answer
-                        del waits[other]
+                self._try_collective(rank, wait, waits, ready)
 
-    def _mismatch(self, rank: int, wait: Rendezvous, waits: dict[int, Rendezvous | Mail]) -> None:
+    def _try_collective(
+        self, rank: int, wait: Rendezvous, waits: dict[int, Rendezvous | Mail], ready: dict[int, Any]
+    ) -> None:
+        """Carry out the collective that ``rank`` waits for, if all of its ranks are in it."""
+        others = [waits.get(other) for other in wait.ranks]
+        meetings = [other for other in others if isinstance(other, Rendezvous)]
+        if any(isinstance(other, Mail) for other in others) or any(m.signature != wait.signature for m in meetings):
+            self._require_match(rank, wait, waits)
+        elif len(meetings) == len(others):
+            answers = _carry_out(meetings, range(len(meetings)))
+            for other, answer in zip(wait.ranks, answers, strict=True):
+                ready[other] = answer
+                del waits[other]
+
+    def _require_match(self, rank: int, wait: Rendezvous, waits: dict[int, Rendezvous | Mail]) -> None:
+        """Raise QN401 if a rank of the collective is in another one together with ``rank``."""
         for other in wait.ranks:
             met = waits.get(other)
             if isinstance(met, Rendezvous) and rank in met.ranks and met.signature != wait.signature:
                 raise RunError("QN401", f"rank {rank} is in {wait}\n  rank {other} is in {met}")
+
+
+def _end(ranks: Iterable[greenlet]) -> None:
+    """End ranks that still wait, so that their values are freed."""
+    for rank in ranks:
+        if rank and not rank.dead:
+            rank.throw()
 
 
 def _stuck(waits: Mapping[int, Rendezvous | Mail]) -> RunError:
@@ -159,41 +176,70 @@ def _stuck(waits: Mapping[int, Rendezvous | Mail]) -> RunError:
 
 
 def _carry_out(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:
-    """The collective's result on the ranks at ``wanted`` places."""
-    kind, xs, detail = meetings[0].kind, [m.tensor for m in meetings], meetings[0].detail
-    count = len(xs)
-    if kind == "sum":
-        total = xs[0].clone()
-        for x in xs[1:]:
-            total = total + x
-        return [total.clone() for _ in wanted]
-    if kind == "gather":
-        dim, parts = detail
-        return [slices.join(xs, dim, parts) for _ in wanted]
-    if kind == "scatter":
-        total = xs[0]
-        for x in xs[1:]:
-            total = total + x
-        dim, parts = detail
-        return [slices.take(total, dim, parts, count, index).clone() for index in wanted]
-    if kind == "meant":
-        name, *how = detail
-        meaning = COLLECTIVES[name].meaning
-        assert meaning is not None, f"{name} has neither a method nor a meaning"
-        return [meaning(xs, index, *how).clone() for index in wanted]
-    if kind == "rows":
-        if any(m.runs is None for m in meetings):  # shapes alone
-            return [xs[index].clone() for index in wanted]
-        runs = [torch.split(m.tensor, list(m.runs)) for m in meetings if m.runs is not None]
-        return [torch.cat([run[index] for run in runs]) for index in wanted]
-    if kind == "permute":
-        return [xs[detail[index]].clone() for index in wanted]
-    assert kind == "broadcast"
-    return [xs[meetings[0].ranks.index(detail[0])].clone() for _ in wanted]
+    """Return the collective's result on the ranks at ``wanted`` places."""
+    return _RESULTS[meetings[0].kind](meetings, wanted)
+
+
+def _sum(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:
+    total = meetings[0].tensor.clone()
+    for meeting in meetings[1:]:
+        total = total + meeting.tensor
+    return [total.clone() for _ in wanted]
+
+
+def _gather(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:
+    dim, parts = meetings[0].detail
+    return [slices.join([meeting.tensor for meeting in meetings], dim, parts) for _ in wanted]
+
+
+def _scatter(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:
+    total = meetings[0].tensor
+    for meeting in meetings[1:]:
+        total = total + meeting.tensor
+    dim, parts = meetings[0].detail
+    return [slices.take(total, dim, parts, len(meetings), index).clone() for index in wanted]
+
+
+def _by_meaning(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:
+    name, *options = meetings[0].detail
+    meaning = COLLECTIVES[name].meaning
+    assert meaning is not None, f"{name} has neither a method nor a meaning"
+    tensors = [meeting.tensor for meeting in meetings]
+    return [meaning(tensors, index, *options).clone() for index in wanted]
+
+
+def _exchange_rows(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:
+    runs = [torch.split(meeting.tensor, list(meeting.runs)) for meeting in meetings if meeting.runs is not None]
+    if len(runs) < len(meetings):  # shapes alone
+        return [meetings[index].tensor.clone() for index in wanted]
+    return [torch.cat([run[index] for run in runs]) for index in wanted]
+
+
+def _permute(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:
+    sources = meetings[0].detail
+    return [meetings[sources[index]].tensor.clone() for index in wanted]
+
+
+def _broadcast(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:
+    source = meetings[0].ranks.index(meetings[0].detail[0])
+    return [meetings[source].tensor.clone() for _ in wanted]
+
+
+_RESULTS: Mapping[str, Callable[[list[Rendezvous], Sequence[int]], list[Any]]] = MappingProxyType(
+    {
+        "sum": _sum,
+        "gather": _gather,
+        "scatter": _scatter,
+        "meant": _by_meaning,
+        "rows": _exchange_rows,
+        "permute": _permute,
+        "broadcast": _broadcast,
+    }
+)
 
 
 class LocalTransport:
-    """One rank's side of a :class:`LocalWorld`. ``met``: in how many collectives other ranks took part."""
+    """One rank's side of a :class:`LocalWorld`; ``met``: in how many collectives other ranks took part."""
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.world, self.rank, self.met = world, rank, 0
@@ -209,14 +255,13 @@ class LocalTransport:
         *detail: Any,
         runs: tuple[int, ...] | None = None,
     ) -> Tensor:
-        here = tuple(rank for rank in ranks if rank in self.world.present)
-        if len(here) == 1 < len(ranks):  # the others do the very same
-            alone = Rendezvous(kind, ranks, label, x, detail, runs)
-            mine: Tensor = _carry_out([alone] * len(ranks), [ranks.index(self.rank)])[0]
-            return mine
-        ranks = here
+        present = tuple(rank for rank in ranks if rank in self.world.present)
+        if len(present) == 1 < len(ranks):  # the others do the very same
+            meeting = Rendezvous(kind, ranks, label, x, detail, runs)
+            result: Tensor = _carry_out([meeting] * len(ranks), [ranks.index(self.rank)])[0]
+            return result
         self.met += 1
-        answer: Tensor = self.world.meet(self.rank, Rendezvous(kind, ranks, label, x, detail, runs))
+        answer: Tensor = self.world.meet(self.rank, Rendezvous(kind, present, label, x, detail, runs))
         return answer
 
     def _site(self, at: int) -> str:
@@ -258,15 +303,15 @@ class LocalTransport:
         return self._meet("rows", x, self.peers[axis], self._site(at), runs=runs)
 
     def run(self, collective: str, *args: Any) -> Any:
-        own = getattr(self, f"_{collective}", None)
-        if own is not None:
-            return own(*args)
-        x, axis, *how, at = args
-        return self._meet("meant", x, self.peers[axis], self._site(at), collective, *how)
+        method = getattr(self, f"_{collective}", None)
+        if method is not None:
+            return method(*args)
+        x, axis, *options, at = args
+        return self._meet("meant", x, self.peers[axis], self._site(at), collective, *options)
 
     def start(self, collective: str, *args: Any) -> Pending:
-        made = self.run(collective, *args)
-        return lambda: made
+        result = self.run(collective, *args)
+        return lambda: result
 
     def begin_gather(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
@@ -274,8 +319,8 @@ class LocalTransport:
         return self._gather_states(xs, axis, dims, parts, at), lambda: None
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
-        got = self._meet("permute", x, self.peers[axis], self._site(at), *sources)
-        return lambda: got
+        received = self._meet("permute", x, self.peers[axis], self._site(at), *sources)
+        return lambda: received
 
     def kernels(self, axis: str, device: torch.device) -> None:
         return None
@@ -285,32 +330,32 @@ class LocalTransport:
         return lambda: x.copy_(self._meet("sum", x, ranks, label))
 
     def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
-        own = x.chunk(len(ranks))[ranks.index(self.rank)]
-        return lambda: own.copy_(self._meet("scatter", x, ranks, label, 0, 1))
+        part = x.chunk(len(ranks))[ranks.index(self.rank)]
+        return lambda: part.copy_(self._meet("scatter", x, ranks, label, 0, 1))
 
     def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:
         return self._meet("broadcast", x, ranks, label, source)
 
     def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
-        box = self.world.messages[self.rank, to, channel]
-        box.there[box.sent] = x, label
-        box.sent += 1
+        messages = self.world.messages[self.rank, to, channel]
+        messages.arrived[messages.sent] = x, label
+        messages.sent += 1
         return lambda: x
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
-        box = self.world.messages[source, self.rank, channel]
-        mine = Mail(source, channel, box.asked, label)
-        box.asked += 1
+        messages = self.world.messages[source, self.rank, channel]
+        mail = Mail(source, channel, messages.asked, label)
+        messages.asked += 1
 
         def wait() -> Tensor:
-            x, sent = self.world.meet(self.rank, mine)
+            x, sent = self.world.meet(self.rank, mail)
             if sent != label or tuple(x.shape) != shape or x.dtype != dtype:
                 raise RunError(
                     "QN401",
                     f"rank {self.rank} expects {label}: {shape} {dtype} from rank {source}, "
                     f"which sent {sent}: {tuple(x.shape)} {x.dtype}",
                 )
-            got: Tensor = x
-            return got
+            received: Tensor = x
+            return received
 
         return wait

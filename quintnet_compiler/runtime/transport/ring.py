@@ -109,27 +109,16 @@ def ring_backward(
     ring: Ring, inputs: AttentionInputs, grad: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. Those of keys and values are passed around with them, and to their owner."""
-    wide = widened(inputs.q.dtype)
     q, k, v = inputs.q, inputs.k, inputs.v
-    ids = inputs.ids
     travelling = [k, v]
     query_parts = list(zip(*(ring.parts(x) for x in (grad, q, out, lse)), strict=True))
-    query_grads = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in ring.parts(q)]
-    gathered: list[Tensor] = []
+    query_grads = _zeros(ring.parts(q), widened(q.dtype))
     arriving: Callable[[], list[Tensor]] | None = None
-    steps = ring.steps(ids)
+    steps = ring.steps(inputs.ids)
     for step in range(steps):
         coming = ring.passed(travelling) if step < steps - 1 else None
         owner = (ring.index - step) % ring.size
-        keys, values = (ring.parts(x, owner) for x in travelling)
-        key_grads, value_grads = (
-            [torch.zeros(x.shape, dtype=wide, device=x.device) for x in xs] for xs in (keys, values)
-        )
-        for i, j, block in ring.blocks(owner, ids):
-            targets = query_grads[i], key_grads[j], value_grads[j]
-            grad_, q_, out_, lse_ = query_parts[i]
-            ring.tiles.backward(block, grad_, q_, out_, lse_, keys[j], values[j], ids, targets)
-        terms = [torch.cat(xs, POSITIONS) if len(xs) > 1 else xs[0] for xs in (key_grads, value_grads)]
+        terms = _key_value_grads(ring, owner, travelling, inputs.ids, query_parts, query_grads)
         gathered = terms if arriving is None else [a + b for a, b in zip(arriving(), terms, strict=True)]
         arriving = ring.passed(gathered) if step < steps - 1 else ring.passed(gathered, back=step)
         if coming is not None:
@@ -137,3 +126,29 @@ def ring_backward(
     assert arriving is not None
     dk, dv = (x.to(k.dtype) for x in arriving())
     return torch.cat(query_grads, POSITIONS).to(q.dtype), dk, dv
+
+
+def _key_value_grads(
+    ring: Ring,
+    owner: int,
+    keys_and_values: Sequence[Tensor],
+    ids: Ids,
+    query_parts: Sequence[tuple[Tensor, ...]],
+    query_grads: Sequence[Tensor],
+) -> list[Tensor]:
+    """Return the gradients of ``owner``'s keys and values by this rank's queries; add those of queries in place.
+
+    ``query_parts``: for each run of queries, the result's gradient, the queries, the result and its log-sum-exp.
+    """
+    keys, values = (ring.parts(x, owner) for x in keys_and_values)
+    key_grads, value_grads = (_zeros(parts, query_grads[0].dtype) for parts in (keys, values))
+    for i, j, block in ring.blocks(owner, ids):
+        targets = query_grads[i], key_grads[j], value_grads[j]
+        grad, q, out, lse = query_parts[i]
+        ring.tiles.backward(block, grad, q, out, lse, keys[j], values[j], ids, targets)
+    return [torch.cat(grads, POSITIONS) if len(grads) > 1 else grads[0] for grads in (key_grads, value_grads)]
+
+
+def _zeros(xs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return zeros in which gradients of ``xs`` are added up."""
+    return [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in xs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,30 +42,41 @@ class RunExchange:
         return self._start(x, axis, dim, plan, at, home=True)
 
     def _start(self, x: Tensor, axis: str, dim: int, plan: Tensor, at: int, *, home: bool) -> Pending:
-        here, size = self.coordinate[axis], self.mesh[axis]
-        held: list[list[int]] = [] if x.is_meta or plan.is_meta else plan.tolist()
-        homes = {run: run // len(runs) for runs in held for run in runs}
-        owners = {run: rank for rank, runs in enumerate(held) for run in runs}
+        rank, size = self.coordinate[axis], self.mesh[axis]
+        assigned: list[list[int]] = [] if x.is_meta or plan.is_meta else plan.tolist()
+        homes = {run: run // len(runs) for runs in assigned for run in runs}
+        owners = {run: owner for owner, runs in enumerate(assigned) for run in runs}
         if homes == owners:  # all stay, or nothing has values
             return lambda: x.clone(memory_format=torch.contiguous_format)
-        own = [run for run, rank in sorted(homes.items()) if rank == here]
-        (have, goes), (wanted, comes) = (own, owners), (held[here], homes)
+        stored = [run for run, owner in sorted(homes.items()) if owner == rank]
+        source, target = _Side(stored, owners), _Side(assigned[rank], homes)
         if home:
-            (have, goes), (wanted, comes) = (wanted, comes), (have, goes)
-        parts = dict(zip(have, x.chunk(len(have), dim), strict=True))
-        leaving, arriving = _by_rank(have, goes, here), _by_rank(wanted, comes, here)
-        outgoing = torch.stack([parts[run] for run in leaving]) if leaving else x.new_empty([0, *parts[have[0]].shape])
-        sends, receives = ([[ranks[run] for run in runs].count(rank) for rank in range(size)]
-                           for runs, ranks in ((leaving, goes), (arriving, comes)))  # fmt: skip
-        begun = self.transport.start("exchange_rows", outgoing, sends, receives, axis, at)
+            source, target = target, source
+        leaving, arriving = source.exchanged(rank), target.exchanged(rank)
+        parts = dict(zip(source.runs, x.chunk(len(source.runs), dim), strict=True))
+        outgoing = [parts[run] for run in leaving]
+        rows = torch.stack(outgoing) if outgoing else x.new_empty([0, *parts[source.runs[0]].shape])
+        sends, receives = source.counts(leaving, size), target.counts(arriving, size)
+        wait = self.transport.start("exchange_rows", rows, sends, receives, axis, at)
 
         def joined() -> Tensor:
-            there = parts | dict(zip(arriving, begun(), strict=True))
-            return torch.cat([there[run] for run in wanted], dim)
+            runs = parts | dict(zip(arriving, wait(), strict=True))
+            return torch.cat([runs[run] for run in target.runs], dim)
 
         return joined
 
 
-def _by_rank(runs: Sequence[int], ranks: Mapping[int, int], here: int) -> list[int]:
-    """Return the runs of other ranks, in the order of ranks and then of positions."""
-    return sorted((run for run in runs if ranks[run] != here), key=lambda run: (ranks[run], run))
+class _Side(NamedTuple):
+    """Runs of a rank, on one side of an exchange, and the rank of each run on the other side."""
+
+    runs: Sequence[int]
+    peers: Mapping[int, int]
+
+    def exchanged(self, rank: int) -> list[int]:
+        """Return the runs with another peer than ``rank``, in the order of peers and then of positions."""
+        return sorted((run for run in self.runs if self.peers[run] != rank), key=lambda run: (self.peers[run], run))
+
+    def counts(self, runs: Sequence[int], size: int) -> list[int]:
+        """Return how many of ``runs`` each rank exchanges."""
+        peers = [self.peers[run] for run in runs]
+        return [peers.count(rank) for rank in range(size)]
