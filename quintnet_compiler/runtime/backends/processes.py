@@ -19,7 +19,7 @@ from ...core.empty_storage import of_other_ranks
 from ...core.errors import RunError
 from ...core.mesh import Mesh
 from ...core.sharding import I, Shard
-from ...ir.distributed_program import DistributedProgram, StateSpec, ValueSpec
+from ...ir.distributed_program import DistributedProgram, StateSpec
 from ...ir.program import Axis
 from ..execute.engines import Engine, eager
 from ..execute.executor import Executor, Run
@@ -212,7 +212,7 @@ class ProcessBackend:
         with running_on(self.device):
             ready, how = self._ready(program, inputs, how), self.scaler.run(program, how)
             self._compare(program, how)
-        own_inputs = self._own_inputs(program.inputs, inputs, local=how.local)
+        own_inputs = self._own_inputs(program, inputs, local=how.local)
         state = {**self.state, **self.padded, **(caches or {}).get(self.transport.rank, {})}
         with torch.no_grad(), running_on(self.device):
             old = ready.handover.take() if how.train else None
@@ -233,11 +233,11 @@ class ProcessBackend:
             self._write(program, new)
         return results
 
-    def _own_inputs(self, specs: Sequence[ValueSpec], inputs: Sequence[Tensor], *, local: bool) -> list[Tensor]:
-        """Return this rank's parts of inputs; ``local``: their rows are this data rank's already."""
+    def _own_inputs(self, program: DistributedProgram, batch: Sequence[Tensor], *, local: bool) -> list[Tensor]:
+        """Return this rank's parts of a batch; ``local``: its rows are this data rank's already."""
         axes = [replace(axis, size=1) if local and axis.role == "data" else axis for axis in program.axes]
         place = {**self.place, **({"dp": 0, "ep": 0} if local else {})}
-        return [part_of(x, s.sharding, axes, place).to(self.device) for x, s in zip(inputs, specs, strict=True)]
+        return [part_of(x, s.sharding, axes, place).to(self.device) for x, s in zip(batch, program.inputs, strict=True)]
 
     def _compare(self, program: DistributedProgram, how: Run) -> None:
         """Raise QN404 if ranks hold different values, which is compared from time to time."""
