@@ -74,66 +74,68 @@ class AnyLength:
         return self.symbols.hold(lengths) and self._equal(lengths) == self._equal(self.symbols.example)
 
     def _equal(self, lengths: Sizes) -> list[tuple[bool, int]]:
-        """Of each expression, the number among the program's that is as much, or else the first that is as much."""
+        """Return for each expression the equal number of the program's, or else the first equal expression."""
         number = self.symbols.evaluated(lengths)
-        there = [number(one) for one in self.sizes]
-        return [(True, x) if x in self.numbers else (False, there.index(x)) for x in there]
+        values = [number(expression) for expression in self.sizes]
+        return [(True, x) if x in self.numbers else (False, values.index(x)) for x in values]
 
 
 @dataclass
 class LengthPrograms:
     """The programs for all lengths of one capture and number of rows, each for those that meet its conditions."""
 
-    made: list[AnyLength] = field(default_factory=list)
+    symbolic: list[AnyLength] = field(default_factory=list)
     usual: dict[tuple[tuple[str, int], ...], DistributedProgram] = field(default_factory=dict)
     tried: int = 0
 
     def at(self, lengths: Sizes) -> DistributedProgram | None:
-        """The program for these; None where it has to be compiled as usual."""
-        return next((found for one in self.made if (found := one.at(lengths)) is not None), None)
+        """Return the program for these lengths; None where it has to be compiled as usual."""
+        programs = (symbolic.at(lengths) for symbolic in self.symbolic)
+        return next((program for program in programs if program is not None), None)
 
     def learn(
         self, captured: Captured, request: Request, primary: Compiled, program: DistributedProgram, *, training: bool
     ) -> None:
-        """``program`` was compiled as usual. After a few of these, one with symbols is tried."""
+        """Note that ``program`` was compiled as usual; after a few of these, one with symbols is tried."""
         self.usual[tuple(request.lengths.items())] = program
         if len(self.usual) < FEW or self.tried == TRIES:
             return
         self.tried += 1
-        found = AnyLength.of(captured, replace(request, known=program), primary, training=training)
-        again = [] if found is None else [(found.at(dict(key)), made) for key, made in self.usual.items()]
-        if found is not None and again[-1][0] is not None and all(x is None or _same(x, made) for x, made in again):
-            self.made.append(found)
+        symbolic = AnyLength.of(captured, replace(request, known=program), primary, training=training)
+        if symbolic is not None:
+            pairs = [(symbolic.at(dict(key)), usual) for key, usual in self.usual.items()]
+            if pairs[-1][0] is not None and all(x is None or _same(x, usual) for x, usual in pairs):
+                self.symbolic.append(symbolic)
         self.usual.clear()
 
 
-def _same(one: DistributedProgram, two: DistributedProgram) -> bool:
-    """Whether two programs, and all that they were made from, say the same."""
-    return one.digest == two.digest and all(map(_alike, _graphs(one.source), _graphs(two.source)))
+def _same(first: DistributedProgram, second: DistributedProgram) -> bool:
+    """Return whether two programs, and all that they were compiled from, are equal."""
+    return first.digest == second.digest and all(map(_alike, _graphs(first.source), _graphs(second.source)))
 
 
 def _graphs(program: DifferentiatedProgram) -> tuple[fx.Graph, fx.Graph, fx.Graph]:
     return program.local.staged.sharded.program.graph, program.local.graph, program.graph
 
 
-def _alike(one: fx.Graph, two: fx.Graph) -> bool:
-    first, second = list(one.nodes), list(two.nodes)
-    return len(first) == len(second) and all(map(_said, first, second))
+def _alike(graph: fx.Graph, other: fx.Graph) -> bool:
+    first, second = list(graph.nodes), list(other.nodes)
+    return len(first) == len(second) and all(map(_same_node, first, second))
 
 
-def _said(one: fx.Node, two: fx.Node) -> bool:
+def _same_node(first: fx.Node, second: fx.Node) -> bool:
     a, b = (
         (node.op, node.target, node.name, repr((node.args, node.kwargs)), _looks(node), _told(node))
-        for node in (one, two)
+        for node in (first, second)
     )
     return a == b
 
 
 def _looks(node: fx.Node) -> list[Any]:
-    made = facts(node).value if known(node) else ()
+    value = facts(node).value if known(node) else ()
     return [
         None if x is None else (tuple(x.shape), x.stride(), x.dtype, x.device)
-        for x in (made if isinstance(made, (tuple, list)) else (made,))
+        for x in (value if isinstance(value, (tuple, list)) else (value,))
     ]
 
 

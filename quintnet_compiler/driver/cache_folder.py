@@ -58,14 +58,14 @@ class CacheFolder:
     path: Path
 
     def read(self, key: str) -> str | None:
-        """The text of ``key``, still sealed, if there is one as it was written."""
+        """Return the text of ``key``, still sealed, if it is in the folder as it was written."""
         try:
             with open_folder(self.path) as folder:
                 self._require_own(os.fstat(folder), "the folder")
                 file = os.open(_name(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-                with open(file, "rb") as there:
+                with open(file, "rb") as stream:
                     self._require_own(os.fstat(file), _name(key))
-                    data = there.read(LARGEST + 1)
+                    data = stream.read(LARGEST + 1)
                     with contextlib.suppress(OSError):  # a disk that is only read
                         os.utime(file)
         except FileNotFoundError:
@@ -89,10 +89,10 @@ class CacheFolder:
             self._warn(f"not written: {error}")
 
     def files(self) -> tuple[CacheFile, ...]:
-        """What is there, that which was used last first."""
+        """Return the files, the one that was used last first."""
         with self._for_people() as folder:
-            found = [self._file(folder, name) for name in os.listdir(folder) if _FILE.fullmatch(name)]
-        return tuple(sorted(filter(None, found), key=lambda file: (-file.used, file.name)))
+            files = [self._file(folder, name) for name in os.listdir(folder) if _FILE.fullmatch(name)]
+        return tuple(sorted(filter(None, files), key=lambda file: (-file.used, file.name)))
 
     def remove(self, files: tuple[CacheFile, ...]) -> None:
         """Remove these. Who is about to read one of them compiles."""
@@ -119,26 +119,26 @@ class CacheFolder:
     def _file(self, folder: int, name: str) -> CacheFile | None:
         try:
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-            with open(file, "rb") as there:
-                found = os.fstat(file)
-                head, about = there.readline(_LONGEST), there.readline(_LONGEST)
+            with open(file, "rb") as stream:
+                status = os.fstat(file)
+                head, about = stream.readline(_LONGEST), stream.readline(_LONGEST)
         except OSError:  # it is gone, or a link
             return None
-        known = {}
+        document = {}
         if head.startswith(_HEAD.encode()):
             with contextlib.suppress(ValueError, AttributeError):
-                known = {str(one): str(text) for one, text in json.loads(about).items()}
-        return CacheFile(name, found.st_size, found.st_mtime, known)
+                document = {str(key): str(text) for key, text in json.loads(about).items()}
+        return CacheFile(name, status.st_size, status.st_mtime, document)
 
-    def _require_own(self, found: os.stat_result, what: str) -> None:
-        if found.st_uid != os.geteuid():
-            raise _Distrusted(f"{what} belongs to another user")
-        if found.st_mode & 0o077:
-            mode = 0o700 if stat.S_ISDIR(found.st_mode) else 0o600
-            raise _Distrusted(f"others may use {what}: its mode is {stat.S_IMODE(found.st_mode):o}, not {mode:o}")
+    def _require_own(self, status: os.stat_result, name: str) -> None:
+        if status.st_uid != os.geteuid():
+            raise _Distrusted(f"{name} belongs to another user")
+        if status.st_mode & 0o077:
+            mode = 0o700 if stat.S_ISDIR(status.st_mode) else 0o600
+            raise _Distrusted(f"others may use {name}: its mode is {stat.S_IMODE(status.st_mode):o}, not {mode:o}")
 
-    def _warn(self, what: str) -> None:
-        warnings.warn(CacheWarning(one_line(f"cache {str(self.path)[:300]}: {what}")), stacklevel=2)
+    def _warn(self, problem: str) -> None:
+        warnings.warn(CacheWarning(one_line(f"cache {str(self.path)[:300]}: {problem}")), stacklevel=2)
 
 
 class _Distrusted(Exception):

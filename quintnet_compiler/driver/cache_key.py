@@ -31,27 +31,28 @@ _PACKAGES = ("quintnet_compiler", "quintnet_compiler.passes", "quintnet_compiler
 
 
 def key_of(captured: Captured, request: Request, *, training: bool, primary: Compiled | None = None) -> str:
-    """The key of the program that is compiled of ``captured`` for ``request``. ``primary``: the program that says where
-    parameters live, if it is another one.
+    """Return the key of the program that is compiled of ``captured`` for ``request``.
+
+    ``primary``: the program that decides where parameters live, if it is another one.
 
     Raises:
-        NotCacheable: if something may decide that is not in a key.
+        NotCacheable: if the result may depend on something that is not in a key.
     """
-    known = request.known
-    if known is not None and not known.key:
-        raise NotCacheable("it is compiled as another program is, which is not kept")
+    similar = request.known
+    if similar is not None and not similar.key:
+        raise NotCacheable("it reuses another program's decisions, and that program has no cache key")
     if request.fused:
         raise NotCacheable('backend="inductor" reads its graphs')
-    own = [op for op, rule in request.rules.items() if RULES.get(op) is not rule]
-    if own:
-        raise NotCacheable(f"the sharding rule of {own[0]} is the caller's")
+    custom = [op for op, rule in request.rules.items() if RULES.get(op) is not rule]
+    if custom:
+        raise NotCacheable(f"the sharding rule of {custom[0]} is the caller's")
     leader = "" if primary is None else repr((primary.program.digest, primary.plan.to_json(), primary.stages))
     asked = (
         request.mesh, request.batch_size, request.device.type, request.absent, sorted(request.lengths.items()),
         sorted((name, axis, str(kind)) for (name, axis), kind in request.held.items()), training,
     )  # fmt: skip
-    before = "" if known is None else known.key
-    parts = [captured_text(captured), request.plan.to_json(), repr(asked), leader, before, *_here(request.device)]
+    similar_key = "" if similar is None else similar.key
+    parts = [captured_text(captured), request.plan.to_json(), repr(asked), leader, similar_key, *_here(request.device)]
     whole = hashlib.sha256()
     for part in parts:
         data = part.encode(errors="surrogatepass")
@@ -73,7 +74,7 @@ def _here(device: torch.device) -> list[str]:
 
 
 def _kind(device: torch.device) -> str:
-    """What a device is, whichever of its kind."""
+    """Return the kind of a device, whichever of that kind it is."""
     present = device.type != "cpu" and torch.get_device_module(device.type).is_available()
     if present and device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
@@ -86,8 +87,8 @@ def _files() -> list[Path]:
 
 
 def _stamps() -> list[tuple[str, int, int]]:
-    found = [(path, path.stat()) for path in _files()]
-    return [(str(path), known.st_size, known.st_mtime_ns) for path, known in found]
+    files = [(path, path.stat()) for path in _files()]
+    return [(str(path), status.st_size, status.st_mtime_ns) for path, status in files]
 
 
 _AT_IMPORT = _stamps()

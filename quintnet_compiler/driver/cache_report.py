@@ -16,8 +16,9 @@ _MORE = ("rows", "device", "quintnet", "torch", "python")  # what is shown with 
 
 
 def surplus(files: Sequence[CacheFile], *, before: float, most: float) -> tuple[CacheFile, ...]:
-    """Those that were used last before a time (seconds since 1970), and of the others those used longest ago, until the
-    rest has at most so many bytes.
+    """Return the files that were used last before a time, and those used longest ago beyond ``most`` bytes.
+
+    ``before`` is in seconds since 1970.
 
     >>> files = [CacheFile("new", 3, 30.0), CacheFile("old", 2, 20.0), CacheFile("oldest", 1, 10.0)]
     >>> [file.name for file in surplus(files, before=0.0, most=5.0)]
@@ -25,13 +26,13 @@ def surplus(files: Sequence[CacheFile], *, before: float, most: float) -> tuple[
     >>> [file.name for file in surplus(files, before=25.0, most=float("inf"))]
     ['old', 'oldest']
     """
-    left, found = 0, list[CacheFile]()
-    for file in sorted(files, key=lambda one: -one.used):
-        if found or file.used < before or left + file.size > most:
-            found.append(file)
+    kept_bytes, removed = 0, list[CacheFile]()
+    for file in sorted(files, key=lambda file: -file.used):
+        if removed or file.used < before or kept_bytes + file.size > most:
+            removed.append(file)
         else:
-            left += file.size
-    return tuple(found)
+            kept_bytes += file.size
+    return tuple(removed)
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,11 @@ class CacheReport:
         start = f"{file.name[:12]}  {size(file.size):>10}  used {days:.1f} days ago  "
         if not file.about:
             return start + "not a whole program"
-        known = {name: one_line(text[:80]) for name, text in file.about.items()}
-        count = known.get("parameters", "")
+        about = {name: one_line(text[:80]) for name, text in file.about.items()}
+        count = about.get("parameters", "")
         large = f" of {int(count):,} parameters" if count.isdecimal() else ""
-        parts = [f"{known.get('model', '')}{large}", known.get("use", ""), known.get("mesh", "")]
-        parts += [f"{name} {known[name]}" for name in _MORE if known.get(name)]
+        parts = [f"{about.get('model', '')}{large}", about.get("use", ""), about.get("mesh", "")]
+        parts += [f"{name} {about[name]}" for name in _MORE if about.get(name)]
         return start + ", ".join(parts)
 
 

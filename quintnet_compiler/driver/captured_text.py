@@ -25,15 +25,17 @@ class NotCacheable(Exception):
 
 
 def captured_text(captured: Captured) -> str:
-    """Everything of ``captured`` that passes read; values of parameters and buffers are not among it, and constants
-    have a digest of theirs in their names. Of devices, the type: ranks have one each.
+    """Return everything of ``captured`` that passes read.
+
+    Values of parameters and buffers are not among it, and constants have a digest of theirs in their names. Of devices,
+    it has the type: ranks have one each.
 
     Raises:
         NotCacheable: for an operator of neither PyTorch nor this package, or an argument that is no plain data.
     """
     parts: list[object] = [
         captured.form, captured.training, captured.only_rows, captured.changed, sorted(captured.assigned),
-        *(list(found.items()) for found in (captured.aliases, captured.symbols, captured.like)),
+        *(list(mapping.items()) for mapping in (captured.aliases, captured.symbols, captured.like)),
     ]  # fmt: skip
     return "\n".join([*map(repr, parts), *map(_line, captured.graph.nodes)])
 
@@ -41,9 +43,9 @@ def captured_text(captured: Captured) -> str:
 def _line(node: fx.Node) -> str:
     if unknown := node.meta.keys() - {"val", LEAF, WHERE}:
         raise NotCacheable(f"{node.name} has {sorted(unknown)} beside its value")
-    given = _argument(node.args), _argument(dict(node.kwargs))
-    known = _value(node.meta.get("val")), node.meta.get(LEAF), node.meta.get(WHERE)
-    return repr((node.op, node.name, _target(node), *given, *known))
+    arguments = _argument(node.args), _argument(dict(node.kwargs))
+    value = _value(node.meta.get("val")), node.meta.get(LEAF), node.meta.get(WHERE)
+    return repr((node.op, node.name, _target(node), *arguments, *value))
 
 
 def _target(node: fx.Node) -> str:
@@ -60,33 +62,33 @@ def _target(node: fx.Node) -> str:
     raise NotCacheable(f"it calls {target}")
 
 
-def _argument(given: Any) -> str:
-    if isinstance(given, fx.Node):
-        return f"%{given.name}"
-    if isinstance(given, (list, tuple)):
-        inside = ", ".join(map(_argument, given))
-        return f"[{inside}]" if isinstance(given, list) else f"({inside})"
-    if isinstance(given, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_argument(value)}' for key, value in given.items())}}}"
-    if type(given) in _PLAIN or isinstance(given, _TERMS):
-        return repr(given)
-    if isinstance(given, torch.device):
-        return f"device {given.type}"
-    raise NotCacheable(f"an argument is a {type(given).__name__}")
+def _argument(argument: Any) -> str:
+    if isinstance(argument, fx.Node):
+        return f"%{argument.name}"
+    if isinstance(argument, (list, tuple)):
+        inside = ", ".join(map(_argument, argument))
+        return f"[{inside}]" if isinstance(argument, list) else f"({inside})"
+    if isinstance(argument, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_argument(value)}' for key, value in argument.items())}}}"
+    if type(argument) in _PLAIN or isinstance(argument, _TERMS):
+        return repr(argument)
+    if isinstance(argument, torch.device):
+        return f"device {argument.type}"
+    raise NotCacheable(f"an argument is a {type(argument).__name__}")
 
 
-def _value(made: Any) -> str:
-    """What is known of a value: sizes that vary by their symbols."""
-    if isinstance(made, Tensor):
-        if made.layout is not torch.strided:
-            return f"tensor {tuple(made.shape)} {made.dtype} {made.layout} {made.device.type}"
-        where = f"{made.stride()} {made.storage_offset()} {made.device.type}"
-        flags = f"{made.requires_grad} {made.is_conj()} {made.is_neg()}"
-        return f"tensor {tuple(made.shape)} {made.dtype} {where} {flags}"
-    if isinstance(made, (list, tuple)):
-        return f"[{', '.join(map(_value, made))}]"
-    if type(made) in _PLAIN:
-        return repr(made)
-    if isinstance(made, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return f"{type(made).__name__} {made}"
-    raise NotCacheable(f"a value is a {type(made).__name__}")
+def _value(x: Any) -> str:
+    """Return what a value is: sizes that vary by their symbols."""
+    if isinstance(x, Tensor):
+        if x.layout is not torch.strided:
+            return f"tensor {tuple(x.shape)} {x.dtype} {x.layout} {x.device.type}"
+        where = f"{x.stride()} {x.storage_offset()} {x.device.type}"
+        flags = f"{x.requires_grad} {x.is_conj()} {x.is_neg()}"
+        return f"tensor {tuple(x.shape)} {x.dtype} {where} {flags}"
+    if isinstance(x, (list, tuple)):
+        return f"[{', '.join(map(_value, x))}]"
+    if type(x) in _PLAIN:
+        return repr(x)
+    if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return f"{type(x).__name__} {x}"
+    raise NotCacheable(f"a value is a {type(x).__name__}")

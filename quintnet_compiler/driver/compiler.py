@@ -113,7 +113,7 @@ def compile_program(captured: Captured, request: Request, runner: Runner, *, tra
 
 @contextlib.contextmanager
 def _tried(request: Request, compiled: Callable[[Request], Any]) -> Iterator[None]:
-    """An error about an operator without a rule says whether the program can be compiled with that operator unsplit."""
+    """Add to an error about an operator without a rule whether the program compiles with that operator replicated."""
     try:
         yield
     except CompileError as error:
@@ -123,9 +123,9 @@ def _tried(request: Request, compiled: Callable[[Request], Any]) -> Iterator[Non
         try:
             compiled(replicated)
         except Exception as other:  # of whatever kind: it is told, and the first error is the answer
-            what = other.code if isinstance(other, CompileError) else f"{type(other).__name__}:"
+            kind = other.code if isinstance(other, CompileError) else f"{type(other).__name__}:"
             cause = getattr(other, "message", str(other))
-            text = f'{error.message}\n  unsplit, with plan={{"unknown_ops": "replicate"}}: {what} {cause}'
+            text = f'{error.message}\n  unsplit, with plan={{"unknown_ops": "replicate"}}: {kind} {cause}'
             fix = _rules_tried(error, request, compiled) or _whole_batches_tried(replicated, compiled)
             fix = fix or error.fix or "write that line with other operators"
             raise CompileError(error.code, text, where=error.where, fix=fix) from error
@@ -138,7 +138,7 @@ def _rules_tried(error: CompileError, request: Request, compiled: Callable[[Requ
     added: list[RowRule] = []
     while isinstance(error, MissingRule) and error.row_rule is not None and len(added) < MOST_RULES:
         added.append(error.row_rule)
-        rules = {**request.rules, **{one.target: one.rule for one in added}}
+        rules = {**request.rules, **{row_rule.target: row_rule.rule for row_rule in added}}
         try:
             compiled(replace(request, rules=rules))
         except CompileError as other:
@@ -198,8 +198,7 @@ def _followed(
 def followed_graph(
     captured: Captured, request: Request, primary: Compiled, runner: Runner, *, training: bool
 ) -> tuple[PassSetting, DifferentiatedProgram]:
-    """What :func:`follow_program` makes, before its nodes are put in an order that hides communication, and what passes
-    are made from.
+    """Return the program of :func:`follow_program`, before nodes are ordered to hide communication, and the setting.
 
     Raises:
         CompileError: see the passes.
@@ -218,9 +217,9 @@ def followed_graph(
 
 
 def generated(setting: PassSetting, program: DifferentiatedProgram, runner: Runner) -> DistributedProgram:
-    """The order of a program's nodes, which depends on prices and so on sizes, and the code of all ranks."""
-    made: DistributedProgram = passed(runner, setting, program, GenerateRanks, after=CoalesceCollectives)
-    return made
+    """Order a program's nodes, which depends on prices and so on sizes, and return the code of all ranks."""
+    generated_program: DistributedProgram = passed(runner, setting, program, GenerateRanks, after=CoalesceCollectives)
+    return generated_program
 
 
 def _microbatches(request: Request, *, training: bool) -> int:
@@ -241,15 +240,15 @@ def _schedule(
 
 
 def _node_seconds(request: Request) -> Callable[[fx.Node], float]:
-    """What a node of a rank's graph takes, whatever the device will be."""
+    """Return the prices of the nodes of a rank's graph, whatever the device will be."""
     return node_seconds(_prices(request), ClusterCosts(Cluster("h100"), _prices(request).unknown))
 
 
 def _prices(request: Request) -> Roofline:
-    """Operators with a rule of the user's own, or that may run without any, have no price either."""
+    """Return prices; operators with a rule of the user's own, or that may run without any, cost their bytes."""
     allowed = request.plan.unknown_ops == "replicate" or not axes_of(request.mesh, 1)
-    own = allowed or not request.rules.keys() <= RULES.keys()
-    return Roofline(unknown="memory" if own else "error")
+    unpriced = allowed or not request.rules.keys() <= RULES.keys()
+    return Roofline(unknown="memory" if unpriced else "error")
 
 
 def _setting(request: Request, microbatches: int, *, training: bool) -> PassSetting:

@@ -84,7 +84,7 @@ Check = tuple[Callable[..., None], tuple[Any, ...]]  # a function that raises, a
 
 
 class PassRunner(Protocol):
-    """What applies a pass to a program, and runs a check."""
+    """A runner of passes, which applies one to a program, and runs checks."""
 
     def __call__(self, step: Pass, program: Any) -> Any: ...
 
@@ -93,10 +93,11 @@ class PassRunner(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """What to compile for: everything but the model. ``held``: (cache, axis) -> the type that it has already;
-    ``absent``: what ``device`` is, where this machine has none; ``lengths``: sizes of the batch that vary, beside the
-    number of rows; ``known``: a program of the same kind for other sizes; ``fused``: whether what runs the program
-    fuses operators; ``proven``: derivatives that were proven for other programs, see :func:`check_backward`."""
+    """Everything to compile for but the model. ``held``: by (cache, axis), the type that it has already.
+
+    ``absent``: what ``device`` is, where this machine has none; ``lengths``: sizes of the batch that vary; ``known``: a
+    program of the same kind for other sizes; ``fused``: the engine fuses; ``proven``: see :func:`check_backward`.
+    """
 
     mesh: Mesh
     plan: Plan
@@ -113,10 +114,10 @@ class Request:
 
 @dataclass(frozen=True)
 class PassSetting:
-    """What passes are made from: everything but the program that they get.
+    """Everything that passes depend on but the program.
 
     ``node_seconds``: the time of a node of a rank's graph. ``differentiate``: says whether there is a backward, too.
-    ``cut``: how stages are cut, where it is not for the first time. ``schedule``: known after stages are cut.
+    ``cut``: how stages are cut, where it is not for the first time. ``schedule``: set after stages are cut.
     ``repeats``: how many operators a node of a folded program stands for. ``solved``: see :class:`ChooseSharding`.
     """
 
@@ -136,12 +137,12 @@ class PassSetting:
 
     @property
     def batches(self) -> int:
-        """Of how many batches a step consists, see :class:`..ir.program.Program`."""
+        """Return the number of batches of a step, see :class:`..ir.program.Program`."""
         return self.microbatches if self.plan.batch_statistics == "microbatch" else 1
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """What shardings nest in: microbatches that are batches of their own are no parts of one."""
+        """Return the axes that shardings nest in, without microbatches that are batches of their own."""
         return axes_of(self.request.mesh, self.microbatches // self.batches)
 
     @property
@@ -155,8 +156,7 @@ class PassSpec:
     """A pass: its class, the type of program that it returns, and what it decides, in a line.
 
     ``make(setting, program)``: the pass, or None where a plan has no use for it. ``checks(setting, before, after)``:
-    proofs of its result, beside :func:`..ir.invariants.verify` of the type; where it did not run, ``after`` is
-    ``before``.
+    proofs of its result, beside :func:`..ir.invariants.verify`; where it did not run, ``after`` is ``before``.
     """
 
     kind: type
@@ -171,10 +171,10 @@ class PassSpec:
 
 
 def axes_of(mesh: Mesh, microbatches: int) -> tuple[Axis, ...]:
-    """The axes that shardings nest in: data outermost, then microbatches, context, model axes."""
-    found = [Axis(axis.name, mesh[axis.name], axis.role) for axis in SHARDED]
-    found.insert(len(DATA_AXES), Axis(MICROBATCHES, microbatches, "time"))
-    return tuple(axis for axis in found if axis.size > 1)
+    """Return the axes that shardings nest in: data outermost, then microbatches, context, model axes."""
+    axes = [Axis(axis.name, mesh[axis.name], axis.role) for axis in SHARDED]
+    axes.insert(len(DATA_AXES), Axis(MICROBATCHES, microbatches, "time"))
+    return tuple(axis for axis in axes if axis.size > 1)
 
 
 def expert_axes(plan: Plan) -> tuple[str, ...]:
@@ -183,10 +183,10 @@ def expert_axes(plan: Plan) -> tuple[str, ...]:
 
 
 def fixed(setting: PassSetting, program: Program) -> dict[tuple[str, str], AxisType]:
-    """(parameter, axis) -> the type that the plan, or another program on the same parameters, gives it."""
+    """Return by (parameter, axis) the type that the plan, or another program on the same parameters, fixes."""
     names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
-    found = fixed_types(setting.plan, names, setting.request.mesh, follows=setting.cut is not None)
-    return {**found, **setting.request.held}
+    types = fixed_types(setting.plan, names, setting.request.mesh, follows=setting.cut is not None)
+    return {**types, **setting.request.held}
 
 
 def _planned(kind: type[T], s: PassSetting, *given: Any, **named: Any) -> T:
@@ -203,8 +203,8 @@ def _choose(s: PassSetting, program: Any) -> Pass:
     plan = s.plan
     loads = expert_loads(program.graph, plan.hot_experts, plan.hot_rows, plan.expert_imbalance)
     constraints = ShardingOptions(fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan), loads)
-    known = s.request.known
-    sharded = None if known is None else known.source.local.staged.sharded
+    similar = s.request.known
+    sharded = None if similar is None else similar.source.local.staged.sharded
     return _planned(ChooseSharding, s, s.axes, s.book, s.cost, constraints, s.repeats, sharded, s.solved)
 
 
@@ -240,7 +240,7 @@ def _recompute(s: PassSetting, program: Any) -> Pass | None:
 
 
 def node_seconds(prices: CostModel, costs: RankCosts) -> Callable[[fx.Node], float]:
-    """What a node of a rank's graph takes; collectives and copies by what they move."""
+    """Return the price of a node of a rank's graph; that of collectives and copies is of what they move."""
 
     def seconds(node: fx.Node) -> float:
         if node.target in COPIES:
@@ -261,15 +261,15 @@ def _offload(s: PassSetting, program: Any) -> OffloadActivations | None:
 
 
 def _alone(schedule: Schedule) -> frozenset[int]:
-    """The stages in which each microbatch's backward is what its rank computes next after its forward."""
-    found = set(range(len(schedule.placement)))
+    """Return the stages in which each microbatch's backward follows its forward at once."""
+    stages = set(range(len(schedule.placement)))
     for row in schedule.actions:
         computing = [action for action in row if action.op in COMPUTE]
         for action, following in zip(computing, [*computing[1:], None], strict=True):
-            here = action.stage, action.microbatch
-            if action.op is Op.FORWARD and (following is None or (following.stage, following.microbatch) != here):
-                found.discard(action.stage)
-    return frozenset(found)
+            place = action.stage, action.microbatch
+            if action.op is Op.FORWARD and (following is None or (following.stage, following.microbatch) != place):
+                stages.discard(action.stage)
+    return frozenset(stages)
 
 
 def _overlap(s: PassSetting, program: Any) -> Pass | None:
@@ -281,8 +281,8 @@ def _overlap(s: PassSetting, program: Any) -> Pass | None:
 
 
 def _one_at_a_time(s: PassSetting, program: DifferentiatedProgram) -> bool:
-    """Whether the backward of a microbatch follows its forward in the stages that compute losses in parts. Not asked
-    where saved values have a budget, which does not count gradients that the forward keeps."""
+    """Return whether a microbatch's backward follows its forward in stages that compute losses in parts."""
+    # not asked where saved values have a budget, which does not count gradients that the forward keeps
     if not s.differentiate.training or s.plan.activation_memory_budget is not None:
         return False
     schedule = _scheduled(s)
@@ -302,13 +302,13 @@ def _scheduled(s: PassSetting) -> Schedule:
     return s.schedule
 
 
-def _typed(s: PassSetting, before: Any, after: Any) -> list[Check]:
+def _typed(s: PassSetting, old: Any, new: Any) -> list[Check]:
     return [
-        (check_notation, (before.sharded.program.graph, s.request.rules)),
-        (check_types, (after, s.book)),
-        (check_padding, (after, s.book)),
-        (check_positions, (after,)),
-        (check_reductions, (after,)),
+        (check_notation, (old.sharded.program.graph, s.request.rules)),
+        (check_types, (new, s.book)),
+        (check_padding, (new, s.book)),
+        (check_positions, (new,)),
+        (check_reductions, (new,)),
     ]
 
 
@@ -442,13 +442,13 @@ def passed(
     after: type | None = None,
     skip: Container[type] = (),
 ) -> Any:
-    """``program`` behind the passes up to ``upto``, beginning with the one that follows ``after``."""
+    """Return ``program`` after the passes up to ``upto``, beginning with the one that follows ``after``."""
     kinds = [spec.kind for spec in PIPELINE]
     first = kinds.index(after) + 1 if after is not None else 0
     with without_messages_of_torch():  # passes and checks try what torch refuses, and then do otherwise
         for spec in PIPELINE[first : kinds.index(upto) + 1]:
             step = spec.make(setting, program) if spec.kind not in skip else None
-            before, program = program, runner(step, program) if step is not None else program
-            for check, given in spec.checks(setting, before, program):
-                runner.check(check, *given)
+            previous, program = program, runner(step, program) if step is not None else program
+            for check, arguments in spec.checks(setting, previous, program):
+                runner.check(check, *arguments)
     return program

@@ -60,13 +60,13 @@ class ProgramCache:
     model: str = ""
 
     def compiled(self, captured: Captured, request: Request, runner: Runner, *, training: bool) -> Compiled:
-        """See :func:`.compiler.compile_program`."""
+        """Return what :func:`.compiler.compile_program` returns."""
         again = partial(compile_program, captured, request, training=training)
         start = time.perf_counter()
 
         def make(key: str) -> Compiled:
-            made = again(runner)
-            return replace(made, program=replace(made.program, key=key))
+            fresh = again(runner)
+            return replace(fresh, program=replace(fresh.program, key=key))
 
         def read(data: Data) -> Compiled:
             program = read_program(data["program"], captured, data["key"], lambda: again(Runner()).program)
@@ -100,7 +100,7 @@ class ProgramCache:
         return self._own(recipe)[0]
 
     def _about(self, captured: Captured, request: Request, *, training: bool) -> Mapping[str, str]:
-        """What people want to know of a program."""
+        """Return what people want to know of a program."""
         return {
             "model": self.model,
             "parameters": str(sum(x.numel() for x in captured.tensors.values() if isinstance(x, nn.Parameter))),
@@ -113,24 +113,24 @@ class ProgramCache:
             "python": platform.python_version(),
         }
 
-    def _own(self, recipe: _Recipe[T], known: str | None = None) -> tuple[T, str]:
-        """The program, and the text that others can read it from; "" where there is none."""
-        key = _key(recipe) if known is None else known
+    def _own(self, recipe: _Recipe[T], key_of_all: str | None = None) -> tuple[T, str]:
+        """Return the program, and the text that others can read it from; "" where there is none."""
+        key = _key(recipe) if key_of_all is None else key_of_all
         if not key:
             return recipe.make(""), ""
         text = self.folder.read(key)
-        found = _read(recipe, key, text) if text else None
-        if text and found is not None:
-            return found, text
-        made = recipe.make(key)
-        text = sealed(json.dumps({"key": key, **recipe.data(made)}), recipe.about)
+        cached = _read(recipe, key, text) if text else None
+        if text and cached is not None:
+            return cached, text
+        fresh = recipe.make(key)
+        text = sealed(json.dumps({"key": key, **recipe.data(fresh)}), recipe.about)
         if _read(recipe, key, text) is None:
-            return made, ""
+            return fresh, ""
         self.folder.write(key, text)
-        return made, text
+        return fresh, text
 
     def _shared(self, recipe: _Recipe[T], device: torch.device) -> T:
-        """On every rank: what rank 0 has read or compiled, if all ranks have one key."""
+        """Return on every rank what rank 0 has read or compiled, if all ranks have one key."""
         key = _key(recipe)
         if any(other != key for other in tell(key, device)):
             return self._own(recipe, key)[0]
@@ -138,8 +138,8 @@ class ProgramCache:
             return recipe.make("")
         if not judges():
             text = told_by_first("", device)
-            found = _read(recipe, key, text) if text else None
-            return recipe.make("") if found is None else found
+            cached = _read(recipe, key, text) if text else None
+            return recipe.make("") if cached is None else cached
         text = ""
         try:
             program, text = self._own(recipe, key)
@@ -178,5 +178,5 @@ def _data(compiled: Compiled) -> Data:
     }
 
 
-def _warn(what: str) -> None:
-    warnings.warn(CacheWarning(one_line(what[:500])), stacklevel=2)
+def _warn(message: str) -> None:
+    warnings.warn(CacheWarning(one_line(message[:500])), stacklevel=2)

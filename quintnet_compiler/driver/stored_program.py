@@ -22,29 +22,31 @@ Compile = Callable[[], DistributedProgram]
 
 
 def program_data(program: DistributedProgram) -> dict[str, Any]:
-    """``program`` as JSON has it."""
+    """Return ``program`` as plain data for JSON."""
     kinds = types_of(DistributedProgram)
-    found = {name: plain(getattr(program, name), kind) for name, kind in kinds.items() if name not in _GIVEN}
+    fields = {name: plain(getattr(program, name), kind) for name, kind in kinds.items() if name not in _GIVEN}
     flops = program.flops
     if flops is None:
         flops = model_flops(program.source.local.staged.sharded.program.graph)
     stages = [_stage_data(stage) for stage in program.stages]
     end = None if program.end is None else _piece_data(program.end)
-    return {**found, "flops": flops, "stages": stages, "end": end, "digest": program.digest}
+    return {**fields, "flops": flops, "stages": stages, "end": end, "digest": program.digest}
 
 
 def read_program(data: Mapping[str, Any], captured: Captured, key: str, compile: Compile) -> DistributedProgram:
-    """The program of which ``data`` was made. ``captured``: what it was compiled from; ``compile``: makes it again.
+    """Return the program of ``data``.
+
+    ``captured``: what it was compiled from; ``compile``: compiles it again.
 
     Raises:
         ValueError: if it is of another form, or not the program whose digest it has.
     """
     again, kinds = _CompiledAgain(compile, str(data["digest"])), types_of(DistributedProgram)
-    found = {name: restored(data[name], kind) for name, kind in kinds.items() if name not in _GIVEN}
+    fields = {name: restored(data[name], kind) for name, kind in kinds.items() if name not in _GIVEN}
     stages = tuple(_stage(position, stage, again) for position, stage in enumerate(data["stages"]))
     end = None if data["end"] is None else _piece("the end of a step", data["end"], again.end)
     program = DistributedProgram(
-        captured=captured, stages=stages, made_from=lambda: again.source, key=key, end=end, **found
+        captured=captured, stages=stages, made_from=lambda: again.source, key=key, end=end, **fields
     )
     if program.digest != data["digest"]:
         raise ValueError("it is not the program that was written")
@@ -60,14 +62,14 @@ class _CompiledAgain:
 
     @cached_property
     def program(self) -> DistributedProgram:
-        made = self.compile()
-        if made.digest != self.digest:
+        fresh = self.compile()
+        if fresh.digest != self.digest:
             raise CompileError(
                 "QN209",
                 "the program that was read from the cache is another one than the compiler makes now",
                 fix="remove the folder given as cache=, and start again",
             )
-        return made
+        return fresh
 
     @property
     def source(self) -> DifferentiatedProgram:
@@ -83,8 +85,8 @@ class _CompiledAgain:
 
 def _stage_data(stage: StageProgram) -> dict[str, Any]:
     kinds = types_of(StageProgram)
-    found = {name: plain(getattr(stage, name), kind) for name, kind in kinds.items() if name not in _PIECES}
-    return {**found, "pieces": {name: _piece_data(piece) for name, piece in stage.pieces.items()}}
+    fields = {name: plain(getattr(stage, name), kind) for name, kind in kinds.items() if name not in _PIECES}
+    return {**fields, "pieces": {name: _piece_data(piece) for name, piece in stage.pieces.items()}}
 
 
 def _piece_data(piece: Piece) -> dict[str, Any]:
@@ -93,15 +95,15 @@ def _piece_data(piece: Piece) -> dict[str, Any]:
 
 def _stage(position: int, data: Mapping[str, Any], again: _CompiledAgain) -> StageProgram:
     kinds = types_of(StageProgram)
-    found = {name: restored(data[name], kind) for name, kind in kinds.items() if name not in _PIECES}
+    fields = {name: restored(data[name], kind) for name, kind in kinds.items() if name not in _PIECES}
     pieces = {
         name: _piece(f"{name} of stage {position}", piece, partial(again.module, position, name))
         for name, piece in data["pieces"].items()
     }
-    return StageProgram(**{**found, **pieces})
+    return StageProgram(**{**fields, **pieces})
 
 
-def _piece(called: str, data: Mapping[str, Any], made: Callable[[], GeneratedModule]) -> Piece:
-    module = StoredModule(str(data["code"]), called, made)
+def _piece(name: str, data: Mapping[str, Any], compile: Callable[[], GeneratedModule]) -> Piece:
+    module = StoredModule(str(data["code"]), name, compile)
     names = (restored(data[key], tuple[str, ...]) for key in ("static", "dynamic", "outputs"))
     return Piece(module, *names)

@@ -21,10 +21,14 @@ CHECKS = ("first", "always", "off")
 
 @dataclass(frozen=True)
 class Task:
-    """What the user asked for: the model, its loss, and the decisions made so far. ``check``: which programs are
-    compared with the module; ``tune_process``, ``compare_every``: see :func:`quintnet.compile`; ``absent``: what
-    ``device`` is, where this machine has none: programs are made, and do not run; ``cache``: the folder of programs
-    that were compiled before."""
+    """The model of a user, its loss, and the decisions made so far.
+
+    Attributes:
+        check: which programs are compared with the module.
+        tune_process, compare_every: see :func:`quintnet.compile`.
+        absent: what ``device`` is, where this machine has none: programs are compiled, and do not run.
+        cache: the folder of programs that were compiled earlier.
+    """
 
     model: nn.Module
     loss_fn: LossFn | None
@@ -52,11 +56,11 @@ class Task:
 
     @property
     def fused(self) -> bool:
-        """Whether what runs the programs fuses operators."""
+        """Return whether the engine of the programs fuses operators."""
         return self.backend != "eager"
 
 
 def modules_of(task: Task) -> dict[str, nn.Module]:
-    """The modules whose parameters a task's programs read, by what the names of these begin with."""
-    found = {"": task.model}
-    return {**found, "loss_fn": task.loss_fn} if isinstance(task.loss_fn, nn.Module) else found
+    """Return the modules whose parameters a task's programs read, by the prefix of the names of these."""
+    modules = {"": task.model}
+    return {**modules, "loss_fn": task.loss_fn} if isinstance(task.loss_fn, nn.Module) else modules

@@ -51,16 +51,16 @@ class StageCode:
 
 
 def stages_code(program: DistributedProgram) -> list[StageCode]:
-    """The code of all stages, each kind once."""
+    """Return the code of all stages, each kind once."""
     seen: dict[Hashable, int] = {}
-    found = []
+    stages = []
     for stage in program.stages:
         functions = tuple(_function(name, piece) for name, piece in stage.pieces.items())
         key = tuple(map(_kind, functions))
         like = seen.setdefault(key, stage.index)
         same = like != stage.index
-        found.append(StageCode(stage.index, _ranks(program, stage), () if same else functions, like if same else None))
-    return found
+        stages.append(StageCode(stage.index, _ranks(program, stage), () if same else functions, like if same else None))
+    return stages
 
 
 def _kind(function: Function) -> Hashable:
@@ -100,12 +100,12 @@ def _function(name: str, piece: Piece) -> Function:
 
 
 def _homes(graph: fx.Graph) -> Mapping[fx.Node, Block | None]:
-    """The block of each node; those that nothing is known of go with the one before them."""
-    found: dict[fx.Node, Block | None] = {}
+    """Return the block of each node; a node of which none is known is in the block of the previous one."""
+    homes: dict[fx.Node, Block | None] = {}
     last: Block | None = None
     for node in graph.nodes:
-        last = found[node] = block_of(node) if known(node) else last
-    return found
+        last = homes[node] = block_of(node) if known(node) else last
+    return homes
 
 
 def _label(node: fx.Node) -> Hashable:

@@ -32,26 +32,26 @@ class Exchange:
 
 
 def exchanges(program: DistributedProgram, piece: Piece) -> Iterator[Exchange]:
-    """The collectives of a function, in order; those that are started ahead stand where they start."""
-    known = {node.name: node for node in program.source.graph.nodes}
+    """Yield the collectives of a function, in order; those that are started ahead where they start."""
+    sources = {node.name: node for node in program.source.graph.nodes}
     for node in piece.module.graph.nodes:
         if node.op == "call_method" and collective_of(str(node.target)):
-            source, axis = known[node.name], str(node.args[2])
+            source, axis = sources[node.name], str(node.args[2])
             where = facts(source).where
             moved = moved_bytes(source)
             yield Exchange(node.name, str(node.target), axis, program.mesh[axis], moved, where.module, where.source)
 
 
 def moved_bytes(node: fx.Node) -> int:
-    """Of a collective: what a rank holds before or after it, whichever is more."""
-    given = tensor_inputs(node)[:1]
+    """Return the larger of a collective's input and output size on one rank, in bytes."""
+    inputs = tensor_inputs(node)[:1]
     if str(node.target).partition(".")[2].startswith("start_") and node.users:
         node = next(iter(node.users))  # what is under way has no value yet, but its wait has
     if node.target in (all_gather_matmul, matmul_reduce_scatter):
         slice_ = tensor_inputs(node)[0] if node.target is all_gather_matmul else node
         return num_bytes(values(slice_)[0]) * node.args[2]  # type: ignore[operator,return-value]
-    after = sum(num_bytes(x) for x in values(node) if x is not None)
-    return max(after, sum(num_bytes(x) for n in given for x in values(n) if x is not None))
+    written = sum(num_bytes(x) for x in values(node) if x is not None)
+    return max(written, sum(num_bytes(x) for n in inputs for x in values(n) if x is not None))
 
 
 def transfer_bytes(program: DistributedProgram, transfer: Transfer) -> tuple[int, int]:
@@ -64,8 +64,11 @@ def transfer_bytes(program: DistributedProgram, transfer: Transfer) -> tuple[int
 
 
 def schedule_document(program: DistributedProgram) -> dict[str, Any]:
-    """``functions``: collectives by stage and function; ``transfers`` between stages; ``gradients``: what is summed
-    over ranks at the end of a step; ``actions``: in which order each pipeline place runs all that."""
+    """Return all communication as plain data.
+
+    ``functions``: collectives by stage and function; ``transfers`` between stages; ``gradients``: sums over ranks at
+    the end of a step; ``actions``: in which order each pipeline place runs all that.
+    """
     return {
         "functions": [
             {"stage": stage.index, "function": name, "exchanges": [asdict(e) for e in exchanges(program, piece)]}
@@ -76,7 +79,7 @@ def schedule_document(program: DistributedProgram) -> dict[str, Any]:
             {**asdict(t), **dict(zip(("forward_bytes", "backward_bytes"), transfer_bytes(program, t), strict=True))}
             for t in program.transfers
         ],
-        "gradients": [one for place in range(program.mesh["pp"]) for one in _sums(program, place)],
+        "gradients": [term for place in range(program.mesh["pp"]) for term in _sums(program, place)],
         "actions": [[str(action) for action in row] for row in program.schedule.actions],
         "sites": list(program.sites),
     }
@@ -97,5 +100,5 @@ def _sums(program: DistributedProgram, place: int) -> Iterator[dict[str, Any]]:
             ("all_reduce", bucket.summed, bucket.own),
         ):
             if len(program.mesh.peers(rank, axes)) > 1:
-                found = {"pipeline_place": place, "operator": operator, "axes": list(axes), "name": bucket.label}
-                yield {**found, "bytes": num_bytes(buffer)}
+                row = {"pipeline_place": place, "operator": operator, "axes": list(axes), "name": bucket.label}
+                yield {**row, "bytes": num_bytes(buffer)}

@@ -46,29 +46,29 @@ class DumpChanges:
 
 
 def compare_plans(a: Plan, b: Plan) -> DumpChanges:
-    """Decision by decision, and parameter by parameter."""
-    before, after = (plan.model_dump(mode="json") for plan in (a, b))
-    one, other = before.pop("parameters"), after.pop("parameters")
-    names = [*one, *(name for name in other if name not in one)]
+    """Compare plans decision by decision, and parameter by parameter."""
+    old, new = (plan.model_dump(mode="json") for plan in (a, b))
+    pins, new_pins = old.pop("parameters"), new.pop("parameters")
+    names = [*pins, *(name for name in new_pins if name not in pins)]
     return DumpChanges(
-        {key: (before[key], after[key]) for key in before if before[key] != after[key]},
-        {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)},
+        {key: (old[key], new[key]) for key in old if old[key] != new[key]},
+        {name: (pins.get(name), new_pins.get(name)) for name in names if pins.get(name) != new_pins.get(name)},
     )
 
 
 def compare_folders(a: Path, b: Path) -> DumpChanges:
-    """Their plans, and every file of text; pictures and the page, which are made of those, are left out.
+    """Compare the plans of two folders, and every file of text; pictures and pages follow from those.
 
     Raises:
         CompileError: QN207 if a plan is not valid.
     """
     plans = compare_plans(read_plan(a / "plan.json"), read_plan(b / "plan.json"))
-    found: dict[str, FileChange] = {}
+    files: dict[str, FileChange] = {}
     for name in sorted(_files(a) | _files(b)):
-        before, after = (_read(folder / name) for folder in (a, b))
-        if before != after:
-            found[name] = _change(before, after)
-    return DumpChanges(plans.plan, plans.parameters, found)
+        old, new = (_read(folder / name) for folder in (a, b))
+        if old != new:
+            files[name] = _change(old, new)
+    return DumpChanges(plans.plan, plans.parameters, files)
 
 
 def _files(folder: Path) -> set[str]:
@@ -80,10 +80,10 @@ def _read(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
-def _change(before: str, after: str) -> FileChange:
-    if len(before) + len(after) > LARGEST or not before or not after:
-        return FileChange(after.count("\n"), before.count("\n"))
-    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0))[2:]
+def _change(old: str, new: str) -> FileChange:
+    if len(old) + len(new) > LARGEST or not old or not new:
+        return FileChange(new.count("\n"), old.count("\n"))
+    lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0))[2:]
     changed = [line for line in lines if not line.startswith("@@")]
     added = sum(line.startswith("+") for line in changed)
     cut = (f"... {len(changed) - SHOWN} more",) if len(changed) > SHOWN else ()

@@ -69,11 +69,11 @@ def hashes_of(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def ranks_files(program: DistributedProgram) -> dict[str, str]:
-    """The code of ranks that differ: those of one pipeline place run the same functions and actions."""
+    """Return the code of ranks that differ: those of one pipeline place run the same functions and actions."""
     places = [program.mesh.coordinate(rank).get("pp", 0) for rank in range(program.mesh.size)]
     first = [places.index(place) for place in places]
     names = {rank: f"ranks/rank{rank:03d}.py" for rank in dict.fromkeys(first)}
-    index = {"files": {str(rank): names[one] for rank, one in enumerate(first)}}
+    index = {"files": {str(rank): names[owner] for rank, owner in enumerate(first)}}
     code = {name: code_text(program, program.rank(rank)) for rank, name in names.items()}
     return {**code, "ranks.json": json.dumps(index, indent=1) + "\n"}
 

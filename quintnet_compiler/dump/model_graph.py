@@ -31,7 +31,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What an operator reads that the model trains: ``local`` is the shape on a rank."""
+    """A trained tensor that an operator reads; ``local`` is the shape on a rank."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,18 +67,19 @@ def operators(program: DistributedProgram) -> list[Operator]:
     return list(_operators(program))
 
 
-def units(program: DistributedProgram, found: list[Operator]) -> list[FoldedUnit[Operator]]:
-    """``found`` by stage and block; of blocks that are equal, one."""
+def units(program: DistributedProgram, operators: list[Operator]) -> list[FoldedUnit[Operator]]:
+    """Return operators by stage and block; of blocks that are equal, one."""
     graph = program.source.local.staged.sharded.program.graph
     home = {node.name: block for block, nodes in block_members(graph).items() for node in nodes}
     segments: list[list[Operator]] = [[]]
     stage: int | None = None
-    for one in found:
-        if stage not in (None, one.stage) and one.stage is not None:  # a stage may begin within a block
+    for operator in operators:
+        if stage not in (None, operator.stage) and operator.stage is not None:  # a stage may begin within a block
             segments.append([])
-        stage = one.stage if one.stage is not None else stage
-        segments[-1].append(one)
-    return [unit for part in segments for unit in fold(part, lambda one: home.get(one.name), lambda one: one.label)]
+        stage = operator.stage if operator.stage is not None else stage
+        segments[-1].append(operator)
+    folded = (fold(part, lambda item: home.get(item.name), lambda item: item.label) for part in segments)
+    return [unit for part in folded for unit in part]
 
 
 def _operators(program: DistributedProgram) -> Iterator[Operator]:
@@ -86,46 +87,46 @@ def _operators(program: DistributedProgram) -> Iterator[Operator]:
     sharded, stage = local.staged.sharded, local.staged.stage
     shown = [(index, axis) for index, axis in enumerate(sharded.axes) if axis.role != "time"]
     leaves = sharded.program.leaves
-    told: set[fx.Node] = set()
+    shown_moves: set[fx.Node] = set()
     for node in sharded.program.graph.nodes:
         if node.op != "call_function" or is_getitem(node):
             continue
         parameters, moves, reads = [], [], []
-        for position, given in enumerate(tensor_inputs(node)):
-            source = origin(given)[0]
+        for position, operand in enumerate(tensor_inputs(node)):
+            source = origin(operand)[0]
             leaf = leaves.get(source)
             name = leaf.name if leaf is not None else source.name
             reads += [] if leaf is not None else [source.name]
             if leaf is not None and leaf.kind == "parameter":
                 kinds = sharded.produced(source)
-                here = local_shape(shape(source), kinds, sharded.ranks)
+                local_size = local_shape(shape(source), kinds, sharded.ranks)
                 types = tuple((axis.name, str(kinds[index])) for index, axis in shown)
-                parameters.append(Parameter(leaf.name, shape(source), here, types))
+                parameters.append(Parameter(leaf.name, shape(source), local_size, types))
             if position < len(read := local.reads.get(node, ())):
-                moves += _moves(name, read[position], told)
+                moves += _moves(name, read[position], shown_moves)
         strategies = sharded.strategies[node]
-        types_made = tuple((axis.name, str(strategies[i].outputs[0]), strategies[i].splits) for i, axis in shown)
-        made = values(node)[0]
+        result_types = tuple((axis.name, str(strategies[i].outputs[0]), strategies[i].splits) for i, axis in shown)
+        result = values(node)[0]
         where = facts(node).where
         yield Operator(
-            node.name, str(node.target).removesuffix(".default"), f"{str(made.dtype)[6:]}{list(made.shape)}",
-            where.module, where.source, stage.get(node), types_made, tuple(moves), tuple(parameters), tuple(reads),
+            node.name, str(node.target).removesuffix(".default"), f"{str(result.dtype)[6:]}{list(result.shape)}",
+            where.module, where.source, stage.get(node), result_types, tuple(moves), tuple(parameters), tuple(reads),
         )  # fmt: skip
 
 
-def _moves(name: str, node: fx.Node, told: set[fx.Node]) -> list[Move]:
-    """Conversions on the way to ``node``, each told once."""
-    found: list[Move] = []
-    while node.op == "call_function" and node.target is convert and node not in told:
-        told.add(node)
-        given, axis, _, source, target = node.args
-        assert isinstance(given, fx.Node)
+def _moves(name: str, node: fx.Node, shown: set[fx.Node]) -> list[Move]:
+    """Return conversions on the way to ``node``, each shown once."""
+    moves: list[Move] = []
+    while node.op == "call_function" and node.target is convert and node not in shown:
+        shown.add(node)
+        operand, axis, _, source, target = node.args
+        assert isinstance(operand, fx.Node)
         a, b = parse_type(str(source)), parse_type(str(target))
         back = gradient(b), gradient(a)
-        moved = max(num_bytes(value(given)), num_bytes(value(node)))
-        found.append(Move(name, str(axis), str(a), str(b), _collective(a, b), _collective(*back), moved))
-        node = given
-    return [move for move in reversed(found) if move.forward or move.backward]
+        moved = max(num_bytes(value(operand)), num_bytes(value(node)))
+        moves.append(Move(name, str(axis), str(a), str(b), _collective(a, b), _collective(*back), moved))
+        node = operand
+    return [move for move in reversed(moves) if move.forward or move.backward]
 
 
 def _collective(source: AxisType, target: AxisType) -> str:

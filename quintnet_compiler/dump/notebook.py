@@ -46,10 +46,10 @@ def program_figure(program: DistributedProgram, plan: Plan, predicted: Timeline 
 
 
 def waiting_figure(model: nn.Module, mesh: Mesh, plan: Plan) -> str:
-    """A program that has not seen a batch: what was asked for, and the module as it is. Nothing is traced."""
+    """Return a figure of a program without a batch: its plan, and the module as it is. Nothing is traced."""
     parts = [(name, type(part).__name__, _counted(part)) for name, part in model.named_children()]
-    own = list(model.parameters(recurse=False))
-    rows = [("", type(model).__name__, _numbers(own)), *parts] if own or not parts else parts
+    direct = list(model.parameters(recurse=False))
+    rows = [("", type(model).__name__, _numbers(direct)), *parts] if direct or not parts else parts
     shown = [("ranks", str(mesh.size)), ("parameters", _counted(model)), ("module", type(model).__name__)]
     return html.figure(
         "quintnet_compiler.dump", "waiting.html.jinja", title=f"A program for {mesh!r}", cards_shown=shown,
@@ -68,33 +68,33 @@ def _numbers(parameters: Sequence[nn.Parameter]) -> str:
 
 
 def state_rows(program: DistributedProgram) -> list[dict[str, Any]]:
-    """Parameters, buffers and constants; those that differ in a number of their names alone are one row."""
+    """Return parameters, buffers and constants; those whose names differ in a number alone are one row."""
     axes = [(at, axis.name) for at, axis in enumerate(program.axes) if axis.role != "time"]
     ranks = [axis.size for axis in program.axes]
 
     def lines() -> Iterator[tuple[str, str]]:
         for spec in program.state.values():
-            here = local_shape(spec.shape, spec.sharding, ranks)
-            held = size(spec.dtype.itemsize * math.prod(here))
+            part = local_shape(spec.shape, spec.sharding, ranks)
+            held = size(spec.dtype.itemsize * math.prod(part))
             types = " ".join(f"{axis}={spec.sharding[at]}" for at, axis in axes)
-            cells = spec.name, spec.kind, str(spec.dtype)[6:], str(list(spec.shape)), str(list(here)), held, types
+            cells = spec.name, spec.kind, str(spec.dtype)[6:], str(list(spec.shape)), str(list(part)), held, types
             yield spec.name, _BETWEEN.join(cells)
 
     rows = []
     for line in by_pattern(lines()):
-        name, kind, dtype, shape, here, held, types = line.split(_BETWEEN)
-        chips = [one.partition("=")[::2] for one in types.split()]
-        rows.append({"name": name, "kind": kind, "dtype": dtype, "shape": shape, "here": here, "held": held,
+        name, kind, dtype, shape, part, held, types = line.split(_BETWEEN)
+        chips = [text.partition("=")[::2] for text in types.split()]
+        rows.append({"name": name, "kind": kind, "dtype": dtype, "shape": shape, "here": part, "held": held,
                      "types": chips})  # fmt: skip
     return rows
 
 
-def _first(found: list[FoldedUnit[Operator]]) -> tuple[list[FoldedUnit[Operator]], int]:
-    """As many operators as a figure has room for, and how many more there are."""
-    kept: list[FoldedUnit[Operator]] = []
+def _first(units: list[FoldedUnit[Operator]]) -> tuple[list[FoldedUnit[Operator]], int]:
+    """Return as many operators as a figure has room for, and how many more there are."""
+    shown: list[FoldedUnit[Operator]] = []
     room = MOST_OPERATORS
-    for unit in found:
+    for unit in units:
         if room > 0:
-            kept.append(replace(unit, items=unit.items[:room]))
+            shown.append(replace(unit, items=unit.items[:room]))
         room -= len(unit.items)
-    return kept, max(0, -room)
+    return shown, max(0, -room)

@@ -27,9 +27,14 @@ from .pass_view import passes_view
 
 @dataclass(frozen=True)
 class Extras:
-    """What a dump shows beside the program. ``predicted``: a simulated step, or in ``unpriced`` why there is none;
-    ``measured``: a real one; ``plans``: the planner's, best first, as (layout, numbers, plan); ``plans_picture``: an
-    SVG of all that it priced."""
+    """Further parts of a dump.
+
+    Attributes:
+        predicted: a simulated step; ``unpriced``: why there is none.
+        measured: a measured step.
+        plans: the planner's, best first, as (layout, numbers, plan).
+        plans_picture: an SVG of all plans that it priced.
+    """
 
     predicted: Timeline | None = None
     unpriced: str = ""
@@ -54,12 +59,12 @@ def page(
     )  # fmt: skip
 
 
-def counted(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def decisions(plan: Plan) -> list[tuple[str, Any]]:
-    """What a plan decides, by name."""
+    """Return the decisions of a plan, by name."""
     return list({"schedule": plan.schedule, **plan.decisions}.items())
 
 
@@ -69,64 +74,65 @@ def axes_of(program: DistributedProgram) -> list[tuple[str, int, str]]:
 
 
 def cards(program: DistributedProgram, extras: Extras) -> list[tuple[str, str]]:
-    """What is on top of a page: (what, how much)."""
+    """Return the numbers on top of a page: (name, value)."""
     mesh = program.mesh
     microbatches = next((axis.size for axis in program.axes if axis.role == "time"), 1)
     state = sum(math.prod(s.shape) for s in program.state.values() if s.kind == "parameter")
     shown = [("ranks", str(mesh.size)), ("parameters", f"{state:,}"), ("microbatches", str(microbatches))]
     shown += [("pipeline stages", str(len(program.stages)))] if len(program.stages) > 1 else []
     if extras.predicted:
-        found = extras.predicted
-        shown += [("a step, predicted", duration(found.seconds)), ("bubble", f"{found.bubble:.1%}")]
-        shown += [("peak of a rank", size(found.peak.bytes))]
+        step = extras.predicted
+        shown += [("a step, predicted", duration(step.seconds)), ("bubble", f"{step.bubble:.1%}")]
+        shown += [("peak of a rank", size(step.peak.bytes))]
     if extras.measured:
         shown += [("a step, measured", duration(extras.measured.seconds))]
     return shown
 
 
 def unit_rows(program: DistributedProgram, units: list[FoldedUnit[Operator]]) -> list[dict[str, Any]]:
-    """Blocks of the model in order, with what each stage gets."""
+    """Return blocks of the model in order, with what each stage receives."""
     rows: list[dict[str, Any]] = []
-    before: int | None = None
+    previous: int | None = None
     for unit in units:
-        stage = next((one.stage for one in unit.items if one.stage is not None), before)
+        stage = next((item.stage for item in unit.items if item.stage is not None), previous)
         cut: list[tuple[int, int, int, int]] = []
-        if stage != before and before is not None:
+        if stage != previous and previous is not None:
             cut = [(t.source, t.target, *transfer_bytes(program, t)) for t in program.transfers if t.target == stage]
-        moves = [move for one in unit.items for move in one.moves]
+        moves = [move for item in unit.items for move in item.moves]
         rows.append(
             {
-                "title": title_of(unit), "unit": unit, "stage": stage, "cut": cut, "starts": stage != before,
+                "title": title_of(unit), "unit": unit, "stage": stage, "cut": cut, "starts": stage != previous,
                 "first": stage not in {row["stage"] for row in rows},
                 "moves": len(moves), "bytes": sum(m.bytes for m in moves),
             }
         )  # fmt: skip
-        before = stage
+        previous = stage
     return rows
 
 
 def _traffic(program: DistributedProgram) -> dict[str, Any]:
-    """Collectives by stage, function, operator and axis; transfers; sums of gradients."""
+    """Return collectives by stage, function, operator and axis; transfers; sums of gradients."""
     document = schedule_document(program)
     rows = []
     for function in document["functions"]:
         groups: dict[tuple[str, str, int], list[int]] = defaultdict(list)
-        for one in function["exchanges"]:
-            groups[one["operator"].removeprefix("start_"), one["axis"], one["ranks"]].append(one["bytes"])
+        for exchange in function["exchanges"]:
+            key = exchange["operator"].removeprefix("start_"), exchange["axis"], exchange["ranks"]
+            groups[key].append(exchange["bytes"])
         rows += [
             {"stage": function["stage"], "function": function["function"], "operator": name, "axis": axis,
-             "ranks": ranks, "count": len(found), "bytes": sum(found)}
-            for (name, axis, ranks), found in groups.items()
+             "ranks": ranks, "count": len(sizes), "bytes": sum(sizes)}
+            for (name, axis, ranks), sizes in groups.items()
         ]  # fmt: skip
     return {"collectives": rows, "transfers": document["transfers"], "gradients": document["gradients"]}
 
 
 def _pictures(extras: Extras) -> list[tuple[str, Timeline, Markup]]:
-    """On one scale."""
+    """Return the pictures of steps, on one scale."""
     both = [(n, t) for n, t in (("predicted", extras.predicted), ("measured", extras.measured)) if t is not None]
-    longest = max((found.seconds for _, found in both), default=0.0)
+    longest = max((timeline.seconds for _, timeline in both), default=0.0)
     # the template of the picture has escaped it
-    return [(name, found, Markup(timeline_svg(found, "auto", longest))) for name, found in both]
+    return [(name, timeline, Markup(timeline_svg(timeline, "auto", longest))) for name, timeline in both]
 
 
 def memory_rows(predicted: Timeline | None) -> list[dict[str, Any]]:

@@ -35,25 +35,25 @@ class PassView:
 
 
 def passes_view(passes: Sequence[tuple[str, Any]]) -> list[PassView]:
-    """One for each pass, in order."""
-    found: list[PassView] = []
-    before: list[str] = []
+    """Return a view of each pass, in order."""
+    views: list[PassView] = []
+    previous: list[str] = []
     counted: Counter[str] = Counter()
     for number, (name, program) in enumerate(passes, 1):
         text = listing(program)
         lines, count = _folded(text), _count(text)
         counts = {kind: count[kind] - counted[kind] for kind in sorted({*count, *counted})} if text.graph else {}
-        changed = _changed(before, lines) if number > 1 and text.graph else []
+        changed = _changed(previous, lines) if number > 1 and text.graph else []
         cut = (f" ... {len(changed) - MOST} more",) if len(changed) > MOST else ()
-        found.append(
+        views.append(
             PassView(
                 number, name, tuple(lines[:MOST]), max(0, len(lines) - MOST),
                 tuple((kind, n) for kind, n in counts.items() if n) if number > 1 else (),
-                (*changed[:MOST], *cut), number > 1 and lines == before,
+                (*changed[:MOST], *cut), number > 1 and lines == previous,
             )
         )  # fmt: skip
-        before, counted = lines, count
-    return found
+        previous, counted = lines, count
+    return views
 
 
 def _count(text: Listing) -> Counter[str]:
@@ -79,19 +79,19 @@ def _folded(text: Listing) -> list[str]:
 def _label(node: fx.Node, text: Listing) -> Hashable:
     if node.op == "output":
         return node.op
-    found = leaf(node)
+    state = leaf(node)
     literals = tuple(repr(a) for a in node.args if not isinstance(a, fx.Node | list | tuple))
     shapes = tuple((tuple(v.shape), v.dtype) for v in values(node) if v is not None)
-    target = "" if found else str(node.target)
+    target = "" if state else str(node.target)
     note = text.notes.get(node, "").partition(" until %")[0]
-    name = found.name.rpartition(".")[2] if found else ""
+    name = state.name.rpartition(".")[2] if state else ""
     return node.op, target, is_getitem(node), literals, shapes, note, name
 
 
-def _changed(before: list[str], after: list[str]) -> list[str]:
-    if len(before) + len(after) > LARGEST:
+def _changed(old: list[str], new: list[str]) -> list[str]:
+    if len(old) + len(new) > LARGEST:
         return [" ... too long to compare; see the files of both passes"]
-    found: list[str] = []
-    for line in list(difflib.unified_diff(before, after, lineterm="", n=0))[2:]:
-        found.append(" ..." if line.startswith("@@") else line)
-    return found[1:]
+    lines: list[str] = []
+    for line in list(difflib.unified_diff(old, new, lineterm="", n=0))[2:]:
+        lines.append(" ..." if line.startswith("@@") else line)
+    return lines[1:]

@@ -12,7 +12,7 @@ from ...core.errors import InputError
 
 
 def prompts_of(ids: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """The tokens of each row of ``ids`` [rows, length], which may be padded on the left.
+    """Return the tokens of each row of ``ids`` [rows, length], which may be padded on the left.
 
     Raises:
         InputError: QN102 if they are no prompts.
@@ -25,12 +25,12 @@ def prompts_of(ids: Tensor, mask: Tensor | None) -> list[Tensor]:
         raise InputError("QN102", f"attention_mask is {shapes}", fix="pass one number for each id")
     if not bool(seen[:, -1].all()) or bool((seen[:, 1:] < seen[:, :-1]).any()):
         raise InputError("QN102", "a prompt has padding behind tokens", fix='use padding_side="left" in the tokenizer')
-    return [row[there] for row, there in zip(ids, seen, strict=True)]
+    return [row[tokens] for row, tokens in zip(ids, seen, strict=True)]
 
 
 def joined(ids: Tensor, prompts: Sequence[Tensor], texts: Sequence[Tensor], then: int) -> Tensor:
-    """``ids``, and behind each row what followed, with ``then`` after its end."""
-    made = [text[len(prompt) :] for prompt, text in zip(prompts, texts, strict=True)]
-    most = max(map(len, made))
-    new = torch.stack([F.pad(one, (0, most - len(one)), value=then) for one in made])
+    """Return ``ids`` with the new tokens of each row appended, and ``then`` after its end."""
+    added = [text[len(prompt) :] for prompt, text in zip(prompts, texts, strict=True)]
+    most = max(map(len, added))
+    new = torch.stack([F.pad(row, (0, most - len(row)), value=then) for row in added])
     return torch.cat([ids, new.to(ids.device)], 1)

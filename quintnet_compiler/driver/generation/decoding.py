@@ -32,7 +32,7 @@ class Compile(Protocol):
 
 @dataclass(frozen=True)
 class CallSize:
-    """What is compiled: ``rows`` of each pool, further ``tokens`` of each row, and tokens of a ``page``."""
+    """The size of a compiled call: ``rows`` of each pool, ``tokens`` of each row, and tokens of a ``page``."""
 
     rows: int
     tokens: int
@@ -74,16 +74,18 @@ class Decoding:
         return self.programs[call]
 
     def logits(self, call: CallSize, pools: Sequence[Sequence[TextRow]], caches: Caches) -> Tensor:
-        """After the last token of each row [pools * rows, vocabulary]; ``pools``: the rows of each, which may be fewer
-        than the call's."""
+        """Return the logits after the last token of each row [pools * rows, vocabulary].
+
+        ``pools``: the rows of each, which may be fewer than the call's.
+        """
         ids, table, places = ([] for _ in range(3))
         width = max(len(row.pages) for rows in pools for row in rows)
         for rows in pools:
             nothing = call.rows - len(rows)
             for row in rows:
-                before = call.tokens - len(row.ids)
-                ids.append([*[0] * before, *row.ids])
-                places.append([*[-1] * before, *range(row.place, row.place + len(row.ids))])
+                padding = call.tokens - len(row.ids)
+                ids.append([*[0] * padding, *row.ids])
+                places.append([*[-1] * padding, *range(row.place, row.place + len(row.ids))])
                 table.append([*row.pages, *[NOTHING] * (width - len(row.pages))])
             ids += [[0] * call.tokens] * nothing
             places += [[-1] * call.tokens] * nothing
@@ -92,8 +94,11 @@ class Decoding:
         return self.backend.run(self.program(call), inputs, Run(), caches=caches)[0]
 
     def prove(self, call: CallSize) -> None:
-        """A token alone must have the logits that it has within its text: then nothing but attention reads what came
-        before it. Raises: CompileError QN105."""
+        """Prove that a token alone has the logits that it has within its text: only attention reads earlier tokens.
+
+        Raises:
+            CompileError: QN105 if it has others.
+        """
         if self.proven:
             return
         call = replace(call, tokens=max(call.tokens, LEAST))
@@ -112,9 +117,9 @@ class Decoding:
             rows = [[row(pool, index, call.tokens) for index in range(call.rows)] for pool in range(self.pools)]
             return self.logits(call, rows, caches)
 
-        expected, found = run(call), run(replace(call, tokens=1))
+        expected, alone = run(call), run(replace(call, tokens=1))
         # rounding may send a row to another expert; what is carried past attention shows in every row
-        error = min(differs(a, b) for a, b in zip(found, expected, strict=True))
+        error = min(differs(a, b) for a, b in zip(alone, expected, strict=True))
         if not error <= SAME.get(expected.dtype, 1e-3):
             raise CompileError(
                 "QN105",

@@ -143,7 +143,7 @@ class Generation:
 
     @property
     def unfinished(self) -> int:
-        """How many texts run or wait."""
+        """Return the number of texts that run or wait."""
         return len(self._running) + len(self._waiting)
 
     @property
@@ -171,34 +171,38 @@ class Generation:
 
     @in_turn
     def run(self) -> dict[int, Tensor]:
-        """Steps until all texts have ended: the tokens of each, as :meth:`pop` gives them."""
-        left = max((one.longest - len(one.tokens) for one in (*self._running.values(), *self._waiting)), default=0)
+        """Take steps until all texts have ended, and return the tokens of each, as :meth:`pop` does."""
+        remaining = max(
+            (text.longest - len(text.tokens) for text in (*self._running.values(), *self._waiting)), default=0
+        )
         # until all have ended, no other code runs that could change a weight
-        with self._decoding.backend.weights_stay() if left >= PAYS else contextlib.nullcontext():
+        with self._decoding.backend.weights_stay() if remaining >= PAYS else contextlib.nullcontext():
             while self.unfinished:
                 self.step()
         return {number: self.pop(number) for number in list(self._ended)}
 
     @in_turn
     def pop(self, text: int) -> Tensor:
-        """The prompt and what followed [length] of a text that has ended, which is then forgotten. Of one that has not,
-        what there is: it ends here."""
-        found = self._ended.pop(text, None) or self._running.get(text)
-        found = found or next((one for one in self._waiting if one.number == text), None)
-        if found is None:
+        """Remove a text, and return the prompt and what followed [length].
+
+        A text that has not ended, ends.
+        """
+        entry = self._ended.pop(text, None) or self._running.get(text)
+        entry = entry or next((other for other in self._waiting if other.number == text), None)
+        if entry is None:
             raise InputError("QN102", f"there is no text {text}", fix="pass a number that add returned, once")
         if text in self._running:
-            self._leave(found)
-        elif found in self._waiting:
-            self._waiting.remove(found)
-        return torch.tensor(found.tokens)
+            self._leave(entry)
+        elif entry in self._waiting:
+            self._waiting.remove(entry)
+        return torch.tensor(entry.tokens)
 
     # -- one call
 
     def _admit(self) -> None:
         while self._waiting:
             text = self._waiting[0]
-            held = [sum(one.pool == i for one in self._running.values()) for i in range(len(self._pools))]
+            held = [sum(other.pool == i for other in self._running.values()) for i in range(len(self._pools))]
             places = [
                 (len(pool.known(text.tokens)), -held[i], -i)
                 for i, pool in enumerate(self._pools)
@@ -211,29 +215,32 @@ class Generation:
             self._running[text.number] = self._waiting.popleft()
 
     def _fits(self, index: int, text: Text) -> bool:
-        """Whether all pages that the pool's texts may still ask for would be there."""
+        """Return whether all pages that the pool's texts may still need would be free."""
         if self._most_pages is None:
             return True
         pool = self._pools[index]
-        there = [one for one in self._running.values() if one.pool == index]
-        later = sum(pool.pages_for(one.longest) - len(one.pages) for one in there)
-        own = pool.pages_for(text.longest) - len(pool.known(text.tokens))
-        return pool.used + later + own <= self._most_pages
+        running = [other for other in self._running.values() if other.pool == index]
+        later = sum(pool.pages_for(other.longest) - len(other.pages) for other in running)
+        needed = pool.pages_for(text.longest) - len(pool.known(text.tokens))
+        return pool.used + later + needed <= self._most_pages
 
     def _chosen(self) -> tuple[list[Text], int]:
-        """The texts of the next call, and how many tokens each row of it has: prompts first, those of like length
-        together. A prompt whose first pages another text is still to write waits for it."""
+        """Return the texts of the next call, and how many tokens each row of it has.
+
+        Prompts come first, those of like length together. A prompt whose first pages another text is still to write
+        waits.
+        """
         ready = [text for text in self._running.values() if self._is_written(text)]
         first = next((text for text in ready if text.pending > 1), None)
         if first is None:
             return ready, 1
-        tokens, found = rounded(first.pending), list[Text]()
+        tokens, texts = rounded(first.pending), list[Text]()
         for text in self._running.values():
             if rounded(text.pending) == tokens and self._is_written(text):
-                found.append(text)
+                texts.append(text)
                 full = (text.computed + min(tokens, text.pending)) // self._page
                 self._pools[text.pool].written.update(text.pages[:full])
-        return found, tokens
+        return texts, tokens
 
     def _is_written(self, text: Text) -> bool:
         return self._pools[text.pool].written.issuperset(text.pages[: text.computed // self._page])

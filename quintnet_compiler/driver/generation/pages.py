@@ -37,13 +37,13 @@ class Pool:
         return -(-tokens // self.page)
 
     def known(self, prompt: Sequence[int]) -> list[int]:
-        """The pages that there are of the beginning of a prompt. Its last token is never among them: it is needed."""
-        found: list[int] = []
-        for prefix in self._prefixes(prompt[:-1], found):
+        """Return the existing pages of the beginning of a prompt; its last token is never among them: it is needed."""
+        pages: list[int] = []
+        for prefix in self._prefixes(prompt[:-1], pages):
             if prefix not in self.prefixes:
                 break
-            found.append(self.prefixes[prefix])
-        return found
+            pages.append(self.prefixes[prefix])
+        return pages
 
     def enter(self, prompt: Sequence[int]) -> tuple[list[int], int]:
         """The pages of a new text, and how many of its tokens are in those that other texts have, too."""
@@ -78,7 +78,7 @@ class Pool:
                     del self.prefixes[self.named.pop(page)]
 
     def _prefixes(self, prompt: Sequence[int], pages: Sequence[int]) -> Iterator[Prefix]:
-        """Of each page that the prompt fills; ``pages`` has those before, when the next one is asked for."""
+        """Yield the prefix of each page that the prompt fills; ``pages`` has the earlier ones by then."""
         for index in range(len(prompt) // self.page):
-            before = pages[index - 1] if index else NOTHING
-            yield before, tuple(prompt[index * self.page : (index + 1) * self.page])
+            previous = pages[index - 1] if index else NOTHING
+            yield previous, tuple(prompt[index * self.page : (index + 1) * self.page])

@@ -17,7 +17,11 @@ SAMPLES = 2**32  # the operator whose random numbers these are: a model's own op
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Raises: CompileError QN108 for values that mean nothing."""
+    """The way in which the next token is chosen.
+
+    Raises:
+        CompileError: QN108 for values that mean nothing.
+    """
 
     do_sample: bool = False
     temperature: float = 1.0
@@ -36,8 +40,10 @@ class Sampling:
             raise CompileError("QN108", wrong[0], fix=wrong[1])
 
     def choose(self, logits: Tensor, rows: Sequence[int], draws: Sequence[float]) -> list[int]:
-        """The next token of each of these rows of logits [all, vocabulary]; ``draws``: a number in [0, 1) for each row,
-        where they are sampled."""
+        """Return the next token of each of these rows of logits [all, vocabulary].
+
+        ``draws``: a number in [0, 1) for each row, where tokens are sampled.
+        """
         if not self.do_sample:
             largest = logits.argmax(-1).tolist()
             return [largest[row] for row in rows]
@@ -47,8 +53,8 @@ class Sampling:
             scores = scores.masked_fill(scores < least, -torch.inf)
         if self.top_p is not None:
             ordered, order = scores.sort(descending=True)
-            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-            dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, before >= self.top_p)
+            cumulative = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+            dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, cumulative >= self.top_p)
             scores = scores.masked_fill(dropped, -torch.inf)
         below = scores.softmax(-1).cumsum(-1)
         wanted = torch.tensor(draws, dtype=torch.float64)[:, None] * below[:, -1:]

@@ -18,7 +18,7 @@ MEAN, SUM = 1, 2  # of the argument ``reduction``, as operators take it
 
 @dataclass(frozen=True)
 class Reduction:
-    """What an operator that reduces rows computes: a sum, or the mean of ``count`` items (a size, or a new node)."""
+    """The result of an operator that reduces rows: a sum, or the mean of ``count`` items (a size, or a new node)."""
 
     kind: str
     count: Any = None

@@ -77,8 +77,8 @@ class _Split:
         results = [loss, *extra, *changed]
         self.graph.output(tuple(results))
         parts = tuple(_moved(part, len(changed)) for part in self.parts)
-        found = LossParts(parts, combine, self.captured.symbols)
-        return replace(self.captured, graph=self.graph, parts=found)
+        loss_parts = LossParts(parts, combine, self.captured.symbols)
+        return replace(self.captured, graph=self.graph, parts=loss_parts)
 
     def _visit(self, node: fx.Node, order: list[fx.Node], seen: set[fx.Node]) -> None:
         """Cut what ``node`` is computed of at the parts; ``order``: what lies behind these."""
