@@ -45,10 +45,14 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True)
 class CalibrationEffort:
-    """How much to measure: ``trials`` of at least ``seconds`` each, of which the median counts; products of all
-    ``sides`` with at most ``most_flops``, everything in ``dtype``. ``pool``: bytes of operands that take turns.
-    ``alone``: what else runs on the machine waits (Linux, as root): for machines that are busy with other things, see
-    :func:`run_alone`."""
+    """The amount to measure: ``trials`` of at least ``seconds`` each, of which the median counts.
+
+    Attributes:
+        sides: of products, with at most ``most_flops``.
+        dtype: of everything.
+        pool: bytes of operands that take turns.
+        alone: whether other programs of the machine wait (Linux, as root), see :func:`run_alone`.
+    """
 
     trials: int = TRIALS
     seconds: float = TRIAL_SECONDS
@@ -73,8 +77,8 @@ def calibrate(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     together = 1 if torch.cuda.is_available() else min(2, cores)
     local = launch(_operators, together, (effort,), timeout=timeout)
-    found = [_median(measured) for measured in zip(*(one[0] for one in local), strict=True)]
-    products, operators, view = _sorted(local[0][1], found)
+    medians = [_median(measured) for measured in zip(*(seconds for seconds, _ in local), strict=True)]
+    products, operators, view = _sorted(local[0][1], medians)
     collectives: list[MeasuredCollective] = []
     for count in sorted(set(ranks)):
         collectives += launch(_collectives, count, (effort, count), timeout=timeout)[0]
@@ -100,7 +104,7 @@ def _median(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Sample:
-    """What is measured: a product (its order and sizes), an operator (its family and size), or a view."""
+    """A measured call: a product (its order and sizes), an operator (its family and size), or a view."""
 
     family: str
     size: float = 0.0
@@ -121,7 +125,7 @@ def _sorted(
             view = took
         else:
             operators.setdefault(sample.family, []).append(Point(size=sample.size, seconds=took))
-    return products, {name: tuple(sorted(found, key=lambda p: p.size)) for name, found in operators.items()}, view
+    return products, {name: tuple(sorted(points, key=lambda p: p.size)) for name, points in operators.items()}, view
 
 
 # -- in each process
@@ -177,7 +181,7 @@ def _trial(call: Callable[[], object], count: int, device: torch.device) -> floa
 
 
 def _group_device() -> torch.device:
-    """Where processes communicate: with fewer accelerators than processes, on the CPU."""
+    """Return the device with which processes communicate: with fewer accelerators than processes, the CPU."""
     return group_accelerator() or torch.device("cpu")
 
 
@@ -206,15 +210,17 @@ class _Operands:
         return self.pool[self.at - -(-size // 16) * 16 :][:size].view(shape)
 
     def turns(self, size: float, make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
-        """Calls that take turns. ``size``: bytes that one of them reads and writes; ``make``: one, with operands of its
-        own."""
+        """Return calls that take turns.
+
+        ``size``: bytes that one of them reads and writes; ``make``: returns one, with separate operands.
+        """
         calls = [make() for _ in range(max(1, min(MOST_TURNS, int(self.pool.nbytes / max(size, 1.0)))))]
-        kept: list[object] = [None] * len(calls)
+        results: list[object] = [None] * len(calls)
         order = itertools.cycle(range(len(calls)))
 
         def call() -> None:
             index = next(order)
-            kept[index] = calls[index]()
+            results[index] = calls[index]()
 
         return call
 
@@ -234,15 +240,15 @@ def _calls(effort: CalibrationEffort, device: torch.device) -> Iterator[Case]:
 
 
 def _action(x: Tensor, arguments: int = 64) -> Case:
-    """What a schedule's action takes besides its nodes: a generated function is called, and what it returns is kept."""
+    """Return a schedule's action without its nodes: a generated function is called, and its results are kept."""
     graph = torch.fx.Graph()
     names = [graph.placeholder(f"value_{index}") for index in range(arguments)]
     graph.output(tuple(names))
     module = torch.fx.GraphModule({}, graph)
-    kept: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
 
     def call() -> None:
-        kept.update(zip([str(name) for name in names], module(*[x] * arguments), strict=True))
+        results.update(zip([str(name) for name in names], module(*[x] * arguments), strict=True))
 
     return Sample("action", float(arguments)), call
 
@@ -335,21 +341,24 @@ def _attend_backward(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Callable[
 
 
 def _collectives(effort: CalibrationEffort, count: int) -> list[MeasuredCollective]:
-    """Over all processes, through the transport that programs use. Times of several are told apart by a meeting."""
+    """Measure collectives over all processes, through the transport that programs use.
+
+    Several calls in a row are separated by a meeting.
+    """
     device = _group_device()
     mesh = Mesh(pp=count, tp=1)
     transport = DistributedTransport(mesh, device_mesh(mesh, device.type))
     transport.connect([Connection(VALUES, 0, 1), Connection(VALUES, 1, 0)])
     if effort.alone:
         run_alone()
-    found = []
+    measured = []
     for name in COLLECTIVES:
         points = [
             Point(size=size, seconds=_collective(transport, name, size, count, effort)) for size in effort.messages
         ]
-        found.append(MeasuredCollective(name=name, ranks=count, points=tuple(points)))
+        measured.append(MeasuredCollective(name=name, ranks=count, points=tuple(points)))
     points = [Point(size=size, seconds=_send(transport, size, effort)) for size in effort.messages]
-    return [*found, MeasuredCollective(name="send", ranks=count, points=tuple(points))]
+    return [*measured, MeasuredCollective(name="send", ranks=count, points=tuple(points))]
 
 
 def _collective(transport: DistributedTransport, name: str, size: int, count: int, effort: CalibrationEffort) -> float:

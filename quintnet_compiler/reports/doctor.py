@@ -28,9 +28,15 @@ SETTINGS = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_SO
 
 @dataclass(frozen=True)
 class Health:
-    """What was found. ``interfaces``: of the network; ``port``: one of loopback that can be listened on, or None;
-    ``compiler``: of C++, which inductor needs; ``launcher``: who started this process as one of several, and
-    where they meet; ``talk``: None, or why two processes could not add numbers."""
+    """The result of an examination.
+
+    Attributes:
+        interfaces: of the network.
+        port: one of loopback that can be listened on, or None.
+        compiler: of C++, which inductor needs.
+        launcher: the launcher that started this process as one of several, and where they meet.
+        talk: None, or why two processes could not add numbers.
+    """
 
     system: str
     python: str
@@ -93,7 +99,7 @@ def examine() -> Health:
 
 def _compiler() -> str | None:
     names = os.environ.get("CXX"), "g++", "clang++", "c++"
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def _port() -> int | None:
@@ -114,9 +120,9 @@ def _launcher(world: Started | None) -> str:
 
 def _talk(ranks: int) -> str | None:
     try:
-        found = launch(smoke, ranks, timeout=60)
+        results = launch(smoke, ranks, timeout=60)
     except QuintNetError as error:
         return error.message.strip().splitlines()[-1]
     wanted = ranks * (ranks + 1) / 2
-    there = [x for x in found if x is not None]  # under a launcher: this rank's
-    return None if there and all(x == wanted for x in there) else f"they found {there} instead of {wanted}"
+    sums = [x for x in results if x is not None]  # under a launcher: this rank's
+    return None if sums and all(x == wanted for x in sums) else f"they found {sums} instead of {wanted}"

@@ -20,9 +20,9 @@ Use = tuple[fx.Node, int]  # an operator and which of its inputs
 
 
 def prove(program: DistributedProgram, name: str) -> str:
-    """The proof that the gradient of the parameter ``name`` is that of the unsplit model, for people to follow.
+    """Return the proof that the gradient of the parameter ``name`` is that of the unsplit model, as text.
 
-    Every line is what the type check and the backward check of this program found; the rule of each operator and the
+    Every line is a result of the type check or the backward check of this program; the rule of each operator and the
     transpose of each conversion are proven by brute force in the tests.
 
     Raises:
@@ -30,15 +30,15 @@ def prove(program: DistributedProgram, name: str) -> str:
     """
     local = program.source.local
     sharded = local.staged.sharded
-    named = {found.name: node for node, found in sharded.program.leaves.items() if found.trainable}
+    named = {leaf.name: node for node, leaf in sharded.program.leaves.items() if leaf.trainable}
     if name not in named:
         close = difflib.get_close_matches(name, named, n=3, cutoff=0.3)
         raise CompileError("QN204", f"no trained parameter is called {name!r}", fix=f"did you mean {', '.join(close)}?")
     node = named[name]
     kinds = sharded.produced(node)
     lines = [f"Why the gradient of {name} is that of the unsplit model", ""]
-    here = local_shape(shape(node), kinds, sharded.ranks)
-    lines.append(f"{name} is {list(shape(node))}, on each rank {list(here)}: {_types(sharded, kinds)}")
+    part = local_shape(shape(node), kinds, sharded.ranks)
+    lines.append(f"{name} is {list(shape(node))}, on each rank {list(part)}: {_types(sharded, kinds)}")
     lines += [f"  {line}" for line in _settling(program, name, kinds)]
     uses = [(user, i) for user in _users(node) for i, n in enumerate(tensor_inputs(user)) if origin(n)[0] is node]
     for use in uses:
@@ -92,13 +92,13 @@ def _use(local: LocalProgram, use: Use) -> list[str]:
     return lines
 
 
-def _edge(local: LocalProgram, before: fx.Node, after: fx.Node) -> list[str]:
-    position = next(i for i, n in enumerate(tensor_inputs(after)) if origin(n)[0] is before)
-    kinds = local.staged.sharded.produced(after)
-    crossing = local.staged.stage.get(before, 0) != local.staged.stage.get(after, 0)
-    lines = _moves(local, (after, position))
-    lines += [f"to stage {local.staged.stage[after]}"] if crossing else []
-    return [*lines, f"{_named(after)}: {_types(local.staged.sharded, kinds)}"]
+def _edge(local: LocalProgram, source: fx.Node, target: fx.Node) -> list[str]:
+    position = next(i for i, n in enumerate(tensor_inputs(target)) if origin(n)[0] is source)
+    kinds = local.staged.sharded.produced(target)
+    crossing = local.staged.stage.get(source, 0) != local.staged.stage.get(target, 0)
+    lines = _moves(local, (target, position))
+    lines += [f"to stage {local.staged.stage[target]}"] if crossing else []
+    return [*lines, f"{_named(target)}: {_types(local.staged.sharded, kinds)}"]
 
 
 def _moves(local: LocalProgram, use: Use) -> list[str]:
@@ -118,11 +118,11 @@ def _move(local: LocalProgram, step: Step) -> str:
     return f"converted over {axis.name}: {step.before} -> {step.after} ({forward}; its gradient: {backward})"
 
 
-def _operator(before: AxisType, after: AxisType) -> str:
-    op, _ = lower_conversion(before, after)
+def _operator(source: AxisType, target: AxisType) -> str:
+    op, _ = lower_conversion(source, target)
     if op is None:
         return "nothing moves"
-    return "each keeps a share" if before is not P and after is P and "share" in str(op) else str(op).split(".")[1]
+    return "each keeps a share" if source is not P and target is P and "share" in str(op) else str(op).split(".")[1]
 
 
 def _named(node: fx.Node) -> str:
@@ -137,7 +137,7 @@ def _users(node: fx.Node) -> list[fx.Node]:
 
 
 def _path(sharded: ShardedProgram, start: fx.Node) -> list[fx.Node]:
-    """A shortest way from an operator to the loss."""
+    """Return a shortest path from an operator to the loss."""
     goal = origin(outputs(sharded.program.graph)[0])[0]
     came: dict[fx.Node, fx.Node | None] = {start: None}
     todo = deque([start])
@@ -150,8 +150,8 @@ def _path(sharded: ShardedProgram, start: fx.Node) -> list[fx.Node]:
                 came[user] = node
                 todo.append(user)
     path: list[fx.Node] = []
-    here: fx.Node | None = goal if goal in came else None
-    while here is not None:
-        path.append(here)
-        here = came[here]
+    step: fx.Node | None = goal if goal in came else None
+    while step is not None:
+        path.append(step)
+        step = came[step]
     return path[::-1]

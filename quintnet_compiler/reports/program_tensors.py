@@ -20,19 +20,20 @@ GRADIENT = ".grad"
 
 
 def picture_of(program: DistributedProgram, name: str) -> TensorPicture:
-    """Who holds what of a parameter or buffer, an operator's result, a module's last result, an input, or with
-    ``.grad`` of the gradient of one of them.
+    """Return the parts of a parameter or buffer, an operator's result, a module's last result, or an input.
+
+    With ``.grad``, those of the gradient of one of them.
 
     Raises:
         CompileError: QN204 for a name that the program does not have, or a gradient that is not computed.
     """
-    for known, back in ((name, False), (name.removesuffix(GRADIENT), True)):
-        if known in program.state and back == (known != name):
-            return _of_gradient(program, program.state[known]) if back else picture_of_state(program, known)
-    for known, back in ((name, False), (name.removesuffix(GRADIENT), True)):
-        node = _node(program, known)
-        if node is not None and back == (known != name):
-            return _of_value(program, known, node, back=back)
+    for stem, back in ((name, False), (name.removesuffix(GRADIENT), True)):
+        if stem in program.state and back == (stem != name):
+            return _of_gradient(program, program.state[stem]) if back else picture_of_state(program, stem)
+    for stem, back in ((name, False), (name.removesuffix(GRADIENT), True)):
+        node = _node(program, stem)
+        if node is not None and back == (stem != name):
+            return _of_value(program, stem, node, back=back)
     sharded = program.source.local.staged.sharded
     names = [*program.state, *_modules(sharded), *(n.name for n in sharded.program.graph.nodes)]
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
@@ -49,11 +50,13 @@ def picture_of_state(program: DistributedProgram, name: str) -> TensorPicture:
 def picture_of_parameter_state(
     program: DistributedProgram, parameter: str, key: str, x: object, owner: int | None, *, whole: bool
 ) -> TensorPicture:
-    """Who holds what of the number or tensor ``x`` that an optimizer keeps for a parameter under ``key``. ``whole``:
-    the optimizer has whole parameters, on the rank that is the ``owner``."""
+    """Return the parts of the number or tensor ``x`` that an optimizer keeps for a parameter under ``key``.
+
+    ``whole``: the optimizer has whole parameters, on the rank that is the ``owner``.
+    """
     spec, name = program.state[parameter], f"{parameter}.{key}"
-    if isinstance(x, Tensor) and (known := picture_of_dtensor(x, name)) is not None:
-        return known
+    if isinstance(x, Tensor) and (parts := picture_of_dtensor(x, name)) is not None:
+        return parts
     size = tuple(x.shape) if isinstance(x, Tensor) else ()
     ranks = _ranks(program, spec.stages)
     if whole and owner is not None:
@@ -123,15 +126,15 @@ def _of_value(program: DistributedProgram, name: str, node: fx.Node, *, back: bo
 
 
 def _node(program: DistributedProgram, name: str) -> fx.Node | None:
-    """The operator or input of this name, or what the module of this name makes last."""
+    """Return the operator or input of this name, or the last operator of the module of this name."""
     sharded = program.source.local.staged.sharded
     last: fx.Node | None = None
     node: fx.Node
     for node in sharded.program.graph.nodes:
         if node.op == "output" or not isinstance(facts(node).value, Tensor):
             continue
-        known = leaf(node)
-        if node.name == name or (known is not None and known.name == name):
+        state = leaf(node)
+        if node.name == name or (state is not None and state.name == name):
             return node
         if node.op == "call_function" and f"{facts(node).where.module}.".startswith(f"{name}."):
             last = node
@@ -139,8 +142,8 @@ def _node(program: DistributedProgram, name: str) -> fx.Node | None:
 
 
 def _modules(sharded: ShardedProgram) -> list[str]:
-    found = (facts(node).where.module for node in sharded.program.graph.nodes if node.op == "call_function")
-    return list(dict.fromkeys(filter(None, found)))
+    modules = (facts(node).where.module for node in sharded.program.graph.nodes if node.op == "call_function")
+    return list(dict.fromkeys(filter(None, modules)))
 
 
 def _over_ranks(program: DistributedProgram, sharding: Sharding) -> dict[str, AxisType]:

@@ -12,14 +12,14 @@ from ..core.errors import CompileError, finite, told, whole
 from ..cost_models.collectives import volume
 
 
-def _number(what: str, given: Any, *, zero: bool = False) -> None:
-    number = finite(given)
+def _number(name: str, value: Any, *, zero: bool = False) -> None:
+    number = finite(value)
     if number is None or number < 0 or (number == 0 and not zero):
-        raise _unfit(what, given, f"give a finite number, {'0 or more' if zero else 'above 0'}")
+        raise _unfit(name, value, f"give a finite number, {'0 or more' if zero else 'above 0'}")
 
 
-def _unfit(what: str, given: Any, fix: str) -> CompileError:
-    return CompileError("QN201", f"{what} is {told(given)}", fix=fix)
+def _unfit(name: str, value: Any, fix: str) -> CompileError:
+    return CompileError("QN201", f"{name} is {told(value)}", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class Machine:
         if not isinstance(self.topology, str) or self.topology not in ("full", "ring"):
             raise _unfit("topology of a Machine", self.topology, 'use "full" or "ring"')
 
-    def joins(self, one: int, other: int) -> Link:
-        """The link that a message between two ranks takes."""
-        here = self.link
-        if self.between is not None and self.node and one // self.node != other // self.node:
-            here = self.between
+    def joins(self, rank: int, other: int) -> Link:
+        """Return the link that a message between two ranks takes."""
+        link = self.link
+        if self.between is not None and self.node and rank // self.node != other // self.node:
+            link = self.between
         if self.topology == "ring":
-            apart = abs(one - other)
+            apart = abs(rank - other)
             hops = min(apart, self.ranks - apart)
-            return Link(here.seconds * hops, here.bytes_per_second / max(hops, 1))
-        return here
+            return Link(link.seconds * hops, link.bytes_per_second / max(hops, 1))
+        return link
 
     def collective_seconds(self, kind: str, num_bytes: float, over: Sequence[int]) -> float:
         """Along a ring through ``over``, as fast as its slowest link: an all-reduce is 2 (n-1) steps of 1/n of the

@@ -21,15 +21,17 @@ def one_device(layers: int, flops: float, activation: float = 0.0) -> Programs:
 
 
 def data_parallel(ranks: int, layers: int, flops: float, gradient: float, *, overlap: bool = True) -> Programs:
-    """1D: each rank has its rows; ``gradient`` bytes of each layer are added up over ranks, in the background if
-    ``overlap``."""
+    """Return 1D data parallelism: each rank has its rows.
+
+    ``gradient`` bytes of each layer are added up over ranks, in the background if ``overlap``.
+    """
     everyone = tuple(range(ranks))
     program: list[Step] = [Compute(f"F{i}", flops / ranks, kind="F") for i in range(layers)]
     sums: list[Step] = []
     for i in reversed(range(layers)):
-        one = Collective("all_reduce", everyone, gradient, f"gradient {i}", "dp", background=overlap)
+        reduction = Collective("all_reduce", everyone, gradient, f"gradient {i}", "dp", background=overlap)
         program.append(Compute(f"B{i}", 2 * flops / ranks, kind="B"))
-        (program if overlap else sums).append(one)
+        (program if overlap else sums).append(reduction)
     return [[*program, *sums] for _ in everyone]
 
 
@@ -108,14 +110,16 @@ def expert_parallel(tokens: Sequence[Sequence[int]], flops: float, token: float)
 
 
 def ring_all_reduce(ranks: int, num_bytes: float) -> Programs:
-    """What an all-reduce does inside: 2 (n-1) steps in which each rank sends 1/n of the bytes to its neighbour, first
-    to add up, then to hand out."""
+    """Return the steps of an all-reduce: 2 (n-1) in which each rank sends 1/n of the bytes to its neighbour.
+
+    The first half adds up, the second half copies the sums.
+    """
     programs: Programs = []
     for rank in range(ranks):
         steps: list[Step] = []
         for turn in range(2 * (ranks - 1)):
-            what = "add" if turn < ranks - 1 else "copy"
-            steps.append(Send((rank + 1) % ranks, num_bytes / ranks, f"{what} {(rank - turn) % ranks}"))
+            operation = "add" if turn < ranks - 1 else "copy"
+            steps.append(Send((rank + 1) % ranks, num_bytes / ranks, f"{operation} {(rank - turn) % ranks}"))
             steps.append(Receive((rank - 1) % ranks))
         programs.append(steps)
     return programs

@@ -25,14 +25,14 @@ def is_peft(model: nn.Module) -> bool:
 
 
 def adapters_of(model: Any) -> dict[str, dict[str, str]]:
-    """Adapter -> (name in its file -> name in the model), as PEFT's own ``get_peft_model_state_dict`` decides.
+    """Return adapter -> (name in its file -> name in the model), as PEFT's ``get_peft_model_state_dict`` decides.
 
     Raises:
         CheckpointError: QN603 for adapters that PEFT computes from the model when it saves them (prompts).
     """
     marks = {name: torch.empty(x.shape, device="meta") for name, x in _tensors(model).items()}
     names = {id(x): name for name, x in marks.items()}
-    found: dict[str, dict[str, str]] = {}
+    adapters: dict[str, dict[str, str]] = {}
     for adapter, config in model.peft_config.items():
         if config.is_prompt_learning:
             raise CheckpointError(
@@ -43,27 +43,29 @@ def adapters_of(model: Any) -> dict[str, dict[str, str]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT says again what it says when it writes
             chosen = sys.modules["peft"].get_peft_model_state_dict(model, state_dict=marks, adapter_name=adapter)
-        found[adapter] = {stored: names[id(x)] for stored, x in chosen.items()}
-    return found
+        adapters[adapter] = {stored: names[id(x)] for stored, x in chosen.items()}
+    return adapters
 
 
 def base_of(model: Any) -> tuple[nn.Module, dict[str, str]]:
-    """The model that PEFT has wrapped, and the names that its tensors have without PEFT, by those in ``model``. Layers
-    that an adapter trains whole (``modules_to_save``) begin as copies of the model's own, and have their names."""
+    """Return the model that PEFT has wrapped, and the names of its tensors without PEFT, by those in ``model``.
+
+    Layers that an adapter trains whole (``modules_to_save``) begin as copies of the model's own, and have their names.
+    """
     base: nn.Module = model.get_base_model()
     start = next(f"{name}." for name, module in model.named_modules() if module is base)
-    found = {}
+    names = {}
     for name in _tensors(model):
         plain = _without_wrappers(base, name.removeprefix(start)) if name.startswith(start) else None
         if plain is not None:
-            found[name] = plain
-    return base, found
+            names[name] = plain
+    return base, names
 
 
 def _without_wrappers(base: nn.Module, name: str) -> str | None:
-    """The name that a tensor has where no layer is wrapped; None for an adapter's own."""
+    """Return the name that a tensor has where no layer is wrapped; None for an adapter's own."""
     other = sys.modules["peft.utils.other"]
-    module, kept, parts = base, list[str](), name.split(".")
+    module, path, parts = base, list[str](), name.split(".")
     while len(parts) > 1:
         part = parts.pop(0)
         inside = module.get_submodule(part)
@@ -76,9 +78,9 @@ def _without_wrappers(base: nn.Module, name: str) -> str | None:
             if part != "base_layer":
                 return None
         else:
-            kept.append(part)
+            path.append(part)
         module = inside
-    return None if hasattr(module, "base_layer") else ".".join([*kept, *parts])
+    return None if hasattr(module, "base_layer") else ".".join([*path, *parts])
 
 
 def place_of(adapter: str) -> str:
@@ -87,7 +89,7 @@ def place_of(adapter: str) -> str:
 
 
 def merged(model: Any) -> nn.Module:
-    """The model that ``merge_and_unload`` makes of a whole one, which it changes.
+    """Return the model that ``merge_and_unload`` makes of a whole one, which it changes.
 
     Raises:
         CheckpointError: QN603 if the frozen weights are quantised.
@@ -100,8 +102,8 @@ def merged(model: Any) -> nn.Module:
             fix="save the adapter alone, and merge it into the model that was not quantised: "
             "PeftModel.from_pretrained(model, folder).merge_and_unload()",
         )
-    found: nn.Module = model.merge_and_unload()
-    return found
+    model_without_adapters: nn.Module = model.merge_and_unload()
+    return model_without_adapters
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
-"""A folder of safetensors, as Hugging Face writes it. What is in it is taken for hostile: nothing outside the folder is
-opened by a name that a file holds, and nothing is unpickled."""
+"""A folder of safetensors, as Hugging Face writes it, read as if it were hostile.
+
+Nothing outside the folder is opened by a name that a file holds, and nothing is unpickled.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,11 @@ def conversion(folder: Path, to: str) -> str:
 
 @dataclass(frozen=True)
 class Weights:
-    """What a folder holds, by the names in its files. ``text``: all names, shapes and dtypes, and of each file the size
-    and a digest of its end: what tells one checkpoint from another without reading it."""
+    """The tensors of a folder, by the names in its files.
+
+    ``text``: all names, shapes and dtypes, and of each file the size and a digest of its end: it differs between
+    checkpoints, and needs no reading of values.
+    """
 
     stored: Mapping[str, Stored]
     text: str
@@ -73,13 +78,13 @@ class Weights:
 
 @contextlib.contextmanager
 def open_weights(folder: Path, single: str = SINGLE) -> Iterator[Weights]:
-    """The tensors of ``folder``; none is read yet. ``single``: the file that may hold all of them.
+    """Open the tensors of ``folder``, none of which is read yet; ``single``: the file that may hold all of them.
 
     Raises:
         CheckpointError: QN601 with every file that is missing, damaged, pickled, or outside the folder.
     """
     safe_open = _safetensors()
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     problems: list[str] = []
     lines: list[str] = []
     with contextlib.ExitStack() as stack:
@@ -93,8 +98,8 @@ def open_weights(folder: Path, single: str = SINGLE) -> Iterator[Weights]:
                 continue
             problems += [f"{file}: has no tensor {shown(n)}, which the index says it has" for n in promised - {*names}]
             for name in names:
-                if name in found:
-                    problems.append(f"{file}: the tensor {shown(name)} is also in {found[name].file}")
+                if name in tensors:
+                    problems.append(f"{file}: the tensor {shown(name)} is also in {tensors[name].file}")
                     continue
                 view = handle.get_slice(name)
                 shape, kind = tuple(view.get_shape()), view.get_dtype()
@@ -102,9 +107,9 @@ def open_weights(folder: Path, single: str = SINGLE) -> Iterator[Weights]:
                 if kind not in DTYPES:
                     problems.append(f"{file}: the tensor {shown(name)} has the dtype {shown(kind)}")
                     continue
-                found[name] = Stored(file, name, shape, DTYPES[kind], _Loader(handle, name))
+                tensors[name] = Stored(file, name, shape, DTYPES[kind], _Loader(handle, name))
         refuse_all("QN601", folder, problems, fix="get the folder again from where it came")
-        yield Weights(MappingProxyType(found), "\n".join(lines))
+        yield Weights(MappingProxyType(tensors), "\n".join(lines))
 
 
 def _trace(path: Path) -> str:
@@ -123,8 +128,8 @@ class _Loader:
     name: str
 
     def __call__(self, slices: tuple[slice, ...]) -> Tensor:
-        found: Tensor = self.handle.get_slice(self.name)[slices] if slices else self.handle.get_tensor(self.name)
-        return found
+        values: Tensor = self.handle.get_slice(self.name)[slices] if slices else self.handle.get_tensor(self.name)
+        return values
 
 
 def refuse_all(code: str, folder: Path | str, problems: list[str], fix: str) -> None:
@@ -180,15 +185,15 @@ def _indexed(folder: Path, problems: list[str]) -> dict[str, set[str]]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         refuse_all("QN601", folder, [f"{INDEX}: {shown(f'{type(error).__name__}: {error}')}"], fix="get it again")
         raise AssertionError from error
-    found: dict[str, set[str]] = {}
+    files: dict[str, set[str]] = {}
     for name, place in places.items():
-        found.setdefault(place, set()).add(name)
-    for place in list(found):
+        files.setdefault(place, set()).add(name)
+    for place in list(files):
         # A plain name and nothing else: what the index says must not lead out of the folder.
         if Path(place).name != place or "\\" in place or "\0" in place or not place.endswith(".safetensors"):
             problems.append(f"{INDEX}: {shown(ascii(place))} is not the name of a safetensors file in this folder")
-            del found[place]
+            del files[place]
         elif not (folder / place).is_file():
             problems.append(f"{INDEX}: there is no file {shown(place)}")
-            del found[place]
-    return found
+            del files[place]
+    return files

@@ -59,40 +59,41 @@ Fill = Callable[[Tensor], Any]  # writes a tensor, or returns another one; such 
 def chosen(
     inits: Mapping[str, Init | Fill], names: Sequence[str], others: Collection[str] = ()
 ) -> dict[str, Init | Fill]:
-    """The initial value of each name that a pattern matches; later patterns win. ``others``: names that are found only
-    by themselves (buffers).
+    """Return the initial value of each name that a pattern matches; later patterns win.
+
+    ``others``: names that are matched only as they are (buffers).
 
     Raises:
         CompileError: QN204 for a pattern that matches no parameter.
     """
-    found: dict[str, Init | Fill] = {}
+    initial: dict[str, Init | Fill] = {}
     for pattern, init in inits.items():
         matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         matched += [pattern] if pattern in others else []
         if not matched:
             raise CompileError("QN204", f"{pattern!r} matches no parameter", fix="see program.named_parameters()")
-        found |= dict.fromkeys(matched, init)
-    return found
+        initial |= dict.fromkeys(matched, init)
+    return initial
 
 
 def filled(name: str, fill: Fill, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What a function makes of a whole tensor on the CPU.
+    """Return the whole tensor that a function computes on the CPU.
 
     Raises:
-        CompileError: QN604 if it leaves values open, or gives another shape or dtype.
+        CompileError: QN604 if it leaves values open, or returns another shape or dtype.
     """
-    given = torch.empty(tuple(shape), dtype=dtype)
+    argument = torch.empty(tuple(shape), dtype=dtype)
     if dtype.is_floating_point:
-        given.fill_(torch.nan)
-    before = version(given)
-    made = fill(given)
-    x = made if isinstance(made, Tensor) else given
-    if x.shape != given.shape or x.dtype != dtype or x.device.type != "cpu":
+        argument.fill_(torch.nan)
+    first_version = version(argument)
+    result = fill(argument)
+    x = result if isinstance(result, Tensor) else argument
+    if x.shape != argument.shape or x.dtype != dtype or x.device.type != "cpu":
         has, wanted = f"{tuple(x.shape)} {x.dtype} on {x.device.type}", f"{tuple(shape)} {dtype} on cpu"
         raise CompileError(
             "QN604", f"the function for {name} gave {has}", fix=f"return {wanted}, or write its argument"
         )
-    if (x is given and version(x) == before) or bool(torch.isnan(x).any()):
+    if (x is argument and version(x) == first_version) or bool(torch.isnan(x).any()):
         message = f"the function for {name} left elements without a number"
         raise CompileError("QN604", message, fix="write all of its argument, as torch.nn.init's functions do")
     return x.detach()

@@ -25,15 +25,15 @@ def with_buffers(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 def computed_buffers(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """The values of those of these buffers that the model's own code can compute."""
-    found: dict[str, Tensor] = {}
+    """Return the values of those of these buffers that the model's own code can compute."""
+    values: dict[str, Tensor] = {}
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
         owner = _owner(model, path)
         if owner is not None:
-            mine = {n.rpartition(".")[2] for n in names if n.rpartition(".")[0] == path}
-            made = _computed(owner, model.get_submodule(path), mine)
-            found |= {f"{path}.{name}" if path else name: x for name, x in made.items()}
-    return found
+            buffers = {n.rpartition(".")[2] for n in names if n.rpartition(".")[0] == path}
+            computed = _computed(owner, model.get_submodule(path), buffers)
+            values |= {f"{path}.{name}" if path else name: x for name, x in computed.items()}
+    return values
 
 
 def _owner(model: nn.Module, path: str) -> Any | None:

@@ -33,18 +33,22 @@ class OwnValues:
     changed: frozenset[str]
 
     def require(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], wanted: Iterable[str]) -> None:
-        """Raises: CompileError QN604 with each of these tensors that has no value here, or another shape or dtype."""
+        """Require a value of each of these tensors, of this shape and dtype.
+
+        Raises:
+            CompileError: QN604 with each that has none, or another shape or dtype.
+        """
         problems = []
-        there = {name: self.places[name] for name in wanted if name in self.places}
-        unknown = self.recording.tape.unknown(place.memory for place in there.values())
+        places = {name: self.places[name] for name in wanted if name in self.places}
+        unknown = self.recording.tape.unknown(place.memory for place in places.values())
         for name in sorted(wanted):
             shape, dtype = shapes[name]
-            if name not in there or there[name].memory in unknown:
+            if name not in places or places[name].memory in unknown:
                 problems.append(f"nothing gives values to {name}")
-            elif (there[name].size, there[name].dtype) != (shape, dtype):
-                has = f"{there[name].size} {there[name].dtype}"
+            elif (places[name].size, places[name].dtype) != (shape, dtype):
+                has = f"{places[name].size} {places[name].dtype}"
                 problems.append(f"{name} is {has} there, and {shape} {dtype} in the program")
-        if unknown - {place.memory for place in there.values()}:
+        if unknown - {place.memory for place in places.values()}:
             problems.append("values are computed from memory to which nothing was written")
         if problems:
             more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
@@ -56,11 +60,13 @@ class OwnValues:
 
 
 def values_of_reset(modules: Mapping[str, nn.Module]) -> OwnValues:
-    """What the modules' own reset functions give to their parameters and buffers: ``init_weights`` of a Hugging Face
-    model, else ``reset_parameters`` of each module, its children's first, as ``module.apply`` calls it.
+    """Return what the modules' own reset functions give to their parameters and buffers.
+
+    These are ``init_weights`` of a Hugging Face model, else ``reset_parameters`` of each module, its children's first,
+    as ``module.apply`` calls it.
 
     Args:
-        modules: by what their tensors' names begin with.
+        modules: by the prefix of their tensors' names.
 
     Raises:
         CompileError: QN604 if the functions cannot be followed.
@@ -81,7 +87,7 @@ def values_of_reset(modules: Mapping[str, nn.Module]) -> OwnValues:
 
 
 def values_of_build(build: Callable[[], nn.Module]) -> OwnValues:
-    """What the function that builds a module gives to its tensors, also to those that are no parameters.
+    """Return what the function that builds a module gives to its tensors, also to those that are no parameters.
 
     Raises:
         CompileError: QN604 if it cannot be followed.
@@ -95,10 +101,10 @@ def values_of_build(build: Callable[[], nn.Module]) -> OwnValues:
 
 
 def _blank(x: Tensor) -> Tensor:
-    made = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    empty = torch.empty(x.shape, dtype=x.dtype, device="meta")
     if not isinstance(x, nn.Parameter):
-        return made
-    parameter = nn.Parameter(made, requires_grad=x.requires_grad)
+        return empty
+    parameter = nn.Parameter(empty, requires_grad=x.requires_grad)
     vars(parameter).update(vars(x))
     return parameter
 
@@ -109,9 +115,9 @@ def _reset(module: nn.Module) -> None:
         return
     for child in module.children():
         _reset(child)
-    own = resets_itself(module)
-    if own is not None:
-        own()
+    reset = resets_itself(module)
+    if reset is not None:
+        reset()
 
 
 def _found(recording: Recording, modules: Mapping[str, nn.Module]) -> OwnValues:

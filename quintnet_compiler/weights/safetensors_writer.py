@@ -74,14 +74,14 @@ def write_weights(folder: Path, files: dict[str, tuple[TensorEntry, ...]], tenso
 
 
 def header(entries: Sequence[TensorEntry]) -> bytes:
-    """What is in a file before the tensors' bytes, which follow each other in this order."""
-    found: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    """Return the bytes of a file before those of the tensors, which follow each other in this order."""
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
         end = offset + entry.bytes
-        found[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": entry.shape, "data_offsets": (offset, end)}
+        fields[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": entry.shape, "data_offsets": (offset, end)}
         offset = end
-    text = json.dumps(found, separators=(",", ":")).encode()
+    text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

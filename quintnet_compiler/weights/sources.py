@@ -171,10 +171,10 @@ class Swap:
     def read(self, runs: Sequence[Runs], out: Tensor) -> None:
         self.source.read(self._swapped(runs), out.transpose(self.first, self.second))
 
-    def _swapped(self, given: Sequence[T]) -> list[T]:
-        found = list(given)
-        found[self.first], found[self.second] = found[self.second], found[self.first]
-        return found
+    def _swapped(self, items: Sequence[T]) -> list[T]:
+        swapped = list(items)
+        swapped[self.first], swapped[self.second] = swapped[self.second], swapped[self.first]
+        return swapped
 
     def __str__(self) -> str:
         return f"{self.source}, transposed"

@@ -143,17 +143,19 @@ class Tape:
 def needed(
     calls: Sequence[Call], wanted: Iterable[int], *, all_draws: bool = True
 ) -> tuple[list[ReplayedCall], set[int]]:
-    """The calls to run for these memories' values, in order, and the memories that are read before they are written.
-    ``all_draws``: also those that only take random numbers."""
+    """Return the calls to run for these memories' values, in order, and the memories that are read before written.
+
+    ``all_draws``: also those that only take random numbers.
+    """
     live, steps = set(wanted), []
     missing = set(live)  # wanted, and no call seen yet that uses it
     for call in reversed(calls):
-        made, after = call.made, frozenset(live)
-        used = made | call.reads | call.writes
-        if (made | call.writes) & live:
-            live = (live - made - call.overwrites) | call.reads | (call.writes - call.overwrites)
+        created, after = call.made, frozenset(live)
+        used = created | call.reads | call.writes
+        if (created | call.writes) & live:
+            live = (live - created - call.overwrites) | call.reads | (call.writes - call.overwrites)
         elif call.draws and all_draws:  # what it writes is not needed, the numbers it takes are
-            live = (live - made) | call.reads
+            live = (live - created) | call.reads
         else:
             continue
         complete = frozenset(used & missing & after)
@@ -167,11 +169,11 @@ def _memory(size: int) -> torch.UntypedStorage:
 
 
 def _laid_out(x: Tensor, place: MemoryPlace, size: int) -> torch.UntypedStorage:
-    """The memory of a result, with the strides that the recorded code saw."""
+    """Return the memory of a result, with the strides that the recorded code saw."""
     assert x.dtype == place.dtype and tuple(x.shape) == place.size, f"{place} was recorded, not {x.shape} {x.dtype}"
-    there = x.untyped_storage()
-    if (tuple(x.stride()), x.storage_offset(), there.nbytes()) == (place.stride, place.offset, size):
-        return there
+    memory = x.untyped_storage()
+    if (tuple(x.stride()), x.storage_offset(), memory.nbytes()) == (place.stride, place.offset, size):
+        return memory
     storage = _memory(size)
     place.of(storage).copy_(x)
     return storage
