@@ -45,13 +45,9 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True)
 class CalibrationEffort:
-    """The amount to measure: ``trials`` of at least ``seconds`` each, of which the median counts.
+    """The amount to measure: ``trials`` of at least ``seconds``, products of ``sides`` with at most ``most_flops``.
 
-    Attributes:
-        sides: of products, with at most ``most_flops``.
-        dtype: of everything.
-        pool: bytes of operands that take turns.
-        alone: whether other programs of the machine wait (Linux, as root), see :func:`run_alone`.
+    ``pool``: bytes of operands that take turns. ``alone``: other programs of the machine wait (Linux, as root).
     """
 
     trials: int = TRIALS
@@ -210,10 +206,7 @@ class _Operands:
         return self.pool[self.at - -(-size // 16) * 16 :][:size].view(shape)
 
     def turns(self, size: float, make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
-        """Return calls that take turns.
-
-        ``size``: bytes that one of them reads and writes; ``make``: returns one, with separate operands.
-        """
+        """Return calls of ``make()`` that take turns; ``size``: bytes that one of them reads and writes."""
         calls = [make() for _ in range(max(1, min(MOST_TURNS, int(self.pool.nbytes / max(size, 1.0)))))]
         results: list[object] = [None] * len(calls)
         order = itertools.cycle(range(len(calls)))
@@ -341,10 +334,7 @@ def _attend_backward(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Callable[
 
 
 def _collectives(effort: CalibrationEffort, count: int) -> list[MeasuredCollective]:
-    """Measure collectives over all processes, through the transport that programs use.
-
-    Several calls in a row are separated by a meeting.
-    """
+    """Measure collectives over all processes, through the transport of programs; a meeting separates calls."""
     device = _group_device()
     mesh = Mesh(pp=count, tp=1)
     transport = DistributedTransport(mesh, device_mesh(mesh, device.type))

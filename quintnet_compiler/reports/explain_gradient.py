@@ -118,11 +118,11 @@ def _move(local: LocalProgram, step: Step) -> str:
     return f"converted over {axis.name}: {step.before} -> {step.after} ({forward}; its gradient: {backward})"
 
 
-def _operator(source: AxisType, target: AxisType) -> str:
-    op, _ = lower_conversion(source, target)
+def _operator(current: AxisType, wanted: AxisType) -> str:
+    op, _ = lower_conversion(current, wanted)
     if op is None:
         return "nothing moves"
-    return "each keeps a share" if source is not P and target is P and "share" in str(op) else str(op).split(".")[1]
+    return "each keeps a share" if current is not P and wanted is P and "share" in str(op) else str(op).split(".")[1]
 
 
 def _named(node: fx.Node) -> str:
