@@ -96,14 +96,19 @@ def line_chart(title: str, lines: Sequence[Line], marks: Sequence[tuple[int, str
         return ""
     across = StepAxis.of_steps(min(s.first for s in spans), max(s.last for s in spans))
     up = StepAxis.of_values(min(s.low for s in finite), max(s.high for s in finite))
-    newest = next((span for span in reversed(lines[0].spans) if span.finite), None)
     inside = [(across.place(step), text) for step, text in marks if across.low <= step <= across.high][-50:]
     return environment("quintnet_compiler.reports").get_template("lines.svg.jinja").render(
         width=WIDTH, height=HEIGHT, left=LEFT, right=RIGHT, top=TOP, bottom=BOTTOM, title=title,
         lines=[_drawn(line, COLOURS[index % len(COLOURS)], across, up) for index, line in enumerate(lines)],
         across=[(across.place(x), short(x)) for x in across.ticks], up=[(up.place(y), short(y)) for y in up.ticks],
-        marks=inside, newest=short(newest.mean) if newest is not None else "", bad=sum(span.bad for span in spans),
+        marks=inside, newest=_newest(lines[0]), bad=sum(span.bad for span in spans),
     )  # fmt: skip
+
+
+def _newest(line: Line) -> str:
+    """Return the last finite value of a line; "" if there is none."""
+    finite = [span for span in line.spans if span.finite]
+    return short(finite[-1].mean) if finite else ""
 
 
 def _drawn(line: Line, colour: str, across: StepAxis, up: StepAxis) -> dict[str, Any]:

@@ -29,7 +29,7 @@ NAMES = {  # what runs of a program are called
 
 
 def running(
-    known: dict[Any, Any],
+    last: dict[Any, Any],
     step: int,
     kind: str,
     local: bool,
@@ -38,11 +38,14 @@ def running(
     name: str = "",
     label: str = "",
 ) -> contextlib.AbstractContextManager[None]:
-    """One run of a program on every rank. What fails in it because of another rank says so.
+    """Return a context of one run of a program on every rank; an error in it that another rank caused says so.
 
     Args:
-        known: what the program's runs of each kind were given last.
-        batch: what this one is given; it is asked where there are other ranks to compare with.
+        last: the batches of the program's last run of each kind.
+        step: its number.
+        kind: of the run.
+        local: whether the batch is this data rank's.
+        batch: returns the batch; called where there are other ranks to compare with.
         name: of the call, if it is not that of the kind.
         label: see :func:`next_label`.
 
@@ -55,14 +58,16 @@ def running(
         return contextlib.nullcontext()
     number = step if kind == "train" else None
     call = CollectiveCall(pulse.now.number + 1, name or NAMES[kind], label, described(batch()), number, users_line())
-    return _together(pulse, call, known, kind, local)
+    return _together(pulse, call, last, kind, local)
 
 
 def announced(name: str, label: str = "", given: Callable[[], Any] = tuple) -> contextlib.AbstractContextManager[None]:
-    """A call ``name`` of every rank, in which they communicate: one that is within another of them is part of it.
+    """Return a context of a call of every rank, in which they communicate; one within another is part of that.
 
     Args:
-        given: what ranks must have in common.
+        name: of the call.
+        label: see :func:`next_label`.
+        given: returns what ranks must have in common.
 
     Raises:
         InputError: QN102 on every rank, if they were given something else.
@@ -98,8 +103,10 @@ def collective(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenat
 
 
 def next_label() -> str:
-    """What tells a program's calls from those of the programs that were set up before it: "" for the first one. All
-    ranks set their programs up in one order, as they communicate in it."""
+    """Return a label that differs between the programs of a process: "" for the first one.
+
+    All ranks set their programs up in one order, as they communicate in it.
+    """
     pulse = here()
     if pulse is None:
         return ""
@@ -118,17 +125,17 @@ def frequent(name: str, label: str = "") -> contextlib.AbstractContextManager[No
 
 
 @contextlib.contextmanager
-def _together(pulse: Heartbeat, call: CollectiveCall, known: dict[Any, Any], *key: Any) -> Iterator[None]:
-    """``known``: what was given last, by ``key``. Ranks wait for each other where it was something else."""
+def _together(pulse: Heartbeat, call: CollectiveCall, last: dict[Any, Any], *key: Any) -> Iterator[None]:
+    """Run a call; ranks wait for each other where its arguments differ from the ``last`` ones of this ``key``."""
     pulse.inside = True
     try:
-        pulse.begin(call, usual=known.get(key) == call.given)
-        known[key] = call.given
+        pulse.begin(call, usual=last.get(key) == call.given)
+        last[key] = call.given
         try:
             yield
         except RuntimeError as error:
-            own = isinstance(error, QuintNetError) and error.code != "QN402"
-            if own or not of_communication(error):
+            coded = isinstance(error, QuintNetError) and error.code != "QN402"
+            if coded or not of_communication(error):
                 raise
             raise pulse.cause(error) from error
     finally:

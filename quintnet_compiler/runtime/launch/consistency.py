@@ -22,44 +22,45 @@ SAME_SCRIPT = "start every rank with the same script, plan and packages"
 
 
 def agree(claims: Mapping[str, str], device: torch.device, fix: str = SAME_SCRIPT) -> None:
-    """Compare ``claims`` (what about -> text) between all ranks of the world. Every rank calls this at the same time,
-    with the same keys.
+    """Compare ``claims`` (subject -> text) between all ranks of the world.
+
+    Every rank calls this at the same time, with the same keys.
 
     Raises:
         RunError: QN403 on every rank if they differ: which ranks differ from the others, and in what.
     """
-    mine = b"".join(_shortened(text) for text in claims.values())
-    row = torch.tensor(list(mine), dtype=torch.uint8, device=device)
+    claimed = b"".join(_shortened(text) for text in claims.values())
+    row = torch.tensor(list(claimed), dtype=torch.uint8, device=device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
-    told = [bytes(r.tolist()) for r in rows]
+    received = [bytes(r.tolist()) for r in rows]
     lines = []
-    for index, (what, text) in enumerate(claims.items()):
-        values = [t[index * WIDTH : (index + 1) * WIDTH] for t in told]
+    for index, (subject, text) in enumerate(claims.items()):
+        values = [claim[index * WIDTH : (index + 1) * WIDTH] for claim in received]
         usual, _ = Counter(values).most_common(1)[0]
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:
-            others, one = values.index(usual), odd[0]
+            others, first = values.index(usual), odd[0]
             short = all(value.startswith(SHORT) for value in values)
-            known = {rank: _text(values[rank][1:]) if short else _from(rank, text, device) for rank in (others, one)}
-            here, there = (known[one], known[others]) if short else first_difference(known[one], known[others])
+            pair = [_text(values[rank][1:]) if short else _from(rank, text, device) for rank in (others, first)]
+            ours, theirs = (pair[1], pair[0]) if short else first_difference(pair[1], pair[0])
             also = f" ({some_ranks(odd[1:])} too)" if len(odd) > 1 else ""
-            lines.append(f"{what}: rank {one}: {here}{also}; all others: {there}")
+            lines.append(f"{subject}: rank {first}: {ours}{also}; all others: {theirs}")
     if lines:
         raise RunError("QN403", "\n  ".join(lines), fix=fix)
 
 
-def first_difference(one: str, other: str) -> tuple[str, str]:
-    """Where two texts begin to differ, a line of each.
+def first_difference(text: str, other: str) -> tuple[str, str]:
+    """Return a line of each text, where they begin to differ.
 
     >>> first_difference("zero: 0\\ndp: 2", "zero: 0\\ndp: 4")
     ('dp: 2', 'dp: 4')
     """
-    pairs = zip_longest(one.splitlines(), other.splitlines(), fillvalue="(nothing)")
-    here, there = next(((a, b) for a, b in pairs if a != b), ("", ""))
-    same = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), 0)
+    pairs = zip_longest(text.splitlines(), other.splitlines(), fillvalue="(nothing)")
+    line, other_line = next(((a, b) for a, b in pairs if a != b), ("", ""))
+    same = next((i for i, (a, b) in enumerate(zip(line, other_line, strict=False)) if a != b), 0)
     shown = slice(max(0, same - AROUND), same + AROUND)
-    return here[shown].strip(), there[shown].strip()
+    return line[shown].strip(), other_line[shown].strip()
 
 
 def tell(text: str, device: torch.device) -> tuple[str, ...]:
@@ -74,7 +75,7 @@ def tell(text: str, device: torch.device) -> tuple[str, ...]:
 
 
 def _from(rank: int, text: str, device: torch.device) -> str:
-    """What ``rank`` has as ``text``, on every rank."""
+    """Return the ``text`` of ``rank``, on every rank."""
     data = text.encode(errors="replace")
     size = torch.tensor(len(data), device=device)
     dist.broadcast(size, rank)

@@ -93,50 +93,52 @@ SYMPTOMS = (  # the first that fits: what names its cause comes first
 
 
 def symptom_of(error: BaseException | None) -> Symptom | None:
-    """What an error, or what caused it, is a symptom of; None for what is no fault of a device."""
+    """Return the symptom that an error, or its cause, shows; None for what is no fault of a device."""
     while error is not None:
         text = str(error)
-        found = next((one for one in SYMPTOMS if re.search(one.text, text)), None)
-        if found is not None:
-            return found
+        symptom = next((symptom for symptom in SYMPTOMS if re.search(symptom.text, text)), None)
+        if symptom is not None:
+            return symptom
         error = error.__cause__ or error.__context__
     return None
 
 
 def explained(error: RuntimeError, rank: int, step: int, sites: Sequence[str]) -> RunError | None:
-    """The same as an error that names the rank, the step, the collective and the module's line, as far as they are
-    known; None if it is not the fault of a device or of NCCL. Device work is asynchronous: without a collective's line,
-    it failed before the line that the traceback ends in."""
-    found = None if isinstance(error, QuintNetError) else symptom_of(error)
-    if found is None:
+    """Return an error that names the rank, the step, the collective and the module's line, as far as they are known.
+
+    None if it is not the fault of a device or of NCCL. Device work is asynchronous: without a collective's line, it
+    failed before the line that the traceback ends in.
+    """
+    symptom = None if isinstance(error, QuintNetError) else symptom_of(error)
+    if symptom is None:
         return None
-    lines = [f"rank {rank} in step {step}: {found.meaning}"]
+    lines = [f"rank {rank} in step {step}: {symptom.meaning}"]
     work = WORK.search(str(error))
     if work is not None:
         kind, elements, limit = work.groups()
         lines.append(f"{kind.lower()} of {elements} elements, given up after {int(limit) / 1000:g} s")
-    lines.append(f"torch: {_line(error, found)}")
-    _, there, last = str(error).partition("Last error:\n")
-    lines += [f"NCCL: {last.splitlines()[0][:300]}"] if there and last.strip() else []
-    return RunError(found.code, "\n  ".join(lines), where=Where(place_of(error, sites)), fix=found.fix)
+    lines.append(f"torch: {_line(error, symptom)}")
+    _, _, last = str(error).partition("Last error:\n")
+    lines += [f"NCCL: {last.splitlines()[0][:300]}"] if last.strip() else []
+    return RunError(symptom.code, "\n  ".join(lines), where=Where(place_of(error, sites)), fix=symptom.fix)
 
 
 def place_of(error: BaseException, sites: Sequence[str]) -> str:
-    """The collective that an error was raised in, and its module and line; or the transfer between stages; or ""."""
+    """Return the collective of an error with its module and line; or the transfer between stages; or ""."""
     place, frame = "", error.__traceback__
     while frame is not None:
-        code, known = frame.tb_frame.f_code, frame.tb_frame.f_locals
+        code, variables = frame.tb_frame.f_code, frame.tb_frame.f_locals
         if "/runtime/transport/" in code.co_filename or code.co_filename.endswith("/runtime/execute/comm.py"):
-            at = known.get("at", known["args"][-1] if known.get("args") else None)
+            at = variables.get("at", variables["args"][-1] if variables.get("args") else None)
             if isinstance(at, int) and 0 <= at < len(sites):
                 place = sites[at]
-            elif isinstance(known.get("label"), str):
-                place = known["label"]
+            elif isinstance(variables.get("label"), str):
+                place = variables["label"]
         frame = frame.tb_next
     return place
 
 
-def _line(error: BaseException, found: Symptom) -> str:
-    """The line of the text that says it, without where in torch it was written."""
-    lines = [line for line in str(error).splitlines() if re.search(found.text, line)] or str(error).splitlines()[:1]
+def _line(error: BaseException, symptom: Symptom) -> str:
+    """Return the line of the text that shows the symptom, without where in torch it was written."""
+    lines = [line for line in str(error).splitlines() if re.search(symptom.text, line)] or str(error).splitlines()[:1]
     return re.sub(r"^\[\S+ ?\S*\] (?=Watchdog)|^NCCL error in: \S+, ", "", lines[0] if lines else "")[:300]

@@ -18,7 +18,10 @@ LATE = "see what it does there, or wait longer for it"
 
 @dataclass(frozen=True)
 class Disagreement:
-    """What the ranks are in. ``ranks``: those that are elsewhere than most; ``fix``: if it is not the code's."""
+    """Calls of ranks that can never meet.
+
+    ``ranks``: those that are elsewhere than most; ``fix``: if it is not the code's.
+    """
 
     code: str
     text: str
@@ -31,13 +34,15 @@ class Disagreement:
 
 
 def disagreement(rows: Mapping[int, RankStatus]) -> Disagreement | None:
-    """Whether it is certain that ranks wait for each other in vain. Each rank counts its calls, so calls of one number
-    must be of one kind; and who has finished makes no further one. That a rank is late is no disagreement, until
-    another one has given up."""
+    """Return the proof that ranks wait for each other in vain, if there is one.
+
+    Each rank counts its calls, so calls of one number must be of one kind; and a rank that has finished makes no
+    further one. That a rank is late is no disagreement, until another one has given up.
+    """
     for number in sorted({row.calls for row in rows.values()} - {0}):
-        here = {rank: row for rank, row in rows.items() if row.calls == number}
-        if len({row.kind for row in here.values()}) > 1:
-            return Disagreement("QN401", said_of(here), _odd(here))
+        callers = {rank: row for rank, row in rows.items() if row.calls == number}
+        if len({row.kind for row in callers.values()}) > 1:
+            return Disagreement("QN401", said_of(callers), _odd(callers))
     waiting = {rank: row for rank, row in rows.items() if row.inside}
     gone = {rank: row for rank, row in rows.items() if row.finished}
     if waiting and gone and max(row.calls for row in waiting.values()) > min(row.calls for row in gone.values()):
@@ -57,20 +62,22 @@ def _given_up_on(waiting: Mapping[int, RankStatus], rows: Mapping[int, RankStatu
 
 
 def stalled(rows: Mapping[int, RankStatus]) -> str:
-    """What the ranks are in, if all of them wait in communication, some in a call and others in communication of the
-    user's own, such as ``torch.distributed.barrier()``: they may wait for each other, if that lasts. "" otherwise."""
+    """Return the states of ranks, if all wait in communication, some in a call and others in the user's own; else "".
+
+    Such as ``torch.distributed.barrier()``: they may wait for each other, if that lasts.
+    """
     waits = all(row.waiting for row in rows.values())
     return said_of(rows) if waits and len({row.inside for row in rows.values()}) > 1 else ""
 
 
 def said_of(rows: Mapping[int, RankStatus]) -> str:
-    """What each rank is in, or has done last; ranks of which the same is said in one phrase."""
-    found: dict[tuple[str, str], list[int]] = {}
+    """Return the state of each rank: its call, or its last one; ranks in one state are in one phrase."""
+    states: dict[tuple[str, str], list[int]] = {}
     for rank, row in sorted(rows.items()):
-        found.setdefault(_state(row), []).append(rank)
+        states.setdefault(_state(row), []).append(rank)
     return ", ".join(
-        f"{some_ranks(ranks)} {verb if len(ranks) == 1 else PLURAL[verb]} {what}".rstrip()
-        for (verb, what), ranks in found.items()
+        f"{some_ranks(ranks)} {verb if len(ranks) == 1 else PLURAL[verb]} {name}".rstrip()
+        for (verb, name), ranks in states.items()
     )
 
 

@@ -25,7 +25,7 @@ class Forwarding:
     until: float | None = None
 
     def pass_on(self, processes: Sequence[int]) -> None:
-        """Send what came to these processes."""
+        """Send the signals that came to these processes."""
         while self.came:
             number = self.came.pop(0)
             for process in processes:
@@ -34,12 +34,12 @@ class Forwarding:
             if self.first is None:
                 self.first, self.until = number, time.monotonic() + self.grace
                 name, ranks = signal.Signals(number).name, f"{len(processes)} rank{'s' * (len(processes) != 1)}"
-                told = f"{name} is passed on to {ranks}: {self.grace:g} s to save and end"
-                print(told, file=sys.stderr, flush=True)
+                message = f"{name} is passed on to {ranks}: {self.grace:g} s to save and end"
+                print(message, file=sys.stderr, flush=True)
 
     @property
     def late(self) -> bool:
-        """Whether ranks have had all the time that they get."""
+        """Return whether ranks have had all the time that they get."""
         return self.until is not None and time.monotonic() > self.until
 
     def end_as_asked(self) -> None:
@@ -51,10 +51,13 @@ class Forwarding:
 
 @contextlib.contextmanager
 def forwarding(grace: float) -> Iterator[Forwarding]:
-    """While inside, SIGTERM and SIGUSR1 are noted, to be passed on. Signals that this process handles or ignores by
-    itself stay as they are, and outside of the main thread, where Python handles none, all do."""
-    found = Forwarding(grace)
-    here = threading.current_thread() is threading.main_thread()
-    free = [number for number in SIGNALS if here and signal.getsignal(number) is signal.SIG_DFL]
-    with handling(free, found.came.append):
-        yield found
+    """Note SIGTERM and SIGUSR1 inside, to be passed on.
+
+    Signals that this process handles or ignores by itself stay as they are, and outside of the main thread, where
+    Python handles none, all do.
+    """
+    signals = Forwarding(grace)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    free = [number for number in SIGNALS if in_main_thread and signal.getsignal(number) is signal.SIG_DFL]
+    with handling(free, signals.came.append):
+        yield signals

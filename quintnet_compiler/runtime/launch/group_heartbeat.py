@@ -26,13 +26,13 @@ def watch_group() -> None:
     Nobody is waited for: a rank that has no heartbeat yet is at its start. It ends with the process group, or with the
     process. Groups that met by a file, or in one process, have none.
     """
-    group, given = dist.group.WORLD, store_of_world()
-    if beats() or group is None or given is None:
+    group, group_store = dist.group.WORLD, store_of_world()
+    if beats() or group is None or group_store is None:
         return
     rank, size, patience = dist.get_rank(), dist.get_world_size(), timeout_of(group)
 
     def connect() -> Store:
-        return PrefixStore("quintnet", given.clone())
+        return PrefixStore("quintnet", group_store.clone())
 
     store = connect()
     name = store.compare_set("attempt", "", f"quintnet/{uuid.uuid4().hex}").decode()

@@ -42,7 +42,7 @@ class Observer(Protocol):
     """Looks around at each beat of a rank."""
 
     def look(self, store: Store) -> RunError | None:
-        """What is wrong with others; None if nothing."""
+        """Return what is wrong with others; None if nothing."""
         ...
 
 
@@ -119,14 +119,14 @@ class Heartbeat:
 
     @property
     def may_end(self) -> bool:
-        """Whether this process may be ended because of others."""
+        """Return whether this process may be ended because of others."""
         return self.group is None or self.inside or self.place[0]
 
     @property
     def gave_up(self) -> bool:
-        """Whether the main thread has waited within its call for longer than it may.
+        """Return whether the main thread has waited within its call for longer than it may.
 
-        NCCL's collectives do not make it wait: it is then at one line that reads what they make. Time is counted in
+        NCCL's collectives do not make it wait: it is then at one line that reads their results. Time is counted in
         looks, so that in which this process was stopped does not count.
         """
         host_waits = self.place[0] or __file__ in self.spot
@@ -195,26 +195,27 @@ class Heartbeat:
             self.store.set(SAVED, str(step))
 
     def cause(self, error: BaseException) -> QuintNetError:
-        """Why communication failed, as far as this rank can tell."""
+        """Return why communication failed, as far as this rank can tell."""
         call = self.now
         time.sleep(PERIOD)  # others' rows, and a verdict, may be under way
         try:
             late = self._compare(call, 2 * PERIOD)
-        except QuintNetError as found:
-            return found
-        except Exception as lost:  # whoever keeps the rows is gone as well
+        except QuintNetError as difference:
+            return difference
+        except Exception as lost:  # the process that keeps the rows is gone as well
             return RunError("QN402", f"{call.name}: {first_line(error)}; {first_line(lost)}")
-        known = error if isinstance(error, RunError) else None
-        why = f"{call.name}: {first_line(error)}" if known is None else known.message
+        coded = error if isinstance(error, RunError) else None
+        reason = f"{call.name}: {first_line(error)}" if coded is None else coded.message
         if self.observer is not None:  # else the process that launched this one tells of the others
-            why = f"{call.name}: {self.verdict}" if self.verdict else f"{why}{self._silent() or self._late(late)}"
-        return RunError("QN402", why, where=known.where if known else None, fix=known.fix if known else "")
+            others = self._silent() or self._late(late)
+            reason = f"{call.name}: {self.verdict}" if self.verdict else f"{reason}{others}"
+        return RunError("QN402", reason, where=coded.where if coded else None, fix=coded.fix if coded else "")
 
     def _silent(self) -> str:
-        """Who has not said anything for some beats."""
-        before = self.rows()
+        """Return the ranks that have not written anything for some beats, as text."""
+        previous = self.rows()
         time.sleep(10 * PERIOD)
-        ranks = [f"{rank} ({row.host})" for rank, row in self.rows().items() if row.beat == before[rank].beat]
+        ranks = [f"{rank} ({row.host})" for rank, row in self.rows().items() if row.beat == previous[rank].beat]
         return f"; nothing is heard of ranks {', '.join(ranks)}" if ranks else ""
 
     def _late(self, ranks: list[int]) -> str:
@@ -274,7 +275,7 @@ class Heartbeat:
                 return
 
     def _look(self) -> None:
-        """Where the main thread is, if it has begun no further call since the last look."""
+        """Return where the main thread is, if it has begun no further call since the last look."""
         number = self.now.number
         self.place, stays = (False, ""), self.looked == number
         self.looked = number
@@ -306,24 +307,24 @@ class Heartbeat:
         apart = disagreement(read_rows(self.store, range(self.size)))
         return None if apart is None else apart.error
 
-    def _announce(self, found: RunError | None) -> None:
-        if found is None:
+    def _announce(self, fault: RunError | None) -> None:
+        if fault is None:
             return
-        self.verdict = self.store.compare_set(VERDICT, "", found.message).decode()
-        if self.verdict == found.message:  # nobody else was first
-            message = f"{found.message}\n  stacks: {self.folder}"
-            print(RunError(found.code, message, fix=found.fix), file=sys.stderr, flush=True)
+        self.verdict = self.store.compare_set(VERDICT, "", fault.message).decode()
+        if self.verdict == fault.message:  # nobody else was first
+            message = f"{fault.message}\n  stacks: {self.folder}"
+            print(RunError(fault.code, message, fix=fault.fix), file=sys.stderr, flush=True)
 
     def _leave(self, why: str) -> None:
         """Give the main thread time to fail by itself: its error says more."""
         dump_stacks(self.folder, self.rank)
-        before = self._waits_in()
+        previous = self._waits_in()
         while not self.over.wait(GRACE):
             now = self._waits_in()
-            if now is not None and now == before and not self.saves:
+            if now is not None and now == previous and not self.saves:
                 print(f"rank {self.rank} ends: {why.splitlines()[0]}", file=sys.stderr, flush=True)
                 os._exit(1)
-            before = now
+            previous = now
 
     def _waits_in(self) -> int | None:
         """The call in which, or after which, the main thread may be ended; None: nowhere."""
@@ -333,7 +334,7 @@ class Heartbeat:
         return self.now.number if self.may_end else None
 
     def rows(self) -> dict[int, RankStatus]:
-        """What all ranks said last."""
+        """Return the last status of all ranks."""
         with self.lock:
             return read_rows(self.store, range(self.size))
 
@@ -370,13 +371,13 @@ current: ContextVar[Heartbeat | None] = ContextVar("quintnet_pulse", default=Non
 
 
 def here() -> Heartbeat | None:
-    """That of the calls that are made here."""
-    found = current.get()
-    return None if found is None or found.over.is_set() else found
+    """Return the heartbeat of the calls of this thread, if there is one."""
+    pulse = current.get()
+    return None if pulse is None or pulse.over.is_set() else pulse
 
 
 def beats() -> bool:
-    """Whether this process has a heartbeat, be it for the calls of another thread."""
+    """Return whether this process has a heartbeat, be it for the calls of another thread."""
     return any(thread.name == THREAD for thread in threading.enumerate())
 
 

@@ -59,16 +59,16 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
             results[dist.get_rank()] = job.call()
         return results
     patience = timedelta(seconds=job.patience)
-    given, prefix, rank = world.meet(patience)
-    while isinstance(given, PrefixStore):  # torchrun's, by a count of restarts on which nodes may not agree
-        given = given.underlying_store
-    shared = PrefixStore(prefix, given)
+    launcher_store, prefix, rank = world.meet(patience)
+    while isinstance(launcher_store, PrefixStore):  # torchrun's, by a count of restarts on which nodes may not agree
+        launcher_store = launcher_store.underlying_store
+    shared = PrefixStore(prefix, launcher_store)
     name = meet(shared, rank, size, job.patience)
     silence = min(LONGEST_SILENCE, job.patience)
-    left: Preempted | None = None
+    preempted: Preempted | None = None
 
     def connect() -> Store:
-        return PrefixStore(f"{name}/rows", PrefixStore(prefix, given.clone()))
+        return PrefixStore(f"{name}/rows", PrefixStore(prefix, launcher_store.clone()))
 
     with (
         run_folder(folder_of(name)) as folder,
@@ -83,8 +83,8 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
         try:
             with finished_saves(job.patience):
                 results[rank] = job.call()
-        except Preempted as asked:  # all ranks leave together
-            left = asked
+        except Preempted as request:  # all ranks leave together
+            preempted = request
         except RuntimeError as error:  # outside of a program's run: in a save, or in communication of the user's own
             if isinstance(error, QuintNetError) or not of_communication(error):
                 raise
@@ -92,8 +92,8 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
         pulse.finish()
         finish(store, rank, size)
         dist.destroy_process_group()
-    if left is not None:
-        raise left
+    if preempted is not None:
+        raise preempted
     return results
 
 
@@ -127,17 +127,17 @@ def folder_of(name: str) -> Path:
 
 @contextlib.contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """While inside, torch computes with this many threads: the process is the user's."""
-    before = torch.get_num_threads()
+    """Compute with this many threads of torch inside: the process is the user's."""
+    previous = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 def meet(store: Store, rank: int, size: int, patience: float) -> str:
-    """A name for this attempt, on which all its ranks agree; what earlier attempts left in the store is not read.
+    """Return a name for this attempt, on which all its ranks agree; the names of earlier attempts are not read.
 
     The first rank proposes one, and confirms it to those that it has met, each by a number of its own. (A count of
     restarts would not do: each node counts its own.)
@@ -145,25 +145,25 @@ def meet(store: Store, rank: int, size: int, patience: float) -> str:
     Raises:
         RunError: QN402 if not all ranks come.
     """
-    mine, until = uuid.uuid4().hex, time.monotonic() + patience
+    own_number, until = uuid.uuid4().hex, time.monotonic() + patience
     if rank == 0:
-        store.set("quintnet/attempt", mine)
-        keys = [f"quintnet/{mine}/{other}" for other in range(1, size)]
+        store.set("quintnet/attempt", own_number)
+        keys = [f"quintnet/{own_number}/{other}" for other in range(1, size)]
         while not all(store.check([key]) for key in keys):
             _wait(until, [key.rpartition("/")[2] for key in keys if not store.check([key])])
         met = [store.get(key).decode() for key in keys]
-        rows = PrefixStore(f"quintnet/{mine}/rows", store)
+        rows = PrefixStore(f"quintnet/{own_number}/rows", store)
         rows.set(VERDICT, "")
-        store.set(f"quintnet/{mine}/met", json.dumps(met))
-        return f"quintnet/{mine}"
-    told = ""
+        store.set(f"quintnet/{own_number}/met", json.dumps(met))
+        return f"quintnet/{own_number}"
+    answered = ""
     while True:
         if store.check(["quintnet/attempt"]):
             name = f"quintnet/{store.get('quintnet/attempt').decode()}"
-            if name != told:
-                store.set(f"{name}/{rank}", mine)
-                told = name
-            if store.check([f"{name}/met"]) and mine in json.loads(store.get(f"{name}/met")):
+            if name != answered:
+                store.set(f"{name}/{rank}", own_number)
+                answered = name
+            if store.check([f"{name}/met"]) and own_number in json.loads(store.get(f"{name}/met")):
                 return name
         _wait(until, ["0"])
 
@@ -201,18 +201,18 @@ class Neighbours:
         rows = read_rows(store, near)
         if (apart := disagreement(rows)) is not None:
             return apart.error
-        found = [self._judge(rank, row) for rank, row in rows.items() if rank != self.rank and not row.finished]
-        return next((error for error in found if error is not None), None)
+        errors = [self._judge(rank, row) for rank, row in rows.items() if rank != self.rank and not row.finished]
+        return next((error for error in errors if error is not None), None)
 
     def _judge(self, rank: int, row: RankStatus) -> RunError | None:
         beat, looks = self.looks.get(rank, (-1, 0))
         looks = looks + 1 if row.beat == beat else 0
         self.looks[rank] = row.beat, looks
-        here = row.pid > 0 and row.space != "" and row.space == number_space()
-        last = last_step(self.folder, rank) if here else row.step
+        on_this_machine = row.pid > 0 and row.space != "" and row.space == number_space()
+        last = last_step(self.folder, rank) if on_this_machine else row.step
         step = f"in step {last}" if last >= 0 else "before its first step"
         where = f"rank {rank} {{}} {step} (pid {row.pid} on {row.host})"
-        ended, held = here and gone(row.pid), here and stopped(row.pid)
+        ended, held = on_this_machine and gone(row.pid), on_this_machine and stopped(row.pid)
         self.held[rank] = self.held.get(rank, 0) + 1 if ended or held else 0
         if self.held[rank] * PERIOD > STOPPED:
             if ended:

@@ -101,20 +101,23 @@ def launch(
     job = replace(job, call=packed_call(fn, args))
     places = Places(num_ranks, least, available)
     with forwarding(grace) as signals:
-        found = _attempts(job, places, restarts, timeout, signals)
-    if not isinstance(found, Fault):
-        if any(isinstance(one, Preempted) for one in found):
+        outcome = _attempts(job, places, restarts, timeout, signals)
+    if not isinstance(outcome, Fault):
+        if any(isinstance(result, Preempted) for result in outcome):
             raise Preempted
-        return found
-    if found.again:  # ranks that do not handle the signal have ended by it
+        return outcome
+    if outcome.again:  # ranks that do not handle the signal have ended by it
         signals.end_as_asked()
-    raise found.error
+    raise outcome.error
 
 
 @dataclass
 class Places:
-    """Where on this machine ranks can be. ``suspects``: places of ranks at fault in the last attempt; ``left_out``: in
-    two consecutive ones, until they were not available for a while."""
+    """The places of ranks on this machine.
+
+    ``suspects``: places of ranks at fault in the last attempt; ``left_out``: in two consecutive ones, until they were
+    not available for a while.
+    """
 
     number: int
     fewest: int
@@ -125,14 +128,18 @@ class Places:
     left_out: set[int] = field(default_factory=set)
 
     def now(self) -> list[int]:
-        """Raises: CompileError QN108 for a place that there is not."""
+        """Return the places that are available.
+
+        Raises:
+            CompileError: QN108 for a place that does not exist.
+        """
         every = range(self.number)
-        there = set(every) if self.ask is None else self._asked(self.ask)
-        if not there <= {*every}:
+        places = set(every) if self.ask is None else self._asked(self.ask)
+        if not places <= {*every}:
             fix = f"return some of the places 0 to {self.number - 1}"
-            raise CompileError("QN108", f"available returned {sorted(there, key=str)}", fix=fix)
-        self.left_out &= there
-        return sorted(there - self.left_out)
+            raise CompileError("QN108", f"available returned {sorted(places, key=str)}", fix=fix)
+        self.left_out &= places
+        return sorted(places - self.left_out)
 
     def _asked(self, ask: Callable[[], Collection[int]]) -> set[int]:
         try:
@@ -155,45 +162,45 @@ class Places:
         self.suspects = at_fault - twice
 
     def wait(self, deadline: float, signals: Forwarding) -> list[int]:
-        """As many as are needed.
+        """Wait for as many places as are needed, and return those that are available.
 
         Raises:
             Preempted: if a signal came.
-            RunError: QN304 if there are not enough until then.
+            RunError: QN304 if there are not enough in time.
         """
-        told = False
-        while len(found := self.now()) < self.fewest:
-            if not told:
-                told = True
-                text = f"places {found} are available, and at least {self.fewest} are needed: waiting"
+        reported = False
+        while len(places := self.now()) < self.fewest:
+            if not reported:
+                reported = True
+                text = f"places {places} are available, and at least {self.fewest} are needed: waiting"
                 print(text, file=sys.stderr, flush=True)
             signals.pass_on([])
             if signals.first is not None:
                 raise Preempted  # ranks that ran before have saved what they did
             if time.monotonic() > deadline:
-                raise RunError("QN304", f"places {found} are available, and at least {self.fewest} are needed")
+                raise RunError("QN304", f"places {places} are available, and at least {self.fewest} are needed")
             time.sleep(PERIOD)
-        return found
+        return places
 
 
 def _attempts(job: Job, places: Places, restarts: int, timeout: float | None, signals: Forwarding) -> list[Any] | Fault:
-    """What the last attempt gave."""
+    """Return the outcome of the last attempt."""
     deadline, restarted = time.monotonic() + timeout if timeout is not None else math.inf, 0
     with run_folder(new_folder()) as folder:
         for number in itertools.count():
             slots = places.wait(deadline, signals)
             with Attempt(job, slots, folder / f"attempt{number}", signals, places.now) as attempt:
-                found = attempt.run(deadline)
+                outcome = attempt.run(deadline)
             if signals.first is not None:
-                return found
-            if attempt.moves(found):
+                return outcome
+            if attempt.moves(outcome):
                 continue
-            if not isinstance(found, Fault) or restarted == restarts or not found.again:
-                return found
+            if not isinstance(outcome, Fault) or restarted == restarts or not outcome.again:
+                return outcome
             restarted += 1
-            places.blame({slots[rank] for rank in found.ranks})
-            saved = found.saved or "no rank saved anything"
+            places.blame({slots[rank] for rank in outcome.ranks})
+            saved = outcome.saved or "no rank saved anything"
             again = f"restart {restarted} of {restarts}, with {len(places.now())} ranks; {saved} after the fault"
-            message = f"{found.error}\n  {again}"
+            message = f"{outcome.error}\n  {again}"
             warnings.warn(FaultWarning(message), stacklevel=3)
     raise AssertionError("the last attempt returns")

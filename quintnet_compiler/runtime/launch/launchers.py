@@ -26,14 +26,14 @@ _FIRST_PORT, _PORTS = 15000, 15000  # below those that the kernel gives to clien
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the processes of a job meet: rank 0 listens there. ``job``: a name that no other job there has."""
+    """The place where the processes of a job meet: rank 0 listens there. ``job``: a name that no other job has."""
 
     host: str
     port: int
     job: str
 
 
-def _nowhere(known: Environment) -> Meeting | None:
+def _nowhere(environment: Environment) -> Meeting | None:
     return None
 
 
@@ -56,17 +56,17 @@ def first_host(hosts: str) -> str:
     return "".join(part or "" for part in first.groups()) if first else ""
 
 
-def _of_slurm(known: Environment) -> Meeting | None:
-    """The first node of the step, and a port by the numbers of job and step."""
-    hosts, job, step = (known.get(f"SLURM_{name}", "") for name in ("STEP_NODELIST", "JOB_ID", "STEP_ID"))
+def _of_slurm(environment: Environment) -> Meeting | None:
+    """Return the first node of the step, and a port by the numbers of job and step."""
+    hosts, job, step = (environment.get(f"SLURM_{name}", "") for name in ("STEP_NODELIST", "JOB_ID", "STEP_ID"))
     return Meeting(first_host(hosts), _port(f"{job}.{step}"), f"{job}.{step}") if hosts and job else None
 
 
-def _of_open_mpi(known: Environment) -> Meeting | None:
-    """On one node: there, and a port by the name of the job."""
-    job, size = known.get("PMIX_NAMESPACE"), known["OMPI_COMM_WORLD_SIZE"]
-    there = known.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size
-    return Meeting("127.0.0.1", _port(job), job) if job and there else None
+def _of_open_mpi(environment: Environment) -> Meeting | None:
+    """Return this node, if it is the only one, and a port by the name of the job."""
+    job, size = environment.get("PMIX_NAMESPACE"), environment["OMPI_COMM_WORLD_SIZE"]
+    one_node = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size
+    return Meeting("127.0.0.1", _port(job), job) if job and one_node else None
 
 
 def _port(job: str) -> int:
@@ -91,7 +91,7 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Started:
-    """What one of the launchers says of this process, one of ``size``."""
+    """A launcher's description of this process, one of ``size``."""
 
     launcher: Launcher
     size: int
@@ -99,7 +99,7 @@ class Started:
 
     @property
     def elastic(self) -> bool:
-        """Whether torchrun started it, which keeps a store and starts processes again."""
+        """Return whether torchrun started it, which keeps a store and starts processes again."""
         return "TORCHELASTIC_RUN_ID" in self.environment
 
     @property
@@ -111,27 +111,27 @@ class Started:
 
     @property
     def on_this_machine(self) -> int | None:
-        """How many were started on this machine, if that is known."""
-        found = self.environment.get(self.launcher.local_size, "")
-        return int(found) if found.isdigit() else None
+        """Return how many were started on this machine, if that is known."""
+        count = self.environment.get(self.launcher.local_size, "")
+        return int(count) if count.isdigit() else None
 
     def meeting(self) -> Meeting | None:
-        """Where the processes meet, as far as the environment says it."""
-        known = self.environment
-        if all(name in known for name in MEETING):
-            return Meeting(known["MASTER_ADDR"], int(known["MASTER_PORT"]), "")
-        return self.launcher.meeting(known)
+        """Return where the processes meet, as far as the environment says it."""
+        environment = self.environment
+        if all(name in environment for name in MEETING):
+            return Meeting(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), "")
+        return self.launcher.meeting(environment)
 
     def meet(self, patience: timedelta | None = None) -> tuple[Any, str, int]:
-        """A store where all processes of this job meet, a prefix of their names there, and this one's rank.
+        """Return a store where all processes of this job meet, a prefix of their names there, and this one's rank.
 
         torchrun's store is named by its count of restarts: each attempt has other names.
 
         Raises:
             RunError: QN301 if the environment does not say where they meet.
         """
-        known, launcher, where = self.environment, self.launcher, self.meeting()
-        missing = [name for name in (launcher.rank, *(MEETING if where is None else ())) if name not in known]
+        environment, launcher, where = self.environment, self.launcher, self.meeting()
+        missing = [name for name in (launcher.rank, *(MEETING if where is None else ())) if name not in environment]
         if missing or where is None:
             raise RunError(
                 "QN301",
@@ -139,7 +139,7 @@ class Started:
                 f"process group and no {', '.join(missing)} to make one with",
                 fix=f"set {' and '.join(missing)} for every process, or start them with torchrun",
             )
-        rank, limit = int(known[launcher.rank]), patience or timedelta(minutes=5)
+        rank, limit = int(environment[launcher.rank]), patience or timedelta(minutes=5)
         if self.elastic:
             store, rank, _ = next(rendezvous("env://", timeout=limit))
             return store, "", rank
@@ -158,12 +158,12 @@ class Started:
 
 
 def started() -> Started | None:
-    """Who started this process as one of several, or as one that may be joined by others (torchrun); None if nobody."""
-    known = os.environ
+    """Return the launcher that started this process as one of several, or of an elastic job (torchrun); else None."""
+    environment = os.environ
     for launcher in LAUNCHERS:
-        size = known.get(launcher.size, "")
-        if size.isdigit() and (int(size) > 1 or "TORCHELASTIC_RUN_ID" in known):
-            return Started(launcher, int(size), known)
+        size = environment.get(launcher.size, "")
+        if size.isdigit() and (int(size) > 1 or "TORCHELASTIC_RUN_ID" in environment):
+            return Started(launcher, int(size), environment)
     return None
 
 

@@ -68,8 +68,9 @@ class Preemption:
 
 @contextlib.contextmanager
 def handling(signals: Sequence[int], handler: Handler) -> Iterator[None]:
-    """While inside, ``handler`` is called with the number of each of ``signals`` that comes to this process; afterwards
-    they are handled as before. It must do no more than note it: it runs between any two instructions.
+    """Call ``handler`` inside with the number of each of ``signals`` that comes to this process.
+
+    Afterwards they are handled as before. It must do no more than note it: it runs between any two instructions.
 
     Children that are forked meanwhile get the former handling back when a signal comes to them. Those that
     multiprocessing forks, such as a DataLoader's workers, get it from their parent or themselves alone: what is sent to
@@ -89,8 +90,8 @@ def handling(signals: Sequence[int], handler: Handler) -> Iterator[None]:
     try:
         for number in dict.fromkeys(signals):
             try:
-                found = signal.getsignal(number)
-                note.before[number] = signal.SIG_DFL if found is None else found
+                handled = signal.getsignal(number)
+                note.before[number] = signal.SIG_DFL if handled is None else handled
                 signal.signal(number, note)
             except (OSError, ValueError) as error:
                 note.before.pop(number, None)
@@ -121,9 +122,9 @@ class _Note:
         os.kill(os.getpid(), number)
 
     def former(self, number: int) -> Any:
-        """How a signal is handled outside of all notes."""
-        before = self.before[number]
-        return before.former(number) if isinstance(before, _Note) else before
+        """Return how a signal is handled outside of all notes."""
+        previous = self.before[number]
+        return previous.former(number) if isinstance(previous, _Note) else previous
 
     def hear_parent_alone(self) -> None:
         """In the main thread of a child that multiprocessing has just forked. Signals are blocked there, since before
@@ -171,5 +172,5 @@ def _hear(signals: Sequence[int], senders: Sequence[int]) -> None:
 
 
 def _names(signals: Sequence[int]) -> str:
-    known = {int(one): one.name for one in signal.Signals}
-    return ", ".join(known.get(int(number), str(number)) for number in signals)
+    names = {int(entry): entry.name for entry in signal.Signals}
+    return ", ".join(names.get(int(number), str(number)) for number in signals)

@@ -28,12 +28,19 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank last said of itself. ``calls``: begun so far (see :mod:`.calls`); of the last one, ``kind``, its
-    ``name`` for people, the user's ``line``, what it was ``given``, and whether the rank is still ``inside``; ``step``:
-    the training step that it began last, -1 before the first; ``waiting``: whether its main thread is in communication;
-    ``at``: the user's line that it is in; ``gave_up``: whether it has waited for others within its call for longer than
-    it may; ``finished``: whether its function has returned; ``offers``: whether it could
-    save all that a run needs; ``space``: where ``pid`` counts (see :func:`.faults.number_space`)."""
+    """The last status of a rank.
+
+    Attributes:
+        calls: begun so far (see :mod:`.calls`). Of the last one: ``kind``, its ``name`` for people, the user's
+            ``line``, its arguments (``given``), and whether the rank is still ``inside``.
+        step: the training step that it began last, -1 before the first.
+        waiting: whether its main thread is in communication.
+        at: the user's line that it is in.
+        gave_up: whether it has waited for others within its call for longer than it may.
+        finished: whether its function has returned.
+        offers: whether it could save all that a run needs.
+        space: where ``pid`` counts (see :func:`.faults.number_space`).
+    """
 
     beat: int = 0
     calls: int = 0
@@ -58,15 +65,15 @@ class RankStatus:
 
 
 def read_rows(store: Store, ranks: Sequence[int]) -> dict[int, RankStatus]:
-    """What ranks said last; those that have never written are at their start. Nobody is waited for."""
-    told = list(ranks) if store.check([str(rank) for rank in ranks]) else [r for r in ranks if store.check([str(r)])]
-    texts = store.multi_get([str(rank) for rank in told]) if told else []
-    known = {rank: RankStatus.read(text) for rank, text in zip(told, texts, strict=True)}
-    return {rank: known.get(rank, RankStatus()) for rank in ranks}
+    """Return the last status of ranks, without waiting; those that have never written are at their start."""
+    written = list(ranks) if store.check([str(rank) for rank in ranks]) else [r for r in ranks if store.check([str(r)])]
+    texts = store.multi_get([str(rank) for rank in written]) if written else []
+    rows = {rank: RankStatus.read(text) for rank, text in zip(written, texts, strict=True)}
+    return {rank: rows.get(rank, RankStatus()) for rank in ranks}
 
 
 def of_communication(error: BaseException | None) -> bool:
-    """Whether an error is what other ranks' faults look like from here."""
+    """Return whether an error is how other ranks' faults look from this one."""
     while error is not None:
         if isinstance(error, RunError) and error.code in OF_DEVICES:
             return False
@@ -80,7 +87,7 @@ def of_communication(error: BaseException | None) -> bool:
 
 
 def differ(rows: Mapping[int, RankStatus], call: int) -> list[str]:
-    """What the ranks that are in a call were given, a line for each that differs from most; nothing if none does."""
+    """Return a line for each rank whose arguments of a call differ from most; none if they are equal."""
     kinds: dict[str, list[int]] = {}
     for rank, row in rows.items():
         if row.calls == call:
@@ -100,27 +107,27 @@ def brief(text: str) -> str:
 
 
 def described(x: Any) -> Any:
-    """What ranks must have in common: structure, dtypes and shapes."""
+    """Return what ranks must have in common: structure, dtypes and shapes."""
     if isinstance(x, Tensor):
         return x.dtype, x.shape
     if isinstance(x, (tuple, list)):
-        return tuple([described(one) for one in x])
+        return tuple([described(item) for item in x])
     if isinstance(x, Mapping):
-        return {name: described(one) for name, one in x.items()}
+        return {name: described(item) for name, item in x.items()}
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return {field.name: described(getattr(x, field.name, None)) for field in dataclasses.fields(x)}
     return x if isinstance(x, (str, bool)) else type(x).__name__
 
 
-def shown(given: Any) -> str:
-    """What :func:`described` returned, for people."""
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], torch.dtype):
-        return f"{str(given[0]).removeprefix('torch.')}{list(given[1])}"
-    if isinstance(given, tuple):
-        return f"({', '.join(map(shown, given))})"
-    if isinstance(given, Mapping):
-        return f"{{{', '.join(f'{name}: {shown(one)}' for name, one in given.items())}}}"
-    return str(given)
+def shown(description: Any) -> str:
+    """Format what :func:`described` returned for people."""
+    if isinstance(description, tuple) and len(description) == 2 and isinstance(description[0], torch.dtype):
+        return f"{str(description[0]).removeprefix('torch.')}{list(description[1])}"
+    if isinstance(description, tuple):
+        return f"({', '.join(map(shown, description))})"
+    if isinstance(description, Mapping):
+        return f"{{{', '.join(f'{name}: {shown(item)}' for name, item in description.items())}}}"
+    return str(description)
 
 
 def some_ranks(ranks: Sequence[int]) -> str:
@@ -142,11 +149,12 @@ def cut(text: str, most: int) -> str:
 
 
 def place(stacks: str, thread: int) -> tuple[bool, str]:
-    """Whether a thread is in communication, and the innermost line that is neither Python's, torch's nor ours.
+    """Return whether a thread is in communication, and the innermost line that is neither Python's, torch's nor ours.
 
     Args:
         stacks: what faulthandler writes of all threads. Frames of a running thread must not be walked from another
             one: while torch traces, that ends the process (a segmentation fault, seen with Python 3.11).
+        thread: its identifier.
     """
     waiting = False
     for file, line, name in FRAME.findall(stacks.partition(f" 0x{thread:016x} ")[2].partition("\n\n")[0]):
@@ -163,6 +171,6 @@ def innermost(stacks: str, thread: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without where in gloo it was and what is typical."""
+    """Return the text of an error, without its place in gloo and without boilerplate."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return cut(re.sub(r"^\[\S*/gloo/\S*\] ", "", line).partition(". This is typically")[0], LONGEST_LINE)

@@ -32,7 +32,7 @@ def new_folder() -> Path:
 
 @contextlib.contextmanager
 def run_folder(folder: Path) -> Iterator[Path]:
-    """While inside, this process uses a temporary folder, perhaps with others. Afterwards, only stacks are kept of it.
+    """Use a temporary folder inside, perhaps with other processes; afterwards, only stacks are kept of it.
 
     If a signal ends them all, the folder is removed by their ranks, or by the next run of this user.
     """
@@ -43,11 +43,11 @@ def run_folder(folder: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):  # others tidy it up, too
             keep(folder)
-            for one in folder.glob(f"**/{board.NAME}"):
-                one.unlink(missing_ok=True)
-            for one in [*folder.iterdir(), folder]:
-                if one.is_dir() and not any(one.iterdir()):
-                    one.rmdir()
+            for file in folder.glob(f"**/{board.NAME}"):
+                file.unlink(missing_ok=True)
+            for path in [*folder.iterdir(), folder]:
+                if path.is_dir() and not any(path.iterdir()):
+                    path.rmdir()
         if mark is not None:
             os.close(mark)
 

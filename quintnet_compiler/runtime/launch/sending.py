@@ -41,7 +41,7 @@ def packed(x: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """What was packed in a process that this one started, or that started this one."""
+    """Return what was packed in a process that this one started, or that started this one."""
     return pickle.loads(data)
 
 
@@ -57,7 +57,7 @@ class PackedCall:
 
 
 def packed_call(fn: Callable[..., Any], args: Sequence[Any]) -> PackedCall:
-    """``fn(*args)`` for other processes. What tensors hold is copied.
+    """Pack ``fn(*args)`` for other processes; values of tensors are copied.
 
     Raises:
         RunError: QN307 for what cannot be pickled: which argument, or which variable of ``fn``.
@@ -66,16 +66,16 @@ def packed_call(fn: Callable[..., Any], args: Sequence[Any]) -> PackedCall:
         return PackedCall(packed((fn, tuple(args))))
     except Exception as error:
         name, cause = next(_refused(fn, args), ("the function", error))
-        what = cause.message if isinstance(cause, QuintNetError) else str(cause)
+        reason = cause.message if isinstance(cause, QuintNetError) else str(cause)
         raise RunError(
             "QN307",
-            f"{name} cannot be sent to other processes: {what}",
+            f"{name} cannot be sent to other processes: {reason}",
             fix="make it inside the function: ranks are processes of their own, and each needs one of its own",
         ) from error
 
 
 def launched_by_import(frame: FrameType | None) -> bool:
-    """Whether a rank imports the script that launched it, at ``frame`` or in what called it."""
+    """Return whether a rank imports the script that launched it, at ``frame`` or in a caller of it."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == RANKS_MAIN:
             return True
@@ -97,17 +97,18 @@ def importable_main() -> Iterator[None]:
 
 
 def _has_script() -> bool:
-    """Whether other processes can import what this one's main module defines."""
+    """Return whether other processes can import what this one's main module defines."""
     main = sys.modules["__main__"]
     return getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", None) or "")
 
 
 def _refused(fn: Callable[..., Any], args: Sequence[Any]) -> Iterator[tuple[str, Exception]]:
-    """The parts that cannot be packed, and why."""
+    """Yield the parts that cannot be packed, and why."""
     parts = {f"argument {number}": x for number, x in enumerate(args)}
     if inspect.isfunction(fn):
-        found = inspect.getclosurevars(fn)
-        parts |= {f"{name}, which {fn.__name__} uses,": x for name, x in {**found.globals, **found.nonlocals}.items()}
+        variables = inspect.getclosurevars(fn)
+        used = {**variables.globals, **variables.nonlocals}
+        parts |= {f"{name}, which {fn.__name__} uses,": x for name, x in used.items()}
     for name, x in parts.items():
         try:
             packed(x)
@@ -116,7 +117,7 @@ def _refused(fn: Callable[..., Any], args: Sequence[Any]) -> Iterator[tuple[str,
 
 
 def local_listener(waiting: int) -> socket.socket:
-    """Where ranks meet.
+    """Return a socket on which ranks meet.
 
     Raises:
         RunError: QN307 if this machine cannot talk to itself: torch would try it for minutes.

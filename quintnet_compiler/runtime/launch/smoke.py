@@ -15,6 +15,6 @@ def smoke() -> float:
 
 
 def backends() -> tuple[str, ...]:
-    """What torch was built to communicate with."""
-    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    return tuple(name for name, there in found.items() if there)
+    """Return the communication backends with which torch was built."""
+    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return tuple(name for name, available in backends.items() if available)

@@ -16,8 +16,7 @@ from .launchers import started
 
 
 def enter_world(mesh: Mesh) -> None:
-    """Make sure that there is a process group of all processes, where a launcher started several, and that it has a
-    heartbeat.
+    """Make sure of a process group of all processes, with a heartbeat, where a launcher started several.
 
     Raises:
         RunError: QN301 if their number is not that of the mesh, or if they cannot meet.
@@ -29,29 +28,29 @@ def enter_world(mesh: Mesh) -> None:
             f"{mesh} needs {mesh.size} ranks, and the world has {size}",
             fix=f"start {mesh.size} processes, or give the mesh {size} ranks",
         )
-    found = started()
-    if found is not None and found.size > 1 and not (dist.is_available() and dist.is_initialized()):
-        found.join()
+    launcher = started()
+    if launcher is not None and launcher.size > 1 and not (dist.is_available() and dist.is_initialized()):
+        launcher.join()
     if many():
         watch_group()
 
 
 def world_size() -> int:
-    """How many processes there are, whether they have a process group yet or a launcher started them."""
+    """Return the number of processes, whether they have a process group yet or a launcher started them."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    found = started()
-    return 1 if found is None else found.size
+    launcher = started()
+    return 1 if launcher is None else launcher.size
 
 
 def device_for(
     model: nn.Module, given: torch.device | str | None, gpu: AbsentGpu | None = None
 ) -> tuple[torch.device, AbsentGpu | None]:
-    """Where programs run: as asked, or the accelerator of an accelerator's process group, or the model's device; and
-    what that is, if this machine has no such GPU.
+    """Return where programs run, and the GPU that this stands for, if this machine has no such GPU.
 
-    ``gpu``: that of the cluster that is planned for, if there is one. Where neither a device nor a process group says
-    where to run, the model is on the CPU and this machine has no GPU, programs are for the cluster's.
+    This is ``given``, or the accelerator of an accelerator's process group, or the model's device. ``gpu``: that of
+    the cluster that is planned for, if there is one. Where neither a device nor a process group says where to run, the
+    model is on the CPU and this machine has no GPU, programs are for the cluster's.
 
     Raises:
         CompileError: QN108 for a device that this build of PyTorch was made without, or that this process, one of
@@ -73,7 +72,7 @@ def device_for(
 
 
 def _at_rest(model: nn.Module) -> bool:
-    """Whether no device was chosen for the model."""
+    """Return whether no device was chosen for the model."""
     return all(p.device.type in ("cpu", "meta") for p in model.parameters())
 
 
@@ -89,21 +88,26 @@ def _present_device(model: nn.Module, given: torch.device | str | None) -> torch
         return wanted
     if (accelerator := group_accelerator()) is not None:
         return accelerator
-    found = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return torch.device("cpu") if found.type == "meta" else found
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _built_for(kind: str) -> bool:
-    """Whether programs can be made for a kind of device. PyTorch's autograd ends the process on tensors of one that it
-    was built without; only programs for CUDA are made without it."""
+    """Return whether programs can be compiled for a kind of device.
+
+    PyTorch's autograd ends the process on tensors of one that it was built without; only programs for CUDA are compiled
+    without it.
+    """
     if kind == "xpu":
         return built_for_xpu()
     return kind != "mps" or bool(torch.backends.mps.is_built())
 
 
 def has_process(mesh: Mesh, device: torch.device) -> bool:
-    """Whether each rank of ``mesh`` is a process, of which this is one. That of a mesh of one rank is, if its process
-    group communicates between accelerators: it then runs as one of many does."""
+    """Return whether each rank of ``mesh`` is a process, of which this is one.
+
+    That of a mesh of one rank is, if its process group communicates between accelerators: it then runs as one of many.
+    """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() != mesh.size:
         return False
     accelerator = group_accelerator()
@@ -111,12 +115,12 @@ def has_process(mesh: Mesh, device: torch.device) -> bool:
 
 
 def many() -> bool:
-    """Whether this process is one of several ranks."""
+    """Return whether this process is one of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def judges() -> bool:
-    """Whether this process does what one rank does for all."""
+    """Return whether this process does what one rank does for all."""
     return not many() or dist.get_rank() == 0
 
 
