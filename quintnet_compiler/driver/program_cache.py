@@ -113,9 +113,9 @@ class ProgramCache:
             "python": platform.python_version(),
         }
 
-    def _own(self, recipe: _Recipe[T], key_of_all: str | None = None) -> tuple[T, str]:
+    def _own(self, recipe: _Recipe[T], agreed_key: str | None = None) -> tuple[T, str]:
         """Return the program, and the text that others can read it from; "" where there is none."""
-        key = _key(recipe) if key_of_all is None else key_of_all
+        key = _key(recipe) if agreed_key is None else agreed_key
         if not key:
             return recipe.make(""), ""
         text = self.folder.read(key)

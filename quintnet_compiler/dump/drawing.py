@@ -48,14 +48,14 @@ class Box:
 
 def boxes(units: list[FoldedUnit[Operator]]) -> list[Box]:
     """Return a box for each unit."""
-    boxes_drawn = []
+    drawn = []
     for unit in units:
         moves = tuple(move for operator in unit.items for move in operator.moves)
         stage = next((operator.stage for operator in unit.items if operator.stage is not None), None)
         inside = frozenset(operator.name for operator in unit.items)
         reads = frozenset(name for operator in unit.items for name in operator.reads) - inside
-        boxes_drawn.append(Box(title_of(unit), len(unit.items), 1 + len(unit.same), stage, moves, inside, reads))
-    return boxes_drawn
+        drawn.append(Box(title_of(unit), len(unit.items), 1 + len(unit.same), stage, moves, inside, reads))
+    return drawn
 
 
 def title_of(unit: FoldedUnit[Operator]) -> str:
@@ -66,21 +66,21 @@ def title_of(unit: FoldedUnit[Operator]) -> str:
     return ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
 
 
-def edges(boxes_drawn: list[Box], units: list[FoldedUnit[Operator]]) -> list[tuple[int, int]]:
+def edges(drawn: list[Box], units: list[FoldedUnit[Operator]]) -> list[tuple[int, int]]:
     """Return which box reads which; blocks that were folded away count as the box that stands for them."""
-    home = {name: index for index, box in enumerate(boxes_drawn) for name in box.inside}
-    pairs = {(home[name], index) for index, box in enumerate(boxes_drawn) for name in box.reads if name in home}
+    home = {name: index for index, box in enumerate(drawn) for name in box.inside}
+    pairs = {(home[name], index) for index, box in enumerate(drawn) for name in box.reads if name in home}
     # what the blocks that are left out hand on comes from the box that stands for them
     pairs |= {(i, i + 1) for i, unit in enumerate(units[:-1]) if unit.same}
     return sorted((a, b) for a, b in pairs if a < b)
 
 
-def dot(boxes_drawn: list[Box], pairs: list[tuple[int, int]]) -> str:
+def dot(drawn: list[Box], pairs: list[tuple[int, int]]) -> str:
     """Return the graph in Graphviz' language; texts are quoted as JSON does."""
     lines = ["digraph model {", "  rankdir=TB;", '  node [shape=box, style=rounded, fontname="sans-serif"];']
-    stages = list(dict.fromkeys(box.stage for box in boxes_drawn))
+    stages = list(dict.fromkeys(box.stage for box in drawn))
     for stage in stages:
-        inside = [f"    b{i} [label={_quoted(box)}];" for i, box in enumerate(boxes_drawn) if box.stage == stage]
+        inside = [f"    b{i} [label={_quoted(box)}];" for i, box in enumerate(drawn) if box.stage == stage]
         head = [] if stage is None else [f"  subgraph cluster_{stage} {{", f'    label="stage {stage}";']
         lines += [*head, *inside, *([] if stage is None else ["  }"])]
     return "\n".join([*lines, *(f"  b{a} -> b{b};" for a, b in pairs), "}"]) + "\n"
@@ -90,9 +90,9 @@ def _quoted(box: Box) -> str:
     return json.dumps("\n".join([box.name, box.details, *box.traffic]), ensure_ascii=False)
 
 
-def svg(boxes_drawn: list[Box], pairs: list[tuple[int, int]]) -> Markup:
+def svg(drawn: list[Box], pairs: list[tuple[int, int]]) -> Markup:
     """Return a picture: a box per block from top to bottom; arcs along the right side for reads across others."""
-    shown = boxes_drawn[:MOST]
+    shown = drawn[:MOST]
     places, y, stage = [], 16.0, None
     bands: list[dict[str, object]] = []
     for box in shown:
@@ -111,7 +111,7 @@ def svg(boxes_drawn: list[Box], pairs: list[tuple[int, int]]) -> Markup:
             top, bottom = float(start["y"]) + float(start["high"]), float(end["y"])  # type: ignore[arg-type]
             arcs.append({"top": top, "bottom": bottom, "reach": 0 if b == a + 1 else min(150, 24 + 12 * (b - a))})
     picture = environment("quintnet_compiler.dump").get_template("graph.svg.jinja")
-    rest = len(boxes_drawn) - len(shown)
+    rest = len(drawn) - len(shown)
     return Markup(
         picture.render(width=WIDTH, height=round(y), left=LEFT, span=BOX, bands=bands, places=places, arcs=arcs,
                        rest=rest)

@@ -102,8 +102,8 @@ def merged(model: Any) -> nn.Module:
             fix="save the adapter alone, and merge it into the model that was not quantised: "
             "PeftModel.from_pretrained(model, folder).merge_and_unload()",
         )
-    model_without_adapters: nn.Module = model.merge_and_unload()
-    return model_without_adapters
+    merged_model: nn.Module = model.merge_and_unload()
+    return merged_model
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
