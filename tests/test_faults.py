@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import quintnet
+from quintnet_compiler.runtime.launch import faults
 from quintnet_compiler.runtime.launch.calls import frequent
 
 from .models import CASES, MLP, build
@@ -87,6 +89,48 @@ def test_a_fault_is_named_once_and_soon(what: str, seconds: float, code: str, sa
     assert text.count("\n  rank 0: ") <= 1 and text.count("Traceback") == (what == "raise"), text
     assert ("told to fail" in text) == (what == "raise") and ("test_faults.py" in text) == (what in ("raise", "hang"))
     assert since < seconds and _gone(tmp_path)
+
+
+_HOLDS_A_RANK = """
+import ctypes, os, sys, time
+pid, folder = int(sys.argv[1]), sys.argv[2]
+seize, detach, wall = 0x4206, 17, 0x40000000
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes, libc.ptrace.restype = [ctypes.c_long] * 4, ctypes.c_long
+refused = libc.ptrace(seize, pid, 0, 0) or libc.ptrace(0x4207, pid, 0, 0)
+if not refused:
+    os.waitpid(pid, wall)
+open(f"{folder}/traced", "w").write("refused" if refused else "held")
+until = time.monotonic() + 300
+while not os.path.exists(f"{folder}/release") and time.monotonic() < until:
+    time.sleep(0.05)
+"""
+
+
+def _held(folder: Path) -> None:
+    """A debugger holds rank 1, while rank 0 fails."""
+    if dist.get_rank() == 1:
+        ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(2**64 - 1), 0, 0, 0)  # anybody may debug it
+        subprocess.Popen([sys.executable, "-S", "-c", _HOLDS_A_RANK, str(os.getpid()), str(folder)])
+        threading.Event().wait(120)
+    while not (folder / "traced").exists() or not (folder / "traced").read_text():
+        time.sleep(0.05)
+    raise ValueError((folder / "traced").read_text())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ptrace")
+def test_a_rank_that_a_debugger_holds_does_not_hold_launch(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(faults, "HELD_SECONDS", 0.2)
+    try:
+        with pytest.raises(quintnet.RunError, match="rank 0 raised ValueError") as caught:
+            quintnet.launch(_held, 2, (tmp_path,), timeout=240)
+    finally:
+        (tmp_path / "release").touch()
+    if "ValueError: refused" in str(caught.value):
+        pytest.skip("this system lets nobody debug a process")
+    assert "killed, and not ended yet: rank 1 (pid " in capfd.readouterr().err
 
 
 def _reads_what_never_comes() -> None:

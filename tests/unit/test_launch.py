@@ -24,7 +24,7 @@ from torch.distributed import HashStore
 from quintnet_compiler.core.errors import CompileError, InputError, RunError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.runtime.execute import malloc
-from quintnet_compiler.runtime.launch import board, run_folder, sending, smoke, world
+from quintnet_compiler.runtime.launch import board, faults, run_folder, sending, smoke, world
 from quintnet_compiler.runtime.launch.faults import RankError, Scene, stopped
 from quintnet_compiler.runtime.launch.forwarding import Forwarding
 from quintnet_compiler.runtime.launch.inside_launcher import Neighbours, meet
@@ -214,6 +214,27 @@ def test_the_first_error_that_is_no_echo_is_the_cause(tmp_path: Path) -> None:
     assert isinstance(alone, InputError) and alone.code == "QN106"
     assert alone.message == "5 rows\n  raised on rank 1; rank 0 is at its start"
     assert _scene(tmp_path, one, replace(one, rank=0)).fault().error is mine  # every rank says so
+
+
+def test_a_debugger_that_has_no_terminal_is_told_what_to_do(tmp_path: Path) -> None:
+    left = RankError(1, 2.0, "BdbQuit: BdbQuit", "Traceback\n", distant=False)
+    error = _scene(tmp_path, left).fault().error
+    assert error.code == "QN302" and "no standard input" in error.fix and "without launch" in error.fix
+    assert not _scene(tmp_path, replace(left, line="ValueError: no")).fault().error.fix
+
+
+def test_a_process_that_something_holds_is_waited_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(faults, "HELD_SECONDS", 0.05)
+    seconds = []
+    held = SimpleNamespace(pid=12, join=seconds.append, is_alive=lambda: True)
+    ended = SimpleNamespace(pid=11, join=seconds.append, is_alive=lambda: False)
+    faults.wait_for_killed([ended, held, ended])  # type: ignore[list-item]
+    assert all(0 <= wait <= 0.05 for wait in seconds) and len(seconds) == 3
+    assert "killed, and not ended yet: rank 1 (pid 12); a debugger" in capfd.readouterr().err
+    faults.wait_for_killed([ended])  # type: ignore[list-item]
+    assert not capfd.readouterr().err
 
 
 def test_ranks_in_different_calls_are_named_once(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ...core.errors import RunError, printable
 from ..threads.at_exit import finish_all, finish_or_warn
 from .accelerator import take_accelerator
 from .disagreement import disagreement, stalled
-from .faults import Fault, RankError, Scene, gone, report, stopped
+from .faults import Fault, RankError, Scene, gone, report, stopped, wait_for_killed
 from .forwarding import Forwarding
 from .heartbeat import GRACE, LOOK, PERIOD, SAVED, SAVES, VERDICT, Heartbeat
 from .preemption import Preempted
@@ -150,8 +150,7 @@ class Attempt:
         for rank in self.orphans - self.ended.keys():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid(rank), signal.SIGKILL)
-        for process in list(self.processes):
-            process.join()
+        wait_for_killed(list(self.processes))
 
     def run(self, deadline: float) -> list[Any] | Fault:
         """Return the results by rank, or the fault that ended the attempt."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from ...core.errors import QuintNetError, RunError
@@ -20,6 +22,11 @@ from .sending import LAUNCHES_AGAIN
 
 _AGAIN = "ranks import the script that launched them, and its import launches ranks again"
 _GUARD = 'put the call of launch, and all that only the first process shall do, below `if __name__ == "__main__":`'
+_NO_TERMINAL = (
+    "ranks have no standard input: attach a debugger to the process (gdb -p), or compile without launch: all ranks are "
+    "in this process then"
+)
+HELD_SECONDS = 10.0  # seconds in which a process that was killed has ended, unless something holds it
 REPEATABLE = ("QN302", "QN303", "QN402", "QN407")  # codes of faults that may not happen again
 
 MAX_TEXT_CHARACTERS = 20_000  # of an error and its traceback
@@ -133,7 +140,9 @@ class Scene:
             return None
         if first.error is not None:
             return Fault(self._with_rank(first, first.error), (first.rank,))
-        return self._fault("QN302", f"rank {first.rank} raised {first.line}\n{first.text.rstrip()}", [first.rank], "")
+        message = f"rank {first.rank} raised {first.line}\n{first.text.rstrip()}"
+        fix = _NO_TERMINAL if first.line.startswith("BdbQuit") else ""
+        return self._fault("QN302", message, [first.rank], fix)
 
     def _aborted(self) -> Fault | None:
         """Return the fault of ranks that had not begun the run in which NCCL's watchdog aborted all that ended."""
@@ -227,6 +236,17 @@ def stopped(pid: int | None) -> bool:
 def gone(pid: int) -> bool:
     """Return whether a process of this machine has ended, or this system has no /proc."""
     return _state(pid) in ("", "Z", "X")
+
+
+def wait_for_killed(ranks: Sequence[BaseProcess]) -> None:
+    """Wait until the ranks' processes have ended; for some seconds, as a debugger may hold one, or a disk."""
+    until = time.monotonic() + HELD_SECONDS
+    for process in ranks:
+        process.join(max(0.0, until - time.monotonic()))
+    held = [f"rank {rank} (pid {process.pid})" for rank, process in enumerate(ranks) if process.is_alive()]
+    if held:
+        text = f"killed, and not ended yet: {', '.join(held)}; a debugger or the system's kernel holds what is killed"
+        print(text, file=sys.stderr, flush=True)
 
 
 @cache
