@@ -182,3 +182,21 @@ def test_a_forked_child_saves_with_a_thread_of_its_own(tmp_path: Path) -> None:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     assert program.load(tmp_path / "child").step == 2
+
+
+def test_a_save_is_written_at_once_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start = threading.Thread.start
+
+    def fails(self: threading.Thread) -> None:
+        if self.name == "quintnet-save":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    program = _program(quintnet.Mesh(dp=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        saving = program.save_async(tmp_path, step=1)
+        assert saving.done()
+        assert Path(saving.result()).name == "step-00000001"
+    program.save(tmp_path, step=2)
+    program.close()

@@ -70,7 +70,8 @@ class Saving(Future[Path | str]):
         Raises:
             CheckpointError: QN603 if it takes longer than ``seconds``; or if it failed, and nobody has asked.
         """
-        self.thread.join(seconds)
+        if self.thread.ident is not None:  # it was started
+            self.thread.join(seconds)
         if self.thread.is_alive():
             raise CheckpointError(
                 "QN603",
@@ -110,9 +111,13 @@ class SaveLine:
     turn: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, found: Snapshot, to: Destination) -> Saving:
-        """Write ``found``, which is a copy, in a thread. Nothing else is under way."""
-        saving = self.last = Saving(to, functools.partial(_write, found, to, self.group))
-        saving.thread.start()
+        """Write ``found``, which is a copy, in a thread; at once, where no more threads can be. Nothing else is under
+        way."""
+        saving = self.last = Saving(to, functools.partial(_write_in_background, found, to, self.group))
+        try:
+            saving.thread.start()
+        except RuntimeError:  # of this rank; others have one, which takes part in what this one writes
+            _write(found, to, self.group, saving)
         finish_at_exit(saving)
         return saving
 
@@ -167,9 +172,13 @@ def _line_of(world: dist.ProcessGroup | None, process: int) -> SaveLine:
     return SaveLine(None if world is None else new_group(backend="gloo"))
 
 
-def _write(found: Snapshot, to: Destination, group: dist.ProcessGroup | None, saving: Saving) -> None:
+def _write_in_background(found: Snapshot, to: Destination, group: dist.ProcessGroup | None, saving: Saving) -> None:
     with contextlib.suppress(OSError):
         _step_back()
+    _write(found, to, group, saving)
+
+
+def _write(found: Snapshot, to: Destination, group: dist.ProcessGroup | None, saving: Saving) -> None:
     try:
         path = write(found, to, group)
     except BaseException as error:
