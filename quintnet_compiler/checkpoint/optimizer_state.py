@@ -22,6 +22,7 @@ from ..runtime.state.whole_optimizer import WholeOptimizer
 from ..weights.files import shown
 from .parts import SavedPart
 from .reading.plain_values import require_options
+from .reading.state_shapes import SavedState, StateShapes
 from .values import decoded, encoded, path_of
 
 Note = Mapping[str, Any]  # JSON
@@ -163,6 +164,7 @@ def restored(
         paths.setdefault(name, []).append(path)
     seen: dict[int, tuple[str, Any]] = {}
     used = {_memory(place.parameter) for place in places.values()}
+    shapes = StateShapes(_inner(optimizer))
     for name, group in _named(optimizer, places, "QN602"):
         if name not in note["of"]:
             raise CheckpointError("QN602", f"the checkpoint's optimizer does not have {name}")
@@ -181,6 +183,9 @@ def restored(
             require_options(_inner(optimizer), options, group)
             changes.append((group, options))
         place = places[name]
+        sizes = {unquote(path): saved[f"{name}/{path}"].size for path in paths.get(name, ()) if ":" not in path}
+        own = optimizer.state.get(place.parameter, {})
+        shapes.require(SavedState(name, options, sizes, place.shape), place.parameter, own)
         if isinstance(optimizer, WholeOptimizer) and not optimizer.here(place.parameter):
             continue
         made: dict[str, Tensor] = {}

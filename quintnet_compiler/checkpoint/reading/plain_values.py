@@ -57,16 +57,27 @@ def require_options(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
         text = f"{where}.params is no option" if "params" in options else f"{where}.lr is missing"
         raise CheckpointError("QN602", text, fix="load a checkpoint that has not been changed")
     require_alike(options, own, where)
-    if not f"{kind.__module__}.".startswith(_TORCH_OPTIMIZERS):
+    if not is_of_torch(optimizer):
         return
     make: Callable[..., object] = kind
-    names = inspect.signature(kind).parameters.keys() & options.keys()
-    arguments = {name: tuple(x) if isinstance(own.get(name), tuple) else x for name, x in options.items()}
     try:
-        make([torch.zeros(1, 1, requires_grad=True)], **{name: arguments[name] for name in names})
+        make([torch.zeros(1, 1, requires_grad=True)], **arguments_of(optimizer, options, own))
     except (ValueError, TypeError, RuntimeError) as error:
         text = f"{where}: {kind.__name__} refuses them: {shown(str(error))}"
         raise CheckpointError("QN602", text, fix="load a checkpoint that has not been changed") from None
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether its class is one of torch's own."""
+    return f"{type(optimizer).__module__}.".startswith(_TORCH_OPTIMIZERS)
+
+
+def arguments_of(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], group: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of an optimizer's class that are among a group's ``options``, which JSON has as lists."""
+    names = inspect.signature(type(optimizer)).parameters.keys() & options.keys()
+    return {name: tuple(options[name]) if isinstance(group.get(name), tuple) else options[name] for name in names}
 
 
 def _require_value(value: Any, own: Any, where: str, depth: int) -> None:

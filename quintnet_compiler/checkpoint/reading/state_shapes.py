@@ -1,0 +1,98 @@
+"""Shapes of an optimizer's state in a file, compared with those that the optimizer would use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.errors import CheckpointError
+from ...weights.files import shown
+from .plain_values import arguments_of, is_of_torch
+
+_SIZES = (2, 3, 5, 7, 11, 13)  # of a small parameter's dims; each names its dim
+_KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options that change no shape
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """Of a parameter of this whole ``shape``, in a file. ``options``: of its group; ``sizes``: of each tensor of its
+    state, by key."""
+
+    name: str
+    options: Mapping[str, Any]
+    sizes: Mapping[str, torch.Size]
+    shape: torch.Size
+
+
+@dataclass(frozen=True)
+class StateShapes:
+    """Which shapes tensors of ``optimizer``'s state have.
+
+    One of torch's own says it: it takes a step of a small parameter of as many dims, each of another size. Of others,
+    what is known is the state that they have.
+    """
+
+    optimizer: torch.optim.Optimizer
+    _patterns: dict[tuple[str, int], dict[str, torch.Size]] = field(default_factory=dict)
+
+    def require(self, saved: SavedState, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        """Compare a parameter's state with what the optimizer would use.
+
+        Args:
+            saved: what a file has.
+            parameter: this rank's.
+            state: what the optimizer has of it.
+
+        Raises:
+            CheckpointError: QN602, naming the tensor.
+        """
+        of_torch = self._of_torch(saved.options, saved.shape)
+        alike = {key for key, x in state.items() if isinstance(x, Tensor) and x.dim() and x.shape == parameter.shape}
+        wanted = dict.fromkeys(alike, saved.shape) | of_torch
+        for key, size in saved.sizes.items():
+            # a number may have any dims; where the optimizer is not torch's, one may become more
+            number = size.numel() == 1 and not (of_torch and wanted.get(key))
+            if wanted.get(key, size) != size and not number:
+                raise CheckpointError(
+                    "QN602",
+                    f"{shown(key)} of {saved.name} is {tuple(size)} in the checkpoint, and "
+                    f"{type(self.optimizer).__name__} keeps it as {tuple(wanted[key])}",
+                    fix="load a checkpoint that has not been changed",
+                )
+
+    def _of_torch(self, options: Mapping[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
+        if len(shape) > len(_SIZES) or not is_of_torch(self.optimizer):
+            return {}
+        key = repr(sorted(options.items())), len(shape)
+        if key not in self._patterns:
+            self._patterns[key] = _pattern(self.optimizer, options, len(shape))
+        sizes = dict(zip(_SIZES, shape, strict=False)) | {1: 1}
+        return {
+            name: torch.Size(sizes[size] for size in pattern)
+            for name, pattern in self._patterns[key].items()
+            if sizes.keys() >= set(pattern)
+        }
+
+
+def _pattern(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dims: int) -> dict[str, torch.Size]:
+    """Return the shapes of the state of a small parameter; none if the optimizer takes no such one, or no step of it.
+
+    No hook of a step is called.
+    """
+    arguments = arguments_of(optimizer, options, optimizer.param_groups[0])
+    parameter = nn.Parameter(torch.zeros(_SIZES[:dims]))
+    parameter.grad = torch.zeros_like(parameter)
+    make: Callable[..., torch.optim.Optimizer] = type(optimizer)
+    try:
+        small = make([parameter], **{name: x for name, x in arguments.items() if name not in _KERNELS})
+        with torch.no_grad():
+            inspect.unwrap(type(small).step)(small)
+    except (RuntimeError, ValueError, TypeError):
+        return {}
+    state = small.state.get(parameter, {})
+    return {key: x.shape for key, x in state.items() if isinstance(x, Tensor)}
