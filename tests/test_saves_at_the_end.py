@@ -200,3 +200,27 @@ def test_a_save_is_written_at_once_where_no_thread_can_start(monkeypatch: pytest
         assert Path(saving.result()).name == "step-00000001"
     program.save(tmp_path, step=2)
     program.close()
+
+
+def _leaves_first(folder: str) -> str:
+    """Destroy the process group while a save is under way; the error of that."""
+    program, go_on = _program(quintnet.Mesh(dp=2)), threading.Event()
+
+    def slow(found: Snapshot, to: Destination, group: Any) -> Path | str:
+        go_on.wait(120)
+        return write(found, to, group)
+
+    background.write = slow
+    saving = program.save_async(folder, step=1)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    go_on.set()
+    error = str(saving.exception(120))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return error
+
+
+def test_a_save_without_its_process_group_writes_nothing(tmp_path: Path) -> None:
+    for error in quintnet.launch(_leaves_first, 2, (str(tmp_path),), timeout=240):
+        assert "QN603" in error and "the process group was destroyed before save_async had ended" in error
+    assert not list(tmp_path.glob("step-*"))

@@ -182,9 +182,20 @@ def _write(found: Snapshot, to: Destination, group: dist.ProcessGroup | None, sa
     try:
         path = write(found, to, group)
     except BaseException as error:
-        saving.set_exception(error)
+        saving.set_exception(error if group is None or dist.is_initialized() else _left(saving, error))
     else:
         saving.set_result(path)
+
+
+def _left(saving: Saving, cause: BaseException) -> CheckpointError:
+    """Return the error of a save whose ranks can no longer talk."""
+    error = CheckpointError(
+        "QN603",
+        f"{saving.where} was not written: the process group was destroyed before save_async had ended",
+        fix="call result() of what save_async returns, and then destroy_process_group()",
+    )
+    error.__cause__ = cause
+    return error
 
 
 def _step_back() -> None:

@@ -128,8 +128,8 @@ def write(
             that this one is there.
     """
     folder, step = to.folder, to.step
-    alone = alone or not dist.is_initialized() or dist.get_world_size() == 1
-    rank = 0 if alone else dist.get_rank()
+    alone = alone or (group is None and (not dist.is_initialized() or dist.get_world_size() == 1))
+    rank = 0 if alone else dist.get_rank(group)
     kinds = {name: (part.local.dtype, tuple(part.shape)) for name, part in found.parts.items()}
     writer = Writer(folder, step, to.keep, found.note, kinds, lambda notes: _merged(step, notes), rank, to.locks)
     try:
