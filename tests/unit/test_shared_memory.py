@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
 import sys
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -134,3 +137,18 @@ def test_only_who_knows_the_secret_is_answered(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_process_of_another_host_is_not_found() -> None:
     assert _called(b"\0nobody listens here", b"s" * SECRET) is None
+
+
+def test_an_end_that_nothing_needs_is_closed_without_a_warning() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        links = [MemoryLink(end, 0.2) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)]
+        files = [link.connection.fileno() for link in links]
+        del links
+        gc.collect()
+        assert _called(b"\0nobody listens here", b"s" * SECRET) is None
+        gc.collect()
+    assert not [warning for warning in told if warning.category is ResourceWarning]
+    for file in files:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)

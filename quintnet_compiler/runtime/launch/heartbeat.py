@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
@@ -95,6 +96,7 @@ class Heartbeat:
         self.place, self.looked = (False, ""), -1
         self.spot, self.looks = "", 0  # the line where the main thread was seen, and how often since it came there
         self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as this lives
+        weakref.finalize(self, self.stacks.close)
         self.board = Board(self.folder, self.rank, self.size)
         self.lock, self.over = threading.Lock(), threading.Event()
         self.verdict = ""

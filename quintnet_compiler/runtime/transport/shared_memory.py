@@ -15,6 +15,7 @@ import secrets
 import select
 import socket
 import struct
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,7 @@ class MemoryLink:
     """
 
     def __init__(self, connection: socket.socket, seconds: float, *, both: bool = True) -> None:
+        weakref.finalize(self, connection.close)
         connection.setblocking(True)
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))  # a timeval
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -234,11 +236,12 @@ def _socket() -> socket.socket | None:
 def _called(name: bytes, secret: bytes) -> socket.socket | None:
     """Connected to the process that listens at ``name``, if there is one here."""
     made = _socket()
+    assert made is not None
     try:
-        assert made is not None
         made.connect(name)
         made.send(secret)
     except OSError:
+        made.close()
         return None
     return made
 
