@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import linecache
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +28,13 @@ from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Gene
 from ..guards.reach import is_observable
 from .block_reuse import Unseen, UnseenUsed
 from .changes.assigned_data import put_data
+from .changes.refused_changes import changed_by_trace
 from .changes.tables_by_type import tables_by_type
 from .modes import uncompiled
 from .raising_checks import checks_pass
 from .traced_as import TRACED_AS
 
+TRIES = 4  # a thread that draws numbers now and then does not draw some in every trace
 _TRACED = (FakeTensor, FunctionalTensor)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -74,6 +77,7 @@ class WatchedTrace:
         *,
         refuse: bool,
         buffers: bool = False,
+        tries: int = TRIES,
     ) -> Any:
         """What ``forward`` returns.
 
@@ -82,6 +86,7 @@ class WatchedTrace:
             refuse: plain data too; else ``changes`` has attributes that became plain data, which may stay so.
             buffers: whether ``forward`` may put other tensors in the place of buffers. The names are ``assigned`` then,
                 and the trace writes to the buffers instead.
+            tries: how often it is traced while another thread may draw random numbers.
 
         Raises:
             CompileError: QN110 with the user's line if Python state changed; nothing has changed afterwards.
@@ -89,6 +94,7 @@ class WatchedTrace:
         self.state, self.walk = AttributeSnapshot(), Walk()
         self.reads = Reads(self.state, self.walk.follow, self._meet_by_name)
         generators = Generators.now()
+        tensors = dict(self.constants), dict(self.foreign)
 
         def watched() -> Any:
             with (
@@ -115,13 +121,17 @@ class WatchedTrace:
             self.changes = [change for change in changes if change.put is not None]
             refused = changes if refuse else [change for change in changes if change.put is None]
             self._refuse_iterators()
-            if refused:
+            by_others = tries > 1 and threading.active_count() > 1 and all(change.of_process for change in refused)
+            if refused and not by_others:
                 restore()
                 line = _line_of(watched, refused, self.own)
         finally:
             restore()
+        if refused and by_others:  # or by forward, which draws again then
+            self.constants, self.foreign = tensors
+            return self.run(forward, stands_for, refuse=refuse, buffers=buffers, tries=tries - 1)
         if refused:
-            raise _refusal(refused, line)
+            raise changed_by_trace(refused, line)
         return result
 
     def _python_values(self) -> list[Any]:
@@ -369,27 +379,3 @@ def _line_of(again: Callable[[], Any], changes: Sequence[Change], own: tuple[str
         return ""
     name, number = culprit[0]
     return f"{Path(name).name}:{number}: {linecache.getline(name, number).strip()}".removesuffix(": ")
-
-
-def _refusal(changes: Sequence[Change], line: str) -> CompileError:
-    first, more = changes[0], len(changes) - 1
-    path = str(first).partition("'")[2].partition("'")[0]
-    module = path.rpartition(".")[0] if first.by == FORWARD else ""
-    also = f" (and {more} more: {', '.join(str(change) for change in changes[1:4])})" if more else ""
-    if first.what.startswith("the state of"):
-        return CompileError(
-            "QN110",
-            f"the forward pass draws random numbers in Python: it changes {first}{also}; a program would have drawn "
-            "them once, when it was made",
-            where=Where("", line),
-            fix="draw them outside and pass them in the batch",
-        )
-    return CompileError(
-        "QN110",
-        f"{first.by} changes {first}{also}; a program would not",
-        where=Where(module, line),
-        fix="if only its first call does so, as with a table that it keeps: call model(*batch) once under "
-        "torch.no_grad() before you compile"
-        if first.by == FORWARD
-        else "",
-    )

@@ -96,7 +96,7 @@ class Change:
     """One thing that a trace changed. ``what`` names it for people, ``by`` whose code did it; ``changed`` asks again.
 
     ``put`` makes it what the trace made of it, where that is plain data: it may stay so from then on. ``undo`` makes it
-    what it was.
+    what it was. ``of_process``: it belongs to all threads of the process, any of which may have changed it.
     """
 
     what: str
@@ -106,6 +106,7 @@ class Change:
     put: Callable[[], None] | None = None
     undo: Callable[[], None] | None = None
     by: str = FORWARD
+    of_process: bool = False
 
     def __str__(self) -> str:
         if not isinstance(self.before, Missing) and shown(self.before) == shown(self.after):
@@ -370,7 +371,7 @@ class Generators:
                 return str(get()) != before
 
             if changed():
-                found.append(Change(f"the state of {name}", None, None, changed))
+                found.append(Change(f"the state of {name}", None, None, changed, of_process=True))
         return found
 
     def restore(self) -> None:
