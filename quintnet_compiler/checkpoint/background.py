@@ -111,13 +111,13 @@ class SaveLine:
     turn: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, found: Snapshot, to: Destination) -> Saving:
-        """Write ``found``, which is a copy, in a thread; at once, where no more threads can be. Nothing else is under
-        way."""
-        saving = self.last = Saving(to, functools.partial(_write_in_background, found, to, self.group))
+        """Write ``found``, which is a copy, in a thread; or at once, where none can start."""
+        write_to = functools.partial(_write, found, to, self.group)
+        saving = self.last = Saving(to, functools.partial(_in_background, write_to))
         try:
             saving.thread.start()
         except RuntimeError:  # of this rank; others have one, which takes part in what this one writes
-            _write(found, to, self.group, saving)
+            write_to(saving)
         finish_at_exit(saving)
         return saving
 
@@ -172,10 +172,10 @@ def _line_of(world: dist.ProcessGroup | None, process: int) -> SaveLine:
     return SaveLine(None if world is None else new_group(backend="gloo"))
 
 
-def _write_in_background(found: Snapshot, to: Destination, group: dist.ProcessGroup | None, saving: Saving) -> None:
+def _in_background(write_to: Callable[[Saving], None], saving: Saving) -> None:
     with contextlib.suppress(OSError):
         _step_back()
-    _write(found, to, group, saving)
+    write_to(saving)
 
 
 def _write(found: Snapshot, to: Destination, group: dist.ProcessGroup | None, saving: Saving) -> None:

@@ -183,9 +183,8 @@ def restored(
             require_options(_inner(optimizer), options, group)
             changes.append((group, options))
         place = places[name]
-        sizes = {unquote(path): saved[f"{name}/{path}"].size for path in paths.get(name, ()) if ":" not in path}
-        own = optimizer.state.get(place.parameter, {})
-        shapes.require(SavedState(name, options, sizes, place.shape), place.parameter, own)
+        in_file = SavedState(name, options, _sizes(name, paths.get(name, ()), saved), place.shape)
+        shapes.require_fitting(in_file, place.parameter, optimizer.state.get(place.parameter, {}))
         if isinstance(optimizer, WholeOptimizer) and not optimizer.here(place.parameter):
             continue
         made: dict[str, Tensor] = {}
@@ -218,6 +217,11 @@ def restored(
                 optimizer.state[places[name].parameter] = state
 
     return targets, finish
+
+
+def _sizes(name: str, paths: Sequence[str], saved: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Size]:
+    """Return the size of each tensor that is a value of a parameter's state, by its key."""
+    return {unquote(path): saved[f"{name}/{path}"].size for path in paths if ":" not in path}
 
 
 def _options_elsewhere(

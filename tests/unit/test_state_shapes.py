@@ -64,11 +64,11 @@ def test_state_of_torchs_optimizers_fits_new_ones(name: str) -> None:
     trained, parameter = _stepped(OF_TORCH[name])
     saved = _saved(trained, parameter)
     new = OF_TORCH[name]([nn.Parameter(torch.zeros(MATRIX))])
-    StateShapes(new).require(saved, new.param_groups[0]["params"][0], {})
+    StateShapes(new).require_fitting(saved, new.param_groups[0]["params"][0], {})
     for key in saved.sizes.keys() if name != "LBFGS" else ():  # it joins all parameters
         wrong = SavedState("weight", saved.options, dict(saved.sizes) | {key: torch.Size((3, 3))}, MATRIX)
         with pytest.raises(quintnet.CheckpointError, match=rf"{key} of weight is \(3, 3\) in the checkpoint") as raised:
-            StateShapes(new).require(wrong, new.param_groups[0]["params"][0], {})
+            StateShapes(new).require_fitting(wrong, new.param_groups[0]["params"][0], {})
         assert raised.value.code == "QN602"
 
 
@@ -78,7 +78,7 @@ def test_no_hook_of_a_step_is_called() -> None:
     try:
         new = torch.optim.AdamW([nn.Parameter(torch.zeros(MATRIX))])
         saved = SavedState("weight", {"lr": 0.1}, {"exp_avg": MATRIX}, MATRIX)
-        StateShapes(new).require(saved, new.param_groups[0]["params"][0], {})
+        StateShapes(new).require_fitting(saved, new.param_groups[0]["params"][0], {})
     finally:
         handle.remove()
     assert not called
@@ -89,12 +89,12 @@ def test_others_are_compared_with_the_state_that_they_have() -> None:
     own = trained.state[parameter]
     for size in (MATRIX, torch.Size(())):  # a number may become a matrix later
         saved = SavedState("weight", {}, {"momentum_buffer": size, "history": torch.Size((9,))}, MATRIX)
-        StateShapes(trained).require(saved, parameter, own)
+        StateShapes(trained).require_fitting(saved, parameter, own)
     saved = SavedState("weight", {}, {"momentum_buffer": torch.Size((6, 4))}, MATRIX)
     with pytest.raises(
         quintnet.CheckpointError, match=r"\(6, 4\) in the checkpoint, and Momentum keeps it as \(4, 6\)"
     ):
-        StateShapes(trained).require(saved, parameter, own)
+        StateShapes(trained).require_fitting(saved, parameter, own)
 
 
 @pytest.mark.parametrize(("key", "shape"), [("exp_avg", (3,)), ("exp_avg_sq", (4, 16)), ("step", (16, 4))])

@@ -20,8 +20,10 @@ _KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options that 
 
 @dataclass(frozen=True)
 class SavedState:
-    """Of a parameter of this whole ``shape``, in a file. ``options``: of its group; ``sizes``: of each tensor of its
-    state, by key."""
+    """Describe a parameter's state in a file.
+
+    ``shape``: of the whole parameter; ``options``: of its group; ``sizes``: of each tensor of the state, by key.
+    """
 
     name: str
     options: Mapping[str, Any]
@@ -31,7 +33,7 @@ class SavedState:
 
 @dataclass(frozen=True)
 class StateShapes:
-    """Which shapes tensors of ``optimizer``'s state have.
+    """Compare shapes of tensors in a file with those of ``optimizer``'s state.
 
     One of torch's own says it: it takes a step of a small parameter of as many dims, each of another size. Of others,
     what is known is the state that they have.
@@ -40,7 +42,7 @@ class StateShapes:
     optimizer: torch.optim.Optimizer
     _patterns: dict[tuple[str, int], dict[str, torch.Size]] = field(default_factory=dict)
 
-    def require(self, saved: SavedState, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+    def require_fitting(self, saved: SavedState, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         """Compare a parameter's state with what the optimizer would use.
 
         Args:
