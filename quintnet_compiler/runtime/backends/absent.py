@@ -15,7 +15,7 @@ from .whole_state import WholeState
 
 
 def refuse_absent(what: str, gpu: AbsentGpu) -> NoReturn:
-    """Raises: RunError QN305."""
+    """Raise QN305."""
     kind = ".".join(map(str, gpu.capability))
     raise RunError(
         "QN305",

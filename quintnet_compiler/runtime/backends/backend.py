@@ -87,8 +87,10 @@ class Backend(Protocol):
         ...
 
     def whole_tensors(self, program: DistributedProgram) -> WholeTensors:
-        """Where each parameter is whole, for an optimizer that needs it so, or that computes on the host; every rank
-        calls this."""
+        """Return where each parameter is whole, for an optimizer that needs it so, or that computes on the host.
+
+        Every rank calls this.
+        """
         ...
 
     def cuts(self) -> Mapping[str, StoredPart]:
@@ -108,12 +110,12 @@ class Backend(Protocol):
         ...
 
     def told(self, text: str) -> tuple[str, ...]:
-        """What every rank has to tell, in their order."""
+        """Return the text of every rank, in their order."""
         ...
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that writes files."""
+        """Return whether this process is the one that writes files."""
         ...
 
 
@@ -143,7 +145,7 @@ def clip(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
 
 
 def not_known(program: DistributedProgram, known: Mapping[str, Tensor]) -> list[str]:
-    """Constants of ``program`` that are not among those ``known``."""
+    """Return the constants of ``program`` that are not among those ``known``."""
     kinds = ("buffer", "constant")
     return [spec.name for spec in program.state.values() if spec.kind in kinds and spec.name not in known]
 
@@ -161,19 +163,19 @@ def refuse_unset(unset: set[str], program: DistributedProgram) -> None:
 
 
 def home_of(spec: StateSpec, device: torch.device) -> torch.device:
-    """Where the ranks on ``device`` have a parameter, buffer or constant."""
+    """Return where the ranks on ``device`` have a parameter, buffer or constant."""
     return HOST if spec.host else device
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The gradients that there are."""
+    """Return the gradients that exist."""
     there = zip(parameters, map(attrgetter("grad"), parameters.values()), strict=True)
     return {name: gradient for name, gradient in there if gradient is not None}
 
 
 @dataclass(frozen=True)
 class Ready:
-    """What running a program again and again needs, on one rank. ``store``: None for forwards alone."""
+    """The executor of a program on one rank, for all of its runs. ``store``: None for forwards alone."""
 
     program: DistributedProgram
     executor: Executor

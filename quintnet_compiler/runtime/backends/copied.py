@@ -18,7 +18,7 @@ from .processes import ProcessBackend
 
 @dataclass(frozen=True)
 class ProgramTensors:
-    """What a program computes with, where it is kept, and the module that has it."""
+    """The tensors that a program computes with, their backend, and their module."""
 
     program: DistributedProgram
     backend: Backend
@@ -26,13 +26,13 @@ class ProgramTensors:
 
     @property
     def parameters(self) -> dict[str, StateSpec]:
-        """The module's; those of a loss are not among them."""
+        """Return the module's parameters; those of a loss are not among them."""
         own = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         return {n: spec for n, spec in self.program.state.items() if spec.kind == "parameter" and n in own}
 
 
 def copied(target: ProgramTensors, source: ProgramTensors) -> int:
-    """Give ``target`` the values of ``source``, rounded to its dtypes; the bytes that this rank received.
+    """Give ``target`` the values of ``source``, rounded to its dtypes, and return the bytes that this rank received.
 
     Raises:
         CheckpointError: QN602, RunError: QN301 or QN604, see :meth:`ProgramGeneration.copy_parameters`.
@@ -95,7 +95,7 @@ def _alike(one: StateSpec | Tensor | None, other: StateSpec | Tensor | None) -> 
 
 
 def _rounds(dtype: torch.dtype) -> bool:
-    """Whether a number of another such dtype becomes one of this by rounding; those of 8 bits come with scales."""
+    """Return whether numbers of other such dtypes are rounded to this one; those of 8 bits come with scales."""
     return dtype.is_floating_point and not is_narrow(dtype)
 
 

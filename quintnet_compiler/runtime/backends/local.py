@@ -224,7 +224,7 @@ class LocalBackend(WholeState):
         return work
 
     def _world(self, program: DistributedProgram, train: bool) -> _LocalRanks:
-        """What runs ``program``: made once, but that only one program at a time has memory for gradients."""
+        """Return the ranks of ``program``, set up once; only one program at a time has memory for gradients."""
         if id(program) not in self.worlds:
             self.worlds = {key: w for key, w in self.worlds.items() if not train or w.ranks[0].store is None}
             self.worlds[id(program)] = self._new_world(program, train)
@@ -254,7 +254,7 @@ class LocalBackend(WholeState):
         return _LocalRanks(world, ranks, state, cut, joined, HandOver(parameters, gradients))
 
     def _join(self, ready: _LocalRanks, program: DistributedProgram) -> None:
-        """Whole gradients of the parts that ranks have."""
+        """Assemble the whole gradients from the ranks' parts."""
         for name, whole in ready.joined.items():
             settled = [one.store.settled.get(name) if one.store is not None else None for one in ready.ranks]
             whole.copy_(self._assembled(program, program.state[name], settled))
@@ -285,5 +285,5 @@ class _LocalRanks:
 
 
 def _views(part: Tensor, whole: Tensor) -> bool:
-    """Whether ``part`` changes with ``whole``."""
+    """Return whether ``part`` changes with ``whole``."""
     return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

@@ -112,7 +112,7 @@ class ProcessBackend:
             self.slots.put(new)
 
     def _take(self, x: Tensor, spec: StateSpec) -> Tensor:
-        """What the module has from now on in the place of ``x``."""
+        """Return what the module has from now on in the place of ``x``."""
         name = spec.name
         if spec.kind != "parameter":
             if spec.kind == "buffer" and not x.is_meta:
@@ -147,7 +147,7 @@ class ProcessBackend:
         return found
 
     def _kept(self, x: Tensor, spec: StateSpec) -> Tensor:
-        """This rank's part of a parameter, where there is room for its padding."""
+        """Return this rank's part of a parameter, where there is room for its padding."""
         kept = _kept(x, spec, self.axes, self.place, self.device)
         mine = self._true_part(spec).of_padded(kept)
         if mine.shape != kept.shape:
@@ -261,7 +261,7 @@ class ProcessBackend:
                 other.store.release()
 
     def _write(self, program: DistributedProgram, new: Mapping[str, Tensor]) -> None:
-        """The new values of buffers and parameters, of which this rank has parts."""
+        """Keep the new values of buffers and parameters, of which this rank has parts."""
         stored = {spec.name: spec for spec in program.stored.values()}
         parts = {n: self._true_part(s).of_padded(new[n]) for n, s in stored.items() if n in self.mine}
         buffers = {name: x for name, x in new.items() if name not in stored}
@@ -324,7 +324,7 @@ class ProcessBackend:
             yield name, self._whole(program, program.state[name])
 
     def _whole(self, program: DistributedProgram, spec: StateSpec) -> Tensor | None:
-        """Joined by the ranks of the first stage that has it, then handed to rank 0."""
+        """Return a whole tensor on rank 0: the ranks of the first stage that has it join it, and send it there."""
         stage = program.schedule.placement[spec.stages[0]] if spec.kind == "parameter" else 0
         sender = self.mesh.rank({**dict.fromkeys(self.mesh.names, 0), **({"pp": stage} if "pp" in self.place else {})})
         whole: Tensor | None = None
@@ -370,7 +370,7 @@ class ProcessBackend:
         return dist.get_rank() == 0
 
     def _counts(self, spec: StateSpec, program: DistributedProgram) -> bool:
-        """Whether this rank speaks for its part: one of the ranks that hold the same, in the first stage with it."""
+        """Return whether this rank counts its part: one of the ranks with the same one, in the first stage with it."""
         whole = [a.name for a, k in zip(program.axes, spec.sharding, strict=True) if not isinstance(k, Shard)]
         first = program.schedule.placement[spec.stages[0]]
         return self.place.get("pp", 0) == first and all(self.place.get(axis, 0) == 0 for axis in whole)
@@ -412,7 +412,7 @@ class _Process(Ready):
 
 
 def _groups(program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:
-    """Every group that settling gradients needs."""
+    """Return every group that settling gradients needs."""
     trained = [spec for spec in program.state.values() if spec.trainable]
     axes = {axes(spec, program) for spec in trained for axes in (reduced_axes, scattered_axes)}
     found = dict.fromkeys(gradient_groups(mesh, axes - {()}))
@@ -434,7 +434,7 @@ def _kept(
 def _room(
     spec: StateSpec, axes: Sequence[Axis], place: Mapping[str, int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Memory for a part, in memory that has room for what is gathered there."""
+    """Return memory for a part, in memory that has room for what is gathered there."""
     size = spec.room([axis.size for axis in axes])
     room = host_room(size, dtype, device) if spec.host else torch.empty(size, dtype=dtype, device=device)
     resident = spec.resident if spec.in_place else spec.sharding

@@ -65,7 +65,7 @@ class Home:
         return _nobody, ()  # a copy of the module is nobody's
 
     def join(self, slots: Slots) -> Backend:
-        """What holds the parameters, for a further program that reads ``slots``.
+        """Return the backend with the parameters, for a further program that reads ``slots``.
 
         Raises:
             RunError: QN113 if these are not the same tensors.

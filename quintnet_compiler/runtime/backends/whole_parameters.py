@@ -34,7 +34,7 @@ def owners_of(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
 
 
 class AllHere:
-    """Where all ranks are in this process, parameters are whole."""
+    """Parameters where all ranks are in this process: they are whole."""
 
     label = ""
     apart = False
@@ -62,7 +62,7 @@ class AllHere:
 
 
 class AllOnHost:
-    """Where all ranks are in this process, copies of parameters in memory of the host."""
+    """Copies of parameters in memory of the host, where all ranks are in this process."""
 
     label = ""
     apart = False
@@ -193,7 +193,7 @@ class OneOwnerEach:
             self._spread(some)
 
     def _together(self, pairs: Pairs) -> list[Pairs]:
-        """What is gathered, or handed out, at once."""
+        """Return the groups of tensors that are gathered, or handed out, at once."""
         return [[pair] for pair in pairs] if self.host else [pairs]
 
     def _room(self, p: nn.Parameter) -> Tensor:
@@ -237,7 +237,7 @@ class OneOwnerEach:
             whole.grad = host_copy(found, self.device) if found is not None and self.host else found
 
     def _gather(self, p: nn.Parameter, part: Tensor) -> Pending:
-        """What the ranks have of a tensor like ``p``, whole on the one that owns it."""
+        """Gather the ranks' parts of a tensor like ``p`` on the one that owns it."""
         spec = self.specs[id(p)]
         part = part.detach().to(self.device)
         mine = with_padding(part, local_shape(spec.shape, spec.sharding, self.sizes)).contiguous()

@@ -15,7 +15,7 @@ from .whole_parameters import AllHere, AllOnHost
 
 
 class WholeState:
-    """What backends of one process say of their tensors. ``tensors``: parameters, buffers and constants by name."""
+    """The tensors of backends of one process: parameters, buffers and constants by name (``tensors``)."""
 
     tensors: dict[str, Tensor]
     label = ""

@@ -18,8 +18,11 @@ PIECES, PIECE_BYTES = 16, 2**20  # at most so many in one message, of so many by
 
 
 class Native:
-    """What the backend has. Each collective takes contiguous tensors, which must not change until it is waited for.
-    ``later``: whether something else is done in between."""
+    """The collectives of the backend.
+
+    Each takes contiguous tensors, which must not change until it is waited for. ``later``: whether something else is
+    done in between.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
@@ -66,7 +69,7 @@ class Native:
         return pending(work, x, lambda: into)
 
     def permute(self, x: Tensor, sources: tuple[int, ...]) -> Pending:
-        """The ``x`` of the rank that ``sources`` names at this rank's place."""
+        """Return the ``x`` of the rank that ``sources`` names at this rank's place."""
         if sources[self.rank] == self.rank:
             return lambda: x
         ranks, got = dist.get_process_group_ranks(self.group), torch.empty_like(x)
@@ -131,7 +134,7 @@ class Exchanges(Native):
         return pending(work, x, lambda: got)
 
     def _exchanged(self, x: Tensor, got: Tensor, later: bool, made: Callable[[Tensor], Tensor]) -> Pending:
-        """What ``made`` of the other one's ``x``."""
+        """Return what ``made`` returns for the other rank's ``x``."""
         counts = [x.numel(), 0] if self.rank else [0, x.numel()]
         work = dist.all_to_all_single(got.view(-1), x.view(-1), counts, counts, group=self.group, async_op=later)
         return pending(work, x, lambda: made(got))
@@ -175,7 +178,7 @@ def _fits(x: Tensor) -> bool:
 
 
 def collectives(group: dist.ProcessGroup) -> Native:
-    """How the ranks of ``group`` add up and join tensors. All of them must call this."""
+    """Return the way in which the ranks of ``group`` add up and join tensors. All of them must call this."""
     if dist.get_backend(group) != "gloo":
         return Native(group)
     found = link(group) if group.size() == 2 else None
@@ -183,7 +186,7 @@ def collectives(group: dist.ProcessGroup) -> Native:
 
 
 def pending(work: dist.Work | None, given: Any, made: Callable[[], Any]) -> Pending:
-    """``work`` is None where it is done; ``given`` lives until then."""
+    """Return a wait for ``work``, which is None where it is done; ``given`` lives until then."""
     kept = [given]
 
     def wait() -> Any:

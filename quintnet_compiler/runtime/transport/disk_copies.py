@@ -71,7 +71,7 @@ class DiskCopies:
         return made
 
     def start_write_out(self, x: Tensor, at: int) -> Pending:
-        """When waited for, the memory of ``x`` is free, and what comes back stands for it."""
+        """Start a copy to a file; when waited for, the memory of ``x`` is free, and the result stands for it."""
         path = self._named(lambda: self._reserve(x.nbytes))
         stand = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         weakref.finalize(stand, _remove, path, self.files, os.getpid())
@@ -84,7 +84,7 @@ class DiskCopies:
         return lambda: (free(), stand)[1]
 
     def start_read_in(self, x: Tensor, device: torch.device, at: int) -> Pending:
-        """What ``start_write_out`` made, on the device again. The host waits until it is read."""
+        """Start to copy what ``start_write_out`` wrote to the device. The host waits until it is read."""
         room = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
         stored: StoredValue = x.stored  # type: ignore[attr-defined]
         begun = None

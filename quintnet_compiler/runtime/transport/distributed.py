@@ -37,10 +37,11 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
 
 
 def shared_transport(mesh: Mesh, device_type: str) -> DistributedTransport:
-    """The transport of a mesh, which all its programs share. Every rank must ask for the same meshes in the same order.
+    """Return the transport of a mesh, which all its programs share.
 
-    Process groups are made once and stay until the world's is destroyed. Making one takes sockets and threads, and
-    destroying one is collective with NCCL, but a program may be collected on one rank before it is on another.
+    Every rank must ask for the same meshes in the same order. Process groups are made once and stay until the world's
+    is destroyed. Making one takes sockets and threads, and destroying one is collective with NCCL, but a program may be
+    collected on one rank before it is on another.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -337,7 +338,7 @@ def _room(x: Tensor, group: Native, rows: bool) -> Tensor:
 
 
 def gradient_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> list[tuple[int, ...]]:
-    """All groups of ranks along each set of axes, in an order that every rank agrees on."""
+    """Return all groups of ranks along each set of axes, in an order that every rank agrees on."""
     found: dict[tuple[int, ...], None] = {}
     for names in sorted({tuple(sorted(a)) for a in axes}):
         for rank in range(mesh.size):

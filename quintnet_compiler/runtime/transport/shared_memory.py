@@ -86,7 +86,7 @@ class MemoryLink:
         self.there: dict[int, tuple[int, int]] = {}  # of that: the other's block, and how many bytes are in it
 
     def exchange(self, x: Tensor, made: Callable[[Tensor], Any]) -> Pending:
-        """:meth:`put` and :meth:`take` what the other end puts, which is like ``x``."""
+        """Call :meth:`put`, and :meth:`take` what the other end puts, which is like ``x``."""
         self.put(x)
         return self.take(x.shape, x.dtype, made)
 
@@ -106,8 +106,7 @@ class MemoryLink:
         self._say(block, x.nbytes, files)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, made: Callable[[Tensor], Any]) -> Pending:
-        """When it is waited for: what is ``made`` of the next tensor that the other end puts, which is only there until
-        ``made`` returns."""
+        """Return a wait for the result of ``made`` for the other end's next tensor, which is valid during that call."""
         number, self.taken = self.taken, self.taken + 1
 
         def wait() -> Any:
@@ -192,13 +191,15 @@ def _mapped(file: int) -> MessageBlock:
 
 
 def fits(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a tensor is one that links are for."""
+    """Return whether a tensor is one that links are for."""
     return device.type == "cpu" and math.prod(shape) * dtype.itemsize <= LARGEST
 
 
 def link(group: dist.ProcessGroup, *, both: bool = True) -> MemoryLink | None:
-    """The connection of the two ranks of ``group``, see :class:`MemoryLink`. None where they are on different hosts (or
-    in containers that see no sockets of each other), or not on Linux. Both ranks must call this."""
+    """Return the connection of the two ranks of ``group``, see :class:`MemoryLink`. Both ranks must call this.
+
+    None where they are on different hosts (or in containers that see no sockets of each other), or not on Linux.
+    """
     door = _socket()
     if not all(_told(group, door is not None)) or door is None:
         return None
