@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -99,6 +100,52 @@ def test_only_functions_that_a_trace_called_are_cleared() -> None:
     CachedResults.of_process().kept_from(trace)()
     assert own.cache_info().currsize == 0
     assert other.cache_info().currsize == 1
+
+
+class Named(NamedTuple):
+    table: object
+
+
+class Held:
+    def __init__(self, x: object) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda x: x,
+        lambda x: (1, [x]),
+        lambda x: {"table": (x, "name")},
+        lambda x: Named(x),
+        lambda x: Named(Held([x])),
+        lambda x: (Held(0), Held({"table": x})),
+        lambda x: [Named(0), Held(Named(x))],
+    ],
+    ids=["itself", "sequences", "mapping", "namedtuple", "attribute of a part", "second of a type", "nested attribute"],
+)
+def test_results_of_a_trace_are_found_beside_others_of_the_same_types(wrapped: Callable[[object], object]) -> None:
+    """What was seen of an object's type says nothing of its parts or attributes."""
+
+    @functools.cache
+    def own(size: int) -> object:
+        return wrapped(torch.zeros(size) if size == 3 else size)
+
+    for size in range(3):
+        own(size)
+    search = CachedResults.of_process()
+
+    def trace() -> None:
+        own(4)
+        with torch._subclasses.FakeTensorMode():
+            own(3)
+        own(5)
+
+    search.kept_from(trace)()
+    assert own.cache_info().currsize == 0
+    search = CachedResults.of_process()
+    search.kept_from(lambda: own(4))()
+    assert own.cache_info().currsize == 1
 
 
 def test_an_estimate_leaves_none_of_its_trace() -> None:

@@ -43,8 +43,9 @@ class CachedResults:
             try:
                 return trace()
             finally:
+                search = _Search()
                 for function, missed in self.missed.items():
-                    if function.cache_info().misses != missed and any(map(_of_a_trace, gc.get_referents(function))):
+                    if function.cache_info().misses != missed and any(map(search.finds, gc.get_referents(function))):
                         function.cache_clear()
 
         return traced
@@ -83,12 +84,36 @@ def _counted() -> bool:
     return made.__wrapped__() == before + 1
 
 
-def _of_a_trace(x: Any, *, inside: bool = False) -> bool:
-    """Whether arguments or a result, or a dictionary of these, or attributes of one, are of a trace. ``inside``: ``x``
-    is an attribute."""
-    leaves = pytree.tree_leaves([*x, *x.values()] if isinstance(x, dict) else [x])
-    held = [] if inside else [vars(leaf) for leaf in leaves if hasattr(leaf, "__dict__") and not _is_code(leaf)]
-    return any(isinstance(leaf, _OF_TRACES) for leaf in leaves) or any(_of_a_trace(one, inside=True) for one in held)
+class _Search:
+    """Looks for what is of a trace among what functions keep. A cache may hold many thousands of expressions or names:
+    ``plain`` are the types that were seen to have no parts and no attributes, so that a second object costs nothing."""
+
+    def __init__(self) -> None:
+        self.plain: set[type] = set()
+
+    def finds(self, x: Any, *, inside: bool = False) -> bool:
+        """Return whether arguments or a result, or a dictionary of these, or attributes of one, are of a trace.
+
+        ``inside``: ``x`` is an attribute, or attributes.
+        """
+        if isinstance(x, dict):
+            return any(self._finds_among(part, inside) for part in [*x, *x.values()])
+        return self._finds_among(x, inside)
+
+    def _finds_among(self, x: Any, inside: bool) -> bool:
+        if type(x) in self.plain:
+            return False
+        if type(x) in (tuple, list):  # by far the most: arguments
+            return any(self._finds_among(part, inside) for part in x)
+        return any(self._is_of_a_trace(leaf, inside) for leaf in pytree.tree_leaves([x]))
+
+    def _is_of_a_trace(self, leaf: Any, inside: bool) -> bool:
+        if isinstance(leaf, _OF_TRACES):
+            return True
+        if _is_code(leaf) or not hasattr(leaf, "__dict__"):
+            self.plain.add(type(leaf))
+            return False
+        return not inside and self.finds(vars(leaf), inside=True)
 
 
 def _is_code(x: Any) -> bool:
