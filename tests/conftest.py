@@ -11,6 +11,8 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from .samples import spread
+
 with torch.device("meta"):
     # torch remembers its functions that make tensors at the first such call. If that were inside of transformers, which
     # has another torch.linspace there meanwhile, torch's own would ignore devices in all tests that follow.
@@ -32,15 +34,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _mark_samples(items: list[pytest.Item]) -> None:
     """Mark as slow all but ``n`` cases of a test with ``@pytest.mark.sample(n)``, the same ones in each run."""
-    cases = defaultdict[object, list[pytest.Item]](list)
+    tests = defaultdict[object, list[pytest.Item]](list)
     for item in items:
         if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
-            cases[item.path, item.nodeid.partition("[")[0]].append(item)
-    for found in cases.values():
-        (count,) = found[0].iter_markers("sample")
-        mixed = sorted(found, key=lambda item: hashlib.sha256(item.name.encode()).digest())
-        for item in mixed[count.args[0] :]:
-            item.add_marker(pytest.mark.slow)
+            tests[item.path, item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        (count,) = cases[0].iter_markers("sample")
+        mixed = sorted(cases, key=lambda item: hashlib.sha256(item.name.encode()).digest())
+        chosen = set(spread([_values(item) for item in mixed], count.args[0]))
+        for place, item in enumerate(mixed):
+            if place not in chosen:
+                item.add_marker(pytest.mark.slow)
+
+
+def _values(item: pytest.Item) -> tuple[str, ...]:
+    """Return the values of a case's parameters, as text."""
+    return tuple(f"{name}={value!r}" for name, value in sorted(item.callspec.params.items()))  # type: ignore[attr-defined]
 
 
 @pytest.fixture(params=["disk", "memory"])

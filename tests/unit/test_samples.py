@@ -1,0 +1,37 @@
+"""Which cases of a long sweep ``make test`` runs."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+
+from ..samples import spread
+
+AXES = [("dp=1", "dp=2", "dp=4"), ("zero=0", "zero=3"), ("recompute", "no recompute")]
+ALL = list(product(*AXES))
+
+
+def test_every_value_is_met_first() -> None:
+    met = {value for place in spread(ALL, 3) for value in ALL[place]}
+    assert met == {value for values in AXES for value in values}
+
+
+def test_then_every_pair_is_met_with_few_cases() -> None:
+    met = {pair for place in spread(ALL, 7) for pair in combinations(ALL[place], 2)}
+    assert met == {pair for case in ALL for pair in combinations(case, 2)}
+
+
+def test_a_value_that_one_case_has_is_met_wherever_it_stands() -> None:
+    cases = [("a", "x"), ("a", "y"), ("a", "x"), ("b", "y")]
+    assert spread(cases, 2) == [0, 3]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, len(ALL), len(ALL) + 1])
+def test_as_many_as_wanted_each_once(count: int) -> None:
+    chosen = spread(ALL, count)
+    assert len(chosen) == len(set(chosen)) == min(count, len(ALL))
+
+
+def test_cases_of_one_parameter_are_the_first() -> None:
+    assert spread([("a",), ("b",), ("c",)], 2) == [0, 1]
