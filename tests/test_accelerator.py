@@ -151,6 +151,7 @@ def test_what_a_host_asks_for_is_counted(device: Emulated) -> None:
 # -- all ranks in one process, on one device
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("index", [0, 2], ids=["current device", "another device"])
 @pytest.mark.parametrize(
     ("name", "axes", "options"),
@@ -231,7 +232,7 @@ def _third_step(
     return before, found
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("offload", OFFLOADS, ids=lambda one: "-".join(one) or "plain")
 @pytest.mark.parametrize(("name", "microbatches"), [("cnn", 2), ("gpt", 1), ("vit", 1)])
 def test_bytes_of_the_device_and_of_its_host_are_those_simulated(

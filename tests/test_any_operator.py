@@ -219,7 +219,7 @@ def _require_equal(net: Net, axes: dict[str, int], **options: Any) -> None:
     assert worst_error(found, gradients)[0] < 1e-8
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_on_every_layout(name: str, layout: str) -> None:
@@ -239,7 +239,7 @@ def test_no_rule_is_needed_where_nothing_is_split(axes: dict[str, int]) -> None:
         quintnet.compile(Net(unruled, last=nn.Linear(4, 4)), Mesh(dp=2), (torch.randn(8, 4),))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_on_every_layout(name: str, layout: str) -> None:

@@ -79,7 +79,7 @@ FOLLOWED: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_they_are_followed(name: str) -> None:
     trains_equally(lambda: Net(FOLLOWED[name]), (X, Y), F.cross_entropy, meshes=LAYOUTS)

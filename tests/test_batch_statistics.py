@@ -56,7 +56,7 @@ KINDS = (Twice, Codebook, Counter, AverageLoss, ResNet, Noisy, Pairs)
 AXES = ({"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2})
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_steps_are_those_of_the_module_called_with_each_microbatch(

@@ -41,14 +41,14 @@ MORE = {
 }
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", SHAPES)
 def test_three_steps_are_those_of_the_module(kind: type[nn.Module], layout: str) -> None:
     report(changing(kind), {layout: compare(changing(kind), LAYOUTS[layout])})
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
@@ -75,7 +75,7 @@ def test_slices_of_a_changed_parameter_stay_where_they_are(kind: type[nn.Module]
     report(case, {"dp2": compare(case, {"dp": 2})})
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize("kind", BY_ROWS)
 def test_microbatches_count_once(kind: type[nn.Module], axes: dict[str, int]) -> None:

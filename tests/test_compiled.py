@@ -191,6 +191,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name: str) -> None:
     x, _ = CASES["mlp"].batch(8)

@@ -217,6 +217,7 @@ def _attention(folder: Path) -> Counter[str]:
     return Counter(re.findall(r"aten\._scaled_dot_product_(\w+)\.", code))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("axes", "options"),
     [({"dp": 1}, {}), ({"cp": 2}, {"context": "ulysses"}), ({"tp": 2}, {"sequence_parallel": True}), ({"pp": 2}, {})],

@@ -25,7 +25,7 @@ def _code(page: Path) -> str:
     return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M))
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("page", [page for page in PAGES if _code(page)], ids=lambda page: page.name)
 def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     """In a process of its own, forked from one that has imported what all pages import."""

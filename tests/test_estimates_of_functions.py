@@ -107,7 +107,7 @@ class Network(nn.Module):
         return self.head(self.after(self.function(self.before(image))).mean((2, 3)))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_is_priced(name: str) -> None:
     images = torch.randn(ROWS, 3, 8, 8), torch.randint(0, CLASSES, (ROWS,))

@@ -77,7 +77,7 @@ LAYOUTS: dict[str, tuple[quintnet.Mesh, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_all_scores(layout: str, mask: str) -> None:

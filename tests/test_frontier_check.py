@@ -319,7 +319,7 @@ def _entries() -> list[Any]:
     ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("entry", _entries())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_hugging_face_models_give_no_false_alarm(entry: zoo.Entry, dtype: torch.dtype) -> None:

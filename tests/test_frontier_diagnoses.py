@@ -66,7 +66,7 @@ def _locked(net: Net, x: Tensor) -> Tensor:
     return (h * F.dropout(torch.ones(1, 4), 0.5, net.training) * F.dropout(torch.ones_like(h), 0.3)).square().mean()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("f", [_drop_path, _locked])
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_masks_of_tensors_that_forward_makes(f: Any, microbatches: int) -> None:
@@ -153,7 +153,7 @@ def net_of(f: Any) -> Net:
     return net
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", APART)
 def test_samples_that_are_treated_alone_run_in_microbatches(name: str) -> None:
     f, *batch = APART[name]

@@ -238,7 +238,7 @@ FUNCTIONS: dict[str, Callable[[Net, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name: str) -> None:
     frontier.trains_equally(lambda: net(FUNCTIONS[name]), (X,))

@@ -113,7 +113,7 @@ DERIVATIVES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivatives_that_change_values_in_place(name: str) -> None:
     trains_equally(DERIVATIVES[name], (X, SIGNS), meshes=TWO)

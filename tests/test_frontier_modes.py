@@ -96,7 +96,7 @@ def _table(net: Any, step: int) -> None:
     net.table.fill_(step)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "before",
     [
@@ -174,7 +174,7 @@ def _divides(net: Any, x: Tensor) -> Tensor:
     return net.inner(x).mean()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("body", "cause", "line"),
     [

@@ -39,6 +39,7 @@ def _traced(x: Tensor, block: list[int]) -> fx.GraphModule:
     return traced
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("block", [[0, 0], [1, 0]], ids=["tensorwise", "rowwise"])
 def test_no_operator_runs_between_the_kernels_of_a_cast(block: list[int]) -> None:
     traced = _traced(torch.randn(64, 128, dtype=torch.bfloat16), block)
@@ -104,7 +105,7 @@ def _step(recipe: str, axes: dict[str, int], **plan: Any) -> list[Tensor]:
     return [loss, *(p.grad.full_tensor() for p in program.parameters() if p.grad is not None)]  # type: ignore[attr-defined]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "axes", "plan"),
     [

@@ -90,7 +90,7 @@ ALONE: list[tuple[type[nn.Module], int, torch.dtype, dict[str, Any], str]] = [
 
 
 @emulated
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("model", "rows", "dtype", "options", "held"), ALONE, ids=str)
 def test_a_peak_is_parameters_gradients_and_values_together(
     model: type[nn.Module], rows: int, dtype: torch.dtype, options: dict[str, Any], held: str

@@ -96,7 +96,7 @@ def _worst(name: str, program: quintnet.CompiledProgram, steps: int = 4) -> floa
     return worst
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "axes", "options"),
     [

@@ -58,7 +58,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("hot", [[0], [3, 1], [0, 1, 2, 3]], ids=str)
 @pytest.mark.parametrize(("axes", "options"), LAYOUTS, ids=str)
 def test_hot_experts_are_exact(axes: dict[str, int], options: dict[str, Any], hot: list[int]) -> None:
@@ -175,6 +175,7 @@ def test_what_is_known_of_loads_goes_into_a_plan() -> None:
 # -- prices
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("imbalance", "hot_rows"), [(1.0, None), (1.0, 0.75), (2.5, 0.75)])
 def test_what_stays_is_not_sent(imbalance: float, hot_rows: float | None) -> None:
     """``hot_rows`` of what a rank has; of the busiest rank, all but these come from others."""

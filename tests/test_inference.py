@@ -66,7 +66,7 @@ MORE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "axes", "options"),
     [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],

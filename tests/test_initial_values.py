@@ -167,7 +167,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_constructors_of_hugging_face_models(family: str) -> None:
     def build() -> Any:

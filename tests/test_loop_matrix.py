@@ -204,7 +204,7 @@ def _equal(found: Told, wanted: Told) -> None:
         assert numbers == pytest.approx(known, rel=1e-9)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loops(loop: str, layout: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ torch.set_num_threads(1)
 aten = torch.ops.aten
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_in_parts_equals_the_unsplit_one(name: str) -> None:
     program = compiled(LOSSES[name], {"dp": 2}, loss_chunks=3, microbatches=2)
@@ -51,7 +51,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
 @pytest.mark.parametrize(("axes", "options"), LAYOUTS, ids=str)
 def test_layouts(axes: dict[str, int], options: dict[str, Any], tied: bool) -> None:

@@ -87,7 +87,7 @@ def _model() -> nn.Module:
     return Tagger().double()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("mesh", "microbatches"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_is_that_of_the_whole_batch(name: str, mesh: quintnet.Mesh, microbatches: int) -> None:

@@ -70,7 +70,7 @@ def plain() -> tuple[Tensor, list[Tensor]]:
     return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("check", ["first", "off"])
 @pytest.mark.parametrize("mode", MODES)

@@ -39,7 +39,7 @@ def files(folder: Path) -> Counter[str]:
     return found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "axes", "options"), LAYOUTS, ids=str)
 def test_the_bits_and_the_bytes(
     name: str, axes: dict[str, int], options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

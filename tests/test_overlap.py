@@ -55,7 +55,7 @@ LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "axes", "options", "kind"), LAYOUTS, ids=str)
 def test_the_order_changes_no_bit(name: str, axes: dict[str, int], options: dict[str, Any], kind: str) -> None:
     found = []

@@ -142,7 +142,7 @@ BODIES: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BODIES)
 def test_gradients_are_those_of_the_module(name: str) -> None:
     trains_equally(lambda: Net(BODIES[name]), (X,), meshes=MESHES)

@@ -68,7 +68,7 @@ def _rows(axes: dict[str, int]) -> tuple[bool, bool]:
     return same, False
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "axes", "microbatches", "options"),
     [

@@ -56,6 +56,7 @@ class Net(nn.Module):
         }[self.result]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("result", ["one", "one by one"])
 def test_losses_of_one_element_train_as_plain(result: str, layout: str) -> None:
@@ -90,6 +91,7 @@ def _same(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("result", ["named", "object"])
 def test_outputs_are_those_of_the_module(result: str, layout: str) -> None:

@@ -86,7 +86,7 @@ def _own_loop(axes: dict[str, int], loader: Any, folder: Path, steps: int | None
     return losses
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_what_is_read_after_an_interruption_is_what_plain_pytorch_reads(kind: str, tmp_path: Path) -> None:
     """In the first epoch, in the second, and at the end of the second; starts seed in different ways."""

@@ -36,6 +36,7 @@ def _batch(rows: list[list[int]], *more: str) -> dict[str, Tensor]:
     return {"x": x, "documents": documents, **{name: shown[name] for name in more}}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "index"),
     [

@@ -42,7 +42,7 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", ["dp2", "pp2", "dp2 tp2 zero3"])
 @pytest.mark.parametrize("case", CASES)
 def test_diagonals_of_rows(case: str, layout: str) -> None:
@@ -61,6 +61,7 @@ class Normed(nn.Module):
         return made
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_instance_norms_with_running_statistics(layout: str) -> None:
     x, y = _random(8, 3, 6), torch.tensor([0, 3, 2, 4, 1, 1, 0, 4])

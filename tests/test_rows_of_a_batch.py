@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], Any]] = {
 }
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_rows_are_split_wherever_they_stand(case: str, layout: str) -> None:

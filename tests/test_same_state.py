@@ -97,7 +97,7 @@ CASES: list[tuple[dict[str, int], Drift, str]] = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("axes", "drift", "said"), CASES)
 def test_a_rank_that_drifts_is_named_with_the_last_step_and_checkpoint_that_were_equal(
     axes: dict[str, int], drift: Drift, said: str, tmp_path: Path

@@ -123,7 +123,7 @@ BODIES: dict[str, tuple[Body, dict[str, Callable[[], Any]]]] = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", BODIES)
 def test_state_changes_as_often_as_in_pytorch(name: str, reentrant: bool) -> None:

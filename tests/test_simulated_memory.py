@@ -94,7 +94,7 @@ PROGRAMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name, mesh, options", PROGRAMS, ids=lambda value: str(value))
 def test_bytes_and_live_activations(
     name: str, mesh: dict[str, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -117,6 +117,7 @@ def test_bytes_and_live_activations(
         assert all(point.peak + point.gradients >= point.held for point in found.points)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("name", ["mlp", "gpt", "mixture"])
 def test_the_peak_is_what_the_allocator_says(name: str, microbatches: int) -> None:
@@ -129,6 +130,7 @@ def test_the_peak_is_what_the_allocator_says(name: str, microbatches: int) -> No
     assert (most + row.gradient_bytes, after) == (row.peak.gradients + row.peak.values, 0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["mlp", "gpt", "cnn"])
 def test_an_estimate_has_room_for_what_is_simulated(name: str) -> None:
     """The planner adds up units: what one received and saved as a view counts, too."""

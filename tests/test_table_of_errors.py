@@ -43,14 +43,14 @@ def test_a_row_says_where_and_why(name: str) -> None:
         assert row.fix in fix, text
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_row_offers_works(name: str) -> None:
     for program in REFUSED[name].fixed:
         _works(program)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_what_was_refused_is_followed(name: str) -> None:
     _works(FOLLOWED[name])

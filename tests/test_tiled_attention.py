@@ -92,7 +92,7 @@ def _program(mask: str, mesh: quintnet.Mesh, length: int = LENGTH, **options: An
 # -- numbers
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("context", ["all_gather", "ring", pytest.param("ulysses", marks=pytest.mark.slow)])
 def test_tiles_equal_the_model(mask: str, context: str) -> None:
@@ -155,7 +155,7 @@ def test_documents_of_unequal_length_equal_the_model(
     assert report.ok and report.worst.error < 1e-12, str(report)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "sample",
     [

@@ -80,7 +80,7 @@ def test_a_trainer_does_what_a_loop_by_hand_does() -> None:
     assert found["accuracy"] == pytest.approx(float((model(x).argmax(1) == labels).double().mean()))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cut", [4, 6, 9])
 def test_a_run_that_was_cut_off_goes_on_bit_by_bit(cut: int, tmp_path: Path) -> None:
     whole = _trainer({"dp": 2}, epochs=2)

@@ -283,7 +283,7 @@ class Tagger(torch.nn.Module):
 MODELS = {"llama": language_model, "gpt2": gpt2, "tagger": Tagger}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "tp": 2}], ids=str)

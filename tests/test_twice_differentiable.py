@@ -77,7 +77,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_gradient_of_a_loss_of_labels_is_differentiated_again(name: str) -> None:
     trains_equally(lambda: Net(LOSSES[name]), (X, Y), meshes=MESHES)

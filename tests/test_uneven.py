@@ -56,7 +56,7 @@ def _gpt(**sizes: int) -> nn.Module:
     return GPT(**{"vocab": 33, "width": 24, "heads": 3, "depth": 2, "length": 20, **sizes}).double()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "axes", "rows", "length", "options"),
     [
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("axes", "stages"), [((2,), 1), ((3,), 2), ((2, 3), 1)], ids=str)
 @pytest.mark.parametrize("name", CASES)

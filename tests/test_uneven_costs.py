@@ -180,7 +180,7 @@ def _told(program: quintnet.CompiledProgram) -> Counter[str]:
     return told
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", COSTS)
 def test_the_report_equals_the_closed_forms(name: str) -> None:
     cost = COSTS[name]()

@@ -97,14 +97,14 @@ def _batch(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 6, dtype=torch.float64, generator=dice), torch.randint(4, (rows,), generator=dice)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", ["dp2", "pp2"])
 @pytest.mark.parametrize("function", ["rounded", "inverse", "linear", "parameter", "hook"])
 def test_rows_that_do_not_divide(function: str, layout: str) -> None:
     train_as_plain(Net(function).double(), layout, [_batch(8), _batch(7)], F.cross_entropy)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", ["tp2", "dp2 tp2 zero3"])
 @pytest.mark.parametrize("function", ["rounded", "inverse", "linear", "parameter", "hook"])
 def test_features_that_do_not_divide(function: str, layout: str) -> None:

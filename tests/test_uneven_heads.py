@@ -78,7 +78,7 @@ def test_ranks_store_their_heads_alone(heads: int, ranks: int) -> None:
     assert (found.parameters, found.gradients) == (expected, expected)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("heads", "axes", "options"),
     [

@@ -38,7 +38,7 @@ def _tokens(rows: int = 6) -> tuple[Tensor, Tensor]:
     return ids, ids.roll(-1, 1)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("axes", "options"),
     [

@@ -170,7 +170,7 @@ FOLLOWED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_what_is_followed_in_another_way(name: str) -> None:
     parts = {"activation": lambda: gated, "factor": lambda: 1.5}

@@ -73,7 +73,7 @@ BODIES: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BODIES)
 def test_their_own_backward_is_used(name: str) -> None:
     trains_equally(lambda: Net(BODIES[name]), (X,), meshes=MESHES)

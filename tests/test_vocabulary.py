@@ -41,7 +41,7 @@ def _batch(ignore: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ignore", [-100, 7])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("axes", [{"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 4}, {"cp": 2, "tp": 2}], ids=str)

@@ -47,6 +47,7 @@ COMPILED: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("how", COMPILED)
 def test_models_of_torch_compile_train_as_plain(how: str, layout: str) -> None:

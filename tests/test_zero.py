@@ -70,6 +70,7 @@ def test_all_stages(name: str, axes: dict[str, int], options: dict[str, Any], ze
     assert report.ok, report
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_slices_that_a_plan_asks_for(zero: int) -> None:
     """Any dim, in parts, beside others that stay whole."""

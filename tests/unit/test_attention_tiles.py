@@ -169,7 +169,7 @@ MASKS += [(Sight(True, window, chunk), {"packed": packed, "grouped": packed})
 MASKS += [(Sight(False, 0, 5), {"padded": True, "grouped": True})]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kernel", [CpuKernel(), Matmuls()], ids=lambda kernel: type(kernel).__name__)
 @pytest.mark.parametrize("tile_bytes", [1, 300, 10**6])
 def test_tiles_add_up_to_attention(monkeypatch: pytest.MonkeyPatch, kernel: AttentionKernel, tile_bytes: int) -> None:

@@ -59,6 +59,7 @@ TABLES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("before", [False, True], ids=["", "kept before"])
 @pytest.mark.parametrize("check", ["first", "off"])
 @pytest.mark.parametrize("name", TABLES)

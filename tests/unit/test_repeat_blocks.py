@@ -246,7 +246,7 @@ def test_settings_of_blocks_that_were_not_traced_are_guarded() -> None:
     assert not found.guards.hold() and "layers.4.linear.factor" in found.guards.broken()[0]
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "model",
     [
