@@ -43,7 +43,7 @@ class CachedResults:
             try:
                 return trace()
             finally:
-                search = _Search()
+                search = _TraceSearch()
                 for function, missed in self.missed.items():
                     if function.cache_info().misses != missed and any(map(search.finds, gc.get_referents(function))):
                         function.cache_clear()
@@ -84,7 +84,7 @@ def _counted() -> bool:
     return made.__wrapped__() == before + 1
 
 
-class _Search:
+class _TraceSearch:
     """Looks for what is of a trace among what functions keep. A cache may hold many thousands of expressions or names:
     ``plain`` are the types that were seen to have no parts and no attributes, so that a second object costs nothing."""
 
