@@ -11,7 +11,7 @@ from typing import Any
 from ..core.errors import CheckpointError
 from ..weights.files import shown
 from .folder import CheckpointFiles, CheckpointFolder, Entry, name_of
-from .pieces import PIECE, Digest, FilePiece, VerifiedSource, different, not_as_written, pieces_of, write
+from .pieces import PIECE, Digest, FilePiece, Share, VerifiedSource, different, not_as_written, pieces_of, write
 from .reading.open_files import Damaged, OpenFile, OpenFiles, OtherFormatError, VanishedError
 
 MANIFEST = "manifest.json"
@@ -214,7 +214,7 @@ def check_sizes(written: WrittenFiles) -> None:
             raise Damaged(f"{shown(name)} has {size} bytes, and {digest.size} were written")
 
 
-def check_files(written: WrittenFiles, share: slice) -> None:
+def check_files(written: WrittenFiles, share: Share = Share()) -> None:
     """Compare files with what was written: sizes, and a ``share`` of all their pieces.
 
     Raises:
@@ -222,6 +222,6 @@ def check_files(written: WrittenFiles, share: slice) -> None:
     """
     check_sizes(written)
     pieces = [piece for name in sorted(written.digests) for piece in written.pieces_of_file(name)]
-    other = different(pieces[share])
+    other = different(share.of(pieces))
     if other is not None:
         raise not_as_written(other)

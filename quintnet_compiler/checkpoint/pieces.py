@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import xxhash
@@ -30,6 +30,19 @@ class Digest:
 
     size: int
     pieces: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of so many ``shares``."""
+
+    number: int = 0
+    shares: int = 1
+
+    def of(self, items: Sequence[T]) -> Sequence[T]:
+        """Return this share of ``items``: a run of them, as what follows on a disk is read faster."""
+        first, last = (len(items) * number // self.shares for number in (self.number, self.number + 1))
+        return items[first:last]
 
 
 class FileSink(Protocol):
@@ -123,37 +136,37 @@ class _KeptBytes:
         """Leave it: it lies where it is kept."""
 
 
-def read_in_windows(file: FileSource, start: int, stop: int, sink: WindowSink) -> None:
-    """Read bytes of a file, as many at once as is best."""
-    room = memoryview(bytearray(min(file.bytes_at_once, max(0, stop - start))))
-    while start < stop:
-        size = min(len(room), stop - start)
-        window = sink.room_at(start, size) or room[:size]
-        file.read_into(start, window)
-        sink.take_window(start, window)
-        start += len(window)
+class WindowReader:
+    """Reads bytes of files, as many at once as is best. This is for one thread, which keeps memory for a window."""
 
+    def __init__(self) -> None:
+        self._spare = memoryview(b"")
 
-def is_as_written(piece: FilePiece, sink: WindowSink | None = None) -> bool:
-    """Read a piece, and return whether its hash is the one that it had when it was written."""
-    hashing = _Hashing(sink or _Nobody())
-    read_in_windows(piece.file, piece.start, piece.start + piece.size, hashing)
-    return hashing.digest.hexdigest() == piece.hash
+    def is_as_written(self, piece: FilePiece, sink: WindowSink | None = None) -> bool:
+        """Read a piece, and return whether its hash is the one that it had when it was written."""
+        digest = xxhash.xxh3_128()
+        self.read(piece.file, piece.start, piece.start + piece.size, sink or _Nobody(), digest)
+        return digest.hexdigest() == piece.hash
 
+    def read(
+        self, file: FileSource, start: int, stop: int, sink: WindowSink, digest: xxhash.xxh3_128 | None = None
+    ) -> None:
+        """Read bytes of a file for ``sink``; ``digest`` gets them, too, while they are in the cache of a core."""
+        size, read_into = file.bytes_at_once, file.read_into
+        while start < stop:
+            room = sink.room_at(start, stop - start) or self._spare_room(size)[: stop - start]
+            for first in range(0, len(room), size):
+                window = room[first : first + size]
+                read_into(start + first, window)
+                if digest is not None:
+                    digest.update(window)
+            sink.take_window(start, room)
+            start += len(room)
 
-@dataclass(frozen=True)
-class _Hashing:
-    """Hashes what another takes."""
-
-    sink: WindowSink
-    digest: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
-
-    def room_at(self, offset: int, size: int) -> memoryview | None:
-        return self.sink.room_at(offset, size)
-
-    def take_window(self, offset: int, window: memoryview) -> None:
-        self.digest.update(window)
-        self.sink.take_window(offset, window)
+    def _spare_room(self, size: int) -> memoryview:
+        if len(self._spare) != size:
+            self._spare = memoryview(bytearray(size))
+        return self._spare
 
 
 def not_as_written(name: str) -> Damaged:
@@ -170,6 +183,7 @@ class VerifiedSource:
     def __init__(self, file: FileSource, pieces: Sequence[FilePiece]) -> None:
         self.size, self.bytes_at_once = file.size, file.bytes_at_once
         self._pieces, self._kept, self._data = pieces, -1, memoryview(b"")
+        self._reader = WindowReader()
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` with what begins at ``offset``.
@@ -187,7 +201,7 @@ class VerifiedSource:
         if number != self._kept:
             piece = self._pieces[number]
             data = memoryview(bytearray(piece.size))
-            if not is_as_written(piece, _KeptBytes(data, piece.start)):
+            if not self._reader.is_as_written(piece, _KeptBytes(data, piece.start)):
                 raise not_as_written(piece.name)
             self._kept, self._data = number, data
         return self._data
@@ -198,10 +212,11 @@ def different(pieces: Sequence[FilePiece]) -> str | None:
     names: list[str] = []
 
     def check(share: Sequence[FilePiece]) -> None:
+        reader = WindowReader()
         for piece in share:
             if names:
                 return
-            if not is_as_written(piece):
+            if not reader.is_as_written(piece):
                 names.append(piece.name)
 
     shared(check, pieces)
@@ -209,9 +224,9 @@ def different(pieces: Sequence[FilePiece]) -> str | None:
 
 
 def shared(work: Callable[[Sequence[T]], object], items: Sequence[T]) -> None:
-    """Call ``work`` with parts of ``items``, each in a thread of its own."""
+    """Call ``work`` with shares of ``items``, each in a thread of its own."""
     with threads() as pool:
-        parts = [items[first::_THREADS] for first in range(_THREADS)]
+        parts = [Share(number, _THREADS).of(items) for number in range(_THREADS)]
         for one in [pool.submit(work, part) for part in parts if part]:
             one.result()
 

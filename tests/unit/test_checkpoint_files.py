@@ -63,6 +63,13 @@ def test_a_file_is_hashed_piece_by_piece(small: None) -> None:
     assert pieces.write(_Kept(), []) == pieces.Digest(0, ())
 
 
+@pytest.mark.parametrize("shares", range(1, 9))
+def test_shares_are_runs_which_together_are_all(shares: int) -> None:
+    parts = [pieces.Share(number, shares).of(range(5)) for number in range(shares)]
+    assert [item for part in parts for item in part] == list(range(5))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
 def test_threads_share_all_items_and_an_error_is_raised() -> None:
     seen: list[int] = []
     pieces.shared(seen.extend, range(10))

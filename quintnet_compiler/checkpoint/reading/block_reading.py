@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from ...weights.safetensors_writer import bytes_of
-from ..pieces import PIECE, FilePiece, is_as_written, not_as_written, read_in_windows, shared
+from ..pieces import PIECE, FilePiece, WindowReader, not_as_written, shared
 from ..tensor_file import RowBlock
 
 LEAST_WANTED = 4  # a piece is read whole if one in so many of its bytes is wanted
@@ -36,23 +36,24 @@ def read_blocks(pieces: Sequence[FilePiece], blocks: Iterable[RowBlock]) -> None
     regions = [numbers[first : first + size] for first in range(0, len(numbers), max(1, size))]
 
     def read(share: Sequence[list[int]]) -> None:
+        reader = WindowReader()
         for region in share:
-            _read_region(pieces, [block for number in region for block in by_piece[number]])
+            _read_region(reader, pieces, [block for number in region for block in by_piece[number]])
 
     shared(read, regions)
 
 
-def _read_region(pieces: Sequence[FilePiece], blocks: Sequence[RowBlock]) -> None:
+def _read_region(reader: WindowReader, pieces: Sequence[FilePiece], blocks: Sequence[RowBlock]) -> None:
     """Read blocks, which are sorted, from the first byte to the last."""
     sweep = _Sweep(blocks)
     for number, wanted in _wanted(blocks):
         piece = pieces[number]
         if sum(stop - start for start, stop in wanted) * LEAST_WANTED >= piece.size:
-            if not is_as_written(piece, sweep):
+            if not reader.is_as_written(piece, sweep):
                 raise not_as_written(piece.name)
             continue
         for start, stop in wanted:
-            read_in_windows(piece.file, start, stop, sweep)
+            reader.read(piece.file, start, stop, sweep)
 
 
 def _wanted(blocks: Sequence[RowBlock]) -> Iterable[tuple[int, list[tuple[int, int]]]]:

@@ -24,6 +24,7 @@ from ...weights.files import INDEX, METADATA, SINGLE, conversion, shown
 from ..documents import IndexEntry, StateNote, check_tensors, read_index, read_state
 from ..folder import CheckpointFolder
 from ..manifest import WrittenFiles, available, check_files, read_manifest
+from ..pieces import Share
 from .open_files import Damaged, OpenFiles, OtherFormatError, VanishedError
 
 LOOKS = 60  # at a folder whose checkpoints vanish while they are read
@@ -152,7 +153,7 @@ class _FolderLook:
     def _examine(self, name: str, stack: contextlib.ExitStack) -> tuple[_Report, Chosen | None]:
         """Return what counts of all ranks' reports, and the checkpoint if this rank has read it."""
         rank = dist.get_rank() if self.ranks > 1 else 0
-        mine, chosen = _read_share(self.folder, name, slice(rank, None, self.ranks), stack)
+        mine, chosen = _read_share(self.folder, name, Share(rank, self.ranks), stack)
         reports = [_Report._parse(message) for message in self.tell_all(mine.message())]
         order = list(_Outcome)
         worst = min(reports, key=lambda report: order.index(report.outcome))
@@ -195,7 +196,7 @@ class _FolderLook:
 
 
 def _read_share(
-    folder: CheckpointFolder, name: str, share: slice, stack: contextlib.ExitStack
+    folder: CheckpointFolder, name: str, share: Share, stack: contextlib.ExitStack
 ) -> tuple[_Report, Chosen | None]:
     """Open a checkpoint, check a share of its files, and read its documents; report how far that came."""
     number, _, name_in_folder = name.partition("/")
@@ -205,7 +206,7 @@ def _read_share(
         written = read_manifest(files, int(number))
         check_files(written, share)
         index = read_index(written)
-        check_tensors(written, index, sorted(written.digests)[share])
+        check_tensors(written, index, share.of(sorted(written.digests)))
         chosen = Chosen(written, read_state(written, int(number)), index)
         contents = hashlib.sha256(repr(sorted(written.digests.items())).encode()).hexdigest()
         return _Report(_Outcome.WHOLE, contents), chosen
