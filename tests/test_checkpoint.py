@@ -19,7 +19,7 @@ from torch import Tensor
 
 import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
-from quintnet_compiler.checkpoint import commit, lock, manifest, pieces, storage
+from quintnet_compiler.checkpoint import commit, lock, manifest, pieces, storage, tensor_file
 from quintnet_compiler.checkpoint.stores import disk_folder
 from quintnet_compiler.checkpoint.stores.disk_folder import DiskFolder
 
@@ -48,7 +48,7 @@ def _contents(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Every tensor, whole, put together without the code under test; and the rest."""
     wholes = {}
     for name, entry in json.loads((checkpoint / "index.json").read_text()).items():
-        whole, covered = torch.zeros(entry["shape"], dtype=storage.STORED_TYPES[entry["dtype"]].dtype), 0
+        whole, covered = torch.zeros(entry["shape"], dtype=tensor_file.STORED_TYPES[entry["dtype"]].dtype), 0
         for at, sizes, file, key in entry["boxes"]:
             with safe_open(checkpoint / file, framework="pt") as opened:
                 whole[tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))] = opened.get_tensor(key)

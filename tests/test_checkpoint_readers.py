@@ -249,6 +249,23 @@ def test_what_accept_raises_leaves_all_as_it_was(writer: Made, reader: Made, tmp
     assert _values(reader) == {2.0}
 
 
+def test_what_does_not_fit_counts_only_if_it_is_whole(reader: Made, writer: Made, tmp_path: Path) -> None:
+    """A plan for loading is made while files are checked: that of a damaged checkpoint is nobody's error."""
+    _save(writer, tmp_path, 1, 1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    other = quintnet.compile(model, quintnet.Mesh(dp=1), (torch.ones(2, 4), torch.ones(2, 3)), loss_fn=F.mse_loss)
+    other.save(tmp_path, step=2)
+    with pytest.raises(quintnet.CheckpointError, match="QN602"):
+        reader[0].load(tmp_path, optimizer=reader[1])
+    [path] = (tmp_path / "step-00000002").glob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.warns(quintnet.CheckpointWarning, match="its hash is another; trying the one before"):
+        assert reader[0].load(tmp_path, optimizer=reader[1]).step == 1
+    assert _values(reader) == {1.0}
+
+
 def test_converting_beside_a_writer(writer: Made, tmp_path: Path) -> None:
     _save(writer, tmp_path / "run", 1, 1, 1)
     writer[0]._locks.release()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import CheckpointError
 from ..weights.files import shown
 from .folder import CheckpointFiles, CheckpointFolder, Entry, name_of
-from .pieces import PIECE, Digest, FilePiece, Share, VerifiedSource, different, not_as_written, pieces_of, write
+from .pieces import PIECE, Digest, FilePiece, Share, VerifiedSource, compared, pieces_of, write
 from .reading.open_files import Damaged, OpenFile, OpenFiles, OtherFormatError, VanishedError
 
 MANIFEST = "manifest.json"
@@ -214,14 +215,14 @@ def check_sizes(written: WrittenFiles) -> None:
             raise Damaged(f"{shown(name)} has {size} bytes, and {digest.size} were written")
 
 
-def check_files(written: WrittenFiles, share: Share = Share()) -> None:
-    """Compare files with what was written: sizes, and a ``share`` of all their pieces.
+@contextlib.contextmanager
+def files_checked(written: WrittenFiles, share: Share = Share()) -> Iterator[None]:
+    """Compare files with what was written, while a ``with`` block runs: sizes, and a ``share`` of all their pieces.
 
     Raises:
-        Damaged: for one that is another.
+        Damaged: for one that is another, at the end of the block.
     """
     check_sizes(written)
     pieces = [piece for name in sorted(written.digests) for piece in written.pieces_of_file(name)]
-    other = different(share.of(pieces))
-    if other is not None:
-        raise not_as_written(other)
+    with compared(share.of(pieces)):
+        yield

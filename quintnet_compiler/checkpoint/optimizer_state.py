@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
@@ -20,6 +21,7 @@ from ..core.empty_storage import is_of_other_ranks
 from ..core.errors import CheckpointError, CheckpointWarning
 from ..runtime.state.whole_optimizer import WholeOptimizer
 from ..weights.files import shown
+from ..weights.sources import Runs, runs_of
 from .parts import SavedPart
 from .reading.plain_values import require_options
 from .reading.state_shapes import SavedState, StateShapes
@@ -37,7 +39,11 @@ class ParameterPlace:
     positions: Sequence[Tensor]
 
     def part(self, local: Tensor) -> SavedPart:
-        return SavedPart.of(local, self.shape, self.positions)
+        return SavedPart.cut(local, self.shape, self._runs)
+
+    @cached_property
+    def _runs(self) -> list[Runs]:
+        return [runs_of(found) for found in self.positions]
 
 
 def stored(optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace]) -> tuple[dict[str, SavedPart], Note]:
@@ -198,13 +204,21 @@ def restored(
         states[name] = _decoded(name, note, made)
 
     absent = [(i, group) for i, group in enumerate(optimizer.param_groups) if id(group) not in seen]
+    unsaid: list[int] = []
     for index, group in absent:
         options = _options_elsewhere(optimizer, index, note, others)
-        if options is not None:
-            require_options(_inner(optimizer), options, group)
-            changes.append((group, options))
+        if options is None:
+            unsaid.append(index)
+            continue
+        require_options(_inner(optimizer), options, group)
+        changes.append((group, options))
 
     def finish() -> None:
+        for index in unsaid:
+            text = (
+                f"group {index} of the optimizer has no parameters on this rank, and the checkpoint does not say what "
+            )
+            warnings.warn(CheckpointWarning(f"{text}options such a group had: it keeps its own"), stacklevel=2)
         if isinstance(optimizer, WholeOptimizer):
             optimizer.loaded()
         for group, options in changes:
@@ -228,7 +242,7 @@ def _options_elsewhere(
     optimizer: torch.optim.Optimizer, index: int, note: Note, others: Mapping[int, str]
 ) -> dict[str, Any] | None:
     """The saved options of a group without parameters on this rank: those of its parameters on other ranks, else those
-    of the group that was in its place; None, with a warning, if the checkpoint does not say.
+    of the group that was in its place; None if the checkpoint does not say.
 
     Raises:
         CheckpointError: QN602 if there were more or fewer groups.
@@ -237,8 +251,6 @@ def _options_elsewhere(
     names = [others[id(p)] for p in group["params"] if id(p) in others]
     number = next((note["of"][name] for name in names if name in note["of"]), None)
     if number is None and "groups" not in note:
-        text = f"group {index} of the optimizer has no parameters on this rank, and the checkpoint does not say what "
-        warnings.warn(CheckpointWarning(f"{text}options such a group had: it keeps its own"), stacklevel=2)
         return None
     if number is None and len(note["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(

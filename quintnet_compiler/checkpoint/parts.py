@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ..core.errors import CheckpointError
 from ..weights.files import shown
-from ..weights.sources import runs_of
+from ..weights.sources import Runs, runs_of
 from .tensor_file import TYPE_NAMES
 
 
@@ -32,18 +32,17 @@ class SavedPart:
     @classmethod
     def of(cls, local: Tensor, shape: Sequence[int], positions: Sequence[Tensor]) -> SavedPart:
         """``positions``: for each dim, the global indices that ``local`` holds."""
-        runs = []
-        for found in positions:
-            start, mine = 0, []
-            for first, last in runs_of(found):
-                mine.append((first, start, last - first))
-                start += last - first
-            runs.append(mine)
+        return cls.cut(local, shape, [runs_of(found) for found in positions])
+
+    @classmethod
+    def cut(cls, local: Tensor, shape: Sequence[int], runs: Sequence[Runs]) -> SavedPart:
+        """``runs``: for each dim, those of the global indices that ``local`` holds."""
         boxes = {}
-        for corner in itertools.product(*runs):
+        for corner in itertools.product(*map(_placed, runs)):
             box = local
             for dim, (_, start, size) in enumerate(corner):
-                box = box.narrow(dim, start, size)
+                if size != box.shape[dim]:
+                    box = box.narrow(dim, start, size)
             boxes[torch.Size(first for first, _, _ in corner)] = box
         return cls(torch.Size(shape), local, boxes)
 
@@ -86,3 +85,12 @@ class SavedPart:
     def box(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
         return self.boxes[index.offset]
+
+
+def _placed(runs: Runs) -> list[tuple[int, int, int]]:
+    """Return where each run begins in the whole and in the part, and its size."""
+    placed, start = [], 0
+    for first, last in runs:
+        placed.append((first, start, last - first))
+        start += last - first
+    return placed

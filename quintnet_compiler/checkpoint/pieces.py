@@ -7,9 +7,11 @@ can write their hashes, too, so a cryptographic one would find no more.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -207,28 +209,45 @@ class VerifiedSource:
         return self._data
 
 
-def different(pieces: Sequence[FilePiece]) -> str | None:
-    """Read pieces. The name of a file of which one is not what was written, or None."""
-    names: list[str] = []
+def compared(pieces: Sequence[FilePiece]) -> AbstractContextManager[None]:
+    """Read pieces, and compare their hashes, while a ``with`` block runs.
 
-    def check(share: Sequence[FilePiece]) -> None:
+    Raises:
+        Damaged: at the end of the block, instead of what that raised: naming a file of which a piece is not what was
+            written.
+    """
+    damage: list[Damaged] = []
+
+    def compare(share: Sequence[FilePiece]) -> None:
         reader = WindowReader()
         for piece in share:
-            if names:
+            if damage:
                 return
             if not reader.is_as_written(piece):
-                names.append(piece.name)
+                damage.append(not_as_written(piece.name))
+                raise damage[0]
 
-    shared(check, pieces)
-    return names[0] if names else None
+    return in_threads(compare, pieces)
 
 
 def shared(work: Callable[[Sequence[T]], object], items: Sequence[T]) -> None:
     """Call ``work`` with shares of ``items``, each in a thread of its own."""
+    with in_threads(work, items):
+        pass
+
+
+@contextlib.contextmanager
+def in_threads(work: Callable[[Sequence[T]], object], items: Sequence[T]) -> Iterator[None]:
+    """Call ``work`` with shares of ``items`` in threads, while a ``with`` block runs. An error of a thread is raised
+    instead of one of the block."""
     with threads() as pool:
         parts = [Share(number, _THREADS).of(items) for number in range(_THREADS)]
-        for one in [pool.submit(work, part) for part in parts if part]:
-            one.result()
+        running = [pool.submit(work, part) for part in parts if part]
+        try:
+            yield
+        finally:
+            for each in running:
+                each.result()
 
 
 def cut(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:

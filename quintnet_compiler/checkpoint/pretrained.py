@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.transformers import ignored_on_load
-from ..core.errors import CheckpointError, QuintNetError
 from ..ir.distributed_program import DistributedProgram
 from ..runtime.backends.backend import Backend
 from ..weights.adapters import base_of, is_peft
@@ -21,6 +20,7 @@ from ..weights.files import Weights, open_weights, refuse_all, shown
 from ..weights.meta_buffers import computed_buffers
 from ..weights.names import Assignment, assign, is_hugging_face
 from ..weights.sources import Source, runs_of
+from .reading.together import together
 
 
 @dataclass(frozen=True)
@@ -70,24 +70,9 @@ def read_parts(subject: WeightsSubject, sources: Mapping[str, Sequence[Source]])
     backend.unset -= names
 
 
-@contextlib.contextmanager
-def everywhere(backend: Backend, code: str) -> Iterator[None]:
-    """What fails on one rank fails on all of them, with one message; ``code`` is that of other libraries' errors."""
-    mine: CheckpointError | None = None
-    try:
-        yield
-    except CheckpointError as error:
-        mine = error
-    except QuintNetError:
-        raise
-    except Exception as error:  # of the file system or of a library: what it says is all that is known
-        mine = CheckpointError(code, f"{type(error).__name__}: {shown(str(error))}", fix="see the ranks' disks")
-    told = backend.told("" if mine is None else f"{mine.code}\n{mine.fix}\n{mine.message}")
-    for rank, text in enumerate(told):
-        if text:
-            theirs, fix, message = text.split("\n", 2)
-            where = f" (rank {rank})" if len(told) > 1 else ""
-            raise CheckpointError(theirs, message + where, fix=fix) from mine
+def everywhere(backend: Backend, code: str) -> contextlib.AbstractContextManager[None]:
+    """Raise on every rank of a program what a block raises on one: see :func:`.reading.together.together`."""
+    return together(backend.told, code)
 
 
 def _checked(subject: WeightsSubject, folder: Path, weights: Weights, allowed: Allowed) -> dict[str, list[Source]]:

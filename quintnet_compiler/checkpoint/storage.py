@@ -3,42 +3,35 @@ on disk."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ..core.errors import CheckpointError
 from ..weights.files import shown
 from .commit import commit, place_to_write
-from .documents import INDEX, STATE, IndexEntry, read_index, read_state
+from .documents import INDEX, STATE, read_index, read_state
 from .folder import CheckpointFiles, CheckpointFolder
 from .lock import FolderLocks
 from .manifest import WrittenFiles, write_text
 from .parts import SavedPart
 from .pieces import Digest, write
-from .reading.block_reading import read_blocks
-from .reading.open_files import Damaged, VanishedError
-from .tensor_file import STORED_TYPES, TYPE_NAMES, RowBlock, blocks, buffers, read_header
+from .reading.open_files import Damaged
+from .tensor_file import TYPE_NAMES, buffers
 
 TensorKind = tuple[torch.dtype, tuple[int, ...]]  # of a whole tensor
 
@@ -56,33 +49,6 @@ class SavePlanning(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         return object
-
-
-class LoadPlanning(DefaultLoadPlanner):
-    """Into :class:`.parts.SavedPart`: each box from the boxes that overlap it.
-
-    A rank's plan depends on no other's, so it stays on its rank. Otherwise torch would pickle it, an entry for each
-    box, send it to the first rank and back.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        self.plan = super().create_local_plan()
-        return LoadPlan([])
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        return self.plan
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        part: SavedPart = self.state_dict[index.fqn]
-        return part.box(index)
 
 
 @dataclass
@@ -194,91 +160,6 @@ def _agreed(ranks: Sequence[Mapping[str, TensorKind]]) -> dict[str, TensorKind]:
                     f"{shown(name)} is {kind[0]} {kind[1]} on rank {rank}, and was {kinds[name]} before"
                 )
     return kinds
-
-
-@dataclass
-class Reader(StorageReader):
-    """Reads a checkpoint whose files and ``index`` were checked, from the files that were."""
-
-    checkpoint: WrittenFiles
-    index: Mapping[str, IndexEntry]
-
-    def __post_init__(self) -> None:
-        found: dict[str, Any] = {}
-        self.places: dict[tuple[str, torch.Size], tuple[str, str]] = {}
-        for fqn, tensor in self.index.items():
-            chunks = []
-            for box in tensor.boxes:
-                chunks.append(ChunkStorageMetadata(torch.Size(box.at), torch.Size(box.sizes)))
-                self.places[fqn, torch.Size(box.at)] = box.file, box.key
-            properties = TensorProperties(dtype=STORED_TYPES[tensor.dtype].dtype)
-            found[fqn] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-        self.metadata = Metadata(found)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[tuple[str, ReadItem]]] = defaultdict(list)
-        for item in plan.items:
-            assert item.storage_index.offset is not None
-            name, key = self.places[item.storage_index.fqn, item.storage_index.offset]
-            by_file[name].append((key, item))
-        for name, items in by_file.items():
-            tensors = read_header(self.checkpoint.verified(name))
-            row_blocks: list[RowBlock] = []
-            for key, item in items:
-                starts = zip(item.storage_offsets, item.lengths, strict=True)
-                box = tuple(slice(start, start + size) for start, size in starts)
-                stored = tensors[key].carried(self.index[item.storage_index.fqn].dtype)
-                row_blocks += blocks(stored, box, planner.resolve_tensor(item).detach())
-            read_blocks(self.checkpoint.pieces_of_file(name), row_blocks)
-        self.checkpoint.files.require_unchanged()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-
-def load_parts(parts: Mapping[str, SavedPart], reader: Reader, *, alone: bool) -> None:
-    """Read parts of tensors. Every rank calls this; ``alone``: there are no others.
-
-    Raises:
-        VanishedError: on every rank, if files are no longer what they were when they were checked: another checkpoint
-            is to be looked for. Parts may have been filled.
-        CheckpointError: QN601 on every rank, for anything else.
-    """
-    try:
-        with without_warning_of_one_process():
-            dcp_load(dict(parts), storage_reader=reader, planner=LoadPlanning(), no_dist=alone)
-    except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        if all(isinstance(cause, (VanishedError, Damaged)) for cause in causes):
-            raise VanishedError(str(causes[0])) from error
-        raise error_of_ranks("QN601", error, "see the reason, and load again") from error
-
-
-@contextlib.contextmanager
-def without_warning_of_one_process() -> Iterator[None]:
-    """Leave out torch's warning that one process is alone: it is meant to be."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def error_of_ranks(code: str, error: CheckpointException, fix: str) -> CheckpointError:

@@ -23,8 +23,8 @@ def under_stored_names(
 def torn_ties(
     mine: Mapping[str, SavedPart], aliases: Mapping[str, str], saved: Collection[str], read: Read
 ) -> list[tuple[str, str]]:
-    """Names of parameters that were stored twice, with values that differ in this rank's part. Every rank calls this;
-    ``read`` fills parts."""
+    """Names of parameters that were stored twice, with values that differ in this rank's part. ``read``
+    fills parts."""
     twice = [(alias, kept) for alias, kept in aliases.items() if kept in saved and alias in saved]
     if not twice:
         return []

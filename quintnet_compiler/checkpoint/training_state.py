@@ -25,9 +25,10 @@ from .optimizer_state import ParameterPlace, local_of, merged, plain, restored, 
 from .parts import SavedPart
 from .pretrained import WeightsSubject, everywhere
 from .reading.choice import Chosen, with_newest
-from .reading.open_files import VanishedError
+from .reading.stored_tensors import ReadPlan, StoredTensors
+from .reading.together import attempted
 from .staging import on_host
-from .storage import Reader, SavePlanning, Writer, error_of_ranks, load_parts, reasons_of_ranks
+from .storage import SavePlanning, Writer, error_of_ranks, reasons_of_ranks
 from .tied import torn_ties, under_stored_names
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -173,10 +174,24 @@ def read(
             they had been checked: parameters have no values then.
     """
 
-    def use(chosen: Chosen) -> Restored:
-        return _Restoring(subject, chosen).load_all(optimizer, accept)
+    def plan(chosen: Chosen) -> Callable[[], Restored]:
+        restoring = _Restoring(subject, chosen)
+        planned = attempted(lambda: restoring.plan(optimizer))
+        return lambda: restoring.load_all(planned, accept)
 
-    return with_newest(subject.backend.told, folder, step, use)
+    return with_newest(subject.backend.told, folder, step, plan)
+
+
+@dataclass(frozen=True)
+class _LoadPlan:
+    """What is read into a program, and its optimizer.
+
+    ``targets``: parts to fill, by stored names. ``finish``: gives the optimizer its state when they are.
+    """
+
+    targets: Mapping[str, SavedPart]
+    tensors: ReadPlan
+    finish: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -186,9 +201,21 @@ class _Restoring:
     subject: WeightsSubject
     chosen: Chosen
 
-    def load_all(
-        self, optimizer: torch.optim.Optimizer | None, accept: Callable[[Restored], object] | None
-    ) -> Restored:
+    def plan(self, optimizer: torch.optim.Optimizer | None) -> _LoadPlan:
+        """Compare this rank's program and optimizer with the checkpoint. Nothing is changed.
+
+        Raises:
+            CheckpointError: QN602 if they do not fit.
+            VanishedError, Damaged, OSError: if a file cannot be read.
+        """
+        targets, places = self._targets()
+        finish = _nothing_to_finish
+        if optimizer is not None:
+            room, finish = self._optimizer_room(optimizer, places)
+            targets |= room
+        return _LoadPlan(targets, self._stored.plan(targets), finish)
+
+    def load_all(self, planned: Callable[[], _LoadPlan], accept: Accept | None) -> Restored:
         """Check everything, then read tensors to where they go.
 
         Raises:
@@ -196,97 +223,84 @@ class _Restoring:
             VanishedError: on every rank. If parameters were changed, they have no values now.
         """
         subject, note, backend = self.subject, self.chosen.state, self.subject.backend
-        saved = self._saved()
-        aliases = {f"{MODEL}{alias}": f"{MODEL}{kept}" for alias, kept in subject.aliases.items()}
         restored_note = Restored(note["step"], self.chosen.folder_or_url, note["extra"], note["run"])
         with everywhere(backend, "QN601"):
-            targets, places = self._targets(aliases, saved)
-            finish = None
-            if optimizer is not None:
-                room, finish = self._optimizer_room(optimizer, places, saved)
-                targets |= room
+            plan = planned()
             if accept is not None:
                 accept(restored_note)
-        self._require_ties(targets, aliases, saved)
-        names = {subject.aliases.get(name, name) for name in _names(saved)}
+        self._require_ties(plan.targets)
+        names = {subject.aliases.get(name, name) for name in _names(self._saved)}
         backend.unset |= names  # until all are read: what fails half-way must not run
-        self._fill(targets)
+        self._read(plan.tensors)
         backend.unset -= names
-        if finish is not None:
-            finish()
+        plan.finish()
         return restored_note
 
     @cached_property
-    def _reader(self) -> Reader:
-        return Reader(self.chosen.files, self.chosen.index)
+    def _stored(self) -> StoredTensors:
+        return StoredTensors(self.chosen.files, self.chosen.index)
 
-    def _saved(self) -> dict[str, TensorStorageMetadata]:
-        return self._reader.read_metadata().state_dict_metadata  # type: ignore[return-value]
+    @property
+    def _saved(self) -> Mapping[str, TensorStorageMetadata]:
+        return self._stored.metadata
 
-    def _targets(
-        self, aliases: Mapping[str, str], saved: Mapping[str, TensorStorageMetadata]
-    ) -> tuple[dict[str, SavedPart], dict[str, ParameterPlace]]:
+    @cached_property
+    def _aliases(self) -> Mapping[str, str]:
+        return {f"{MODEL}{alias}": f"{MODEL}{kept}" for alias, kept in self.subject.aliases.items()}
+
+    def _targets(self) -> tuple[dict[str, SavedPart], dict[str, ParameterPlace]]:
         """Return what is to be read, and the places of parameters.
 
         Raises:
             CheckpointError: QN602 if the model is another.
         """
+        saved = self._saved
         parts, places = _parts(self.subject)
-        targets = under_stored_names(parts, aliases, saved)
+        targets = under_stored_names(parts, self._aliases, saved)
         targets = {n: part for n, part in targets.items() if n in saved or not _left_out(n, part, self.subject)}
         misfits = _misfits(targets, places, saved)
         refuse_all("QN602", self.chosen.folder_or_url, misfits, fix="load into the model that was saved")
         return targets, places
 
     def _optimizer_room(
-        self,
-        optimizer: torch.optim.Optimizer,
-        places: Mapping[str, ParameterPlace],
-        saved: Mapping[str, TensorStorageMetadata],
+        self, optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace]
     ) -> tuple[dict[str, SavedPart], Callable[[], None]]:
         note = self.chosen.state
         if "optimizer" not in note:
             where = shown(str(self.chosen.folder_or_url))
             raise CheckpointError("QN602", f"{where} has no optimizer", fix="leave optimizer= out")
-        mine = {n.removeprefix(OPTIMIZER): x for n, x in saved.items() if n.startswith(OPTIMIZER)}
+        mine = {n.removeprefix(OPTIMIZER): x for n, x in self._saved.items() if n.startswith(OPTIMIZER)}
         elsewhere = _names_elsewhere(self.subject.model)
         room, finish = restored(optimizer, places, note["optimizer"], mine, elsewhere)
         return {f"{OPTIMIZER}{name}": part for name, part in room.items()}, finish
 
-    def _require_ties(
-        self,
-        targets: Mapping[str, SavedPart],
-        aliases: Mapping[str, str],
-        saved: Mapping[str, TensorStorageMetadata],
-    ) -> None:
+    def _require_ties(self, targets: Mapping[str, SavedPart]) -> None:
         """Compare tied parameters that were stored twice.
 
         Raises:
             CheckpointError: QN602 if they differ.
         """
-        vanished: VanishedError | None = None  # of all ranks, as reading is
         with everywhere(self.subject.backend, "QN601"):
-            try:
-                pairs = torn_ties(targets, aliases, saved, self._fill)
-            except VanishedError as error:
-                pairs, vanished = [], error
+            pairs = torn_ties(targets, self._aliases, self._saved, lambda parts: self._stored.plan(parts).read())
             torn = [
                 f"{alias.removeprefix(MODEL)} and {kept.removeprefix(MODEL)} are tied in the model, and differ here"
                 for alias, kept in pairs
             ]
             refuse_all("QN602", self.chosen.folder_or_url, torn, fix="load a checkpoint of a model that ties them")
-        if vanished is not None:
-            raise vanished
 
-    def _fill(self, parts: Mapping[str, SavedPart]) -> None:
-        """Read parts.
+    def _read(self, tensors: ReadPlan) -> None:
+        """Read what this rank wants.
 
         Raises:
             CheckpointError: QN601 on every rank.
             VanishedError: on every rank, if another checkpoint is to be looked for.
         """
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        load_parts(parts, self._reader, alone=alone)
+        with everywhere(self.subject.backend, "QN601"):
+            tensors.read()
+
+
+def _nothing_to_finish() -> None:
+    """Do nothing: there is no optimizer."""
 
 
 def _parts(subject: WeightsSubject) -> tuple[dict[str, SavedPart], dict[str, ParameterPlace]]:
@@ -297,10 +311,12 @@ def _parts(subject: WeightsSubject) -> tuple[dict[str, SavedPart], dict[str, Par
     for spec, tensor, positions in subject.backend.parts(subject.program, ("parameter", "buffer")):
         if spec.kind == "parameter" or spec.name in kept:
             shape = torch.Size(spec.shape)
-            parts[f"{MODEL}{spec.name}"] = SavedPart.of(tensor.detach(), shape, positions)
-            if spec.kind == "parameter":
-                places[spec.name] = ParameterPlace(parameters[spec.name], shape, positions)
-                assert local_of(parameters[spec.name]).shape == tensor.shape
+            if spec.kind == "buffer":
+                parts[f"{MODEL}{spec.name}"] = SavedPart.of(tensor.detach(), shape, positions)
+                continue
+            place = places[spec.name] = ParameterPlace(parameters[spec.name], shape, positions)
+            parts[f"{MODEL}{spec.name}"] = place.part(tensor.detach())
+            assert local_of(place.parameter).shape == tensor.shape
     for name, buffer in subject.model.named_buffers(remove_duplicate=False):
         if name in kept and _is_unread(name, subject) and not buffer.is_meta:
             parts[f"{MODEL}{name}"] = SavedPart.whole(buffer.detach())

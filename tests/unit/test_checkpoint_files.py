@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quintnet_compiler.checkpoint import pieces
-from quintnet_compiler.checkpoint.reading.block_reading import read_blocks
+from quintnet_compiler.checkpoint.reading.block_reading import read_regions, regions
 from quintnet_compiler.checkpoint.reading.open_files import Damaged, VanishedError
 from quintnet_compiler.checkpoint.stores import disk_reading
 from quintnet_compiler.checkpoint.stores.disk import created
@@ -57,9 +57,13 @@ def test_a_file_is_hashed_piece_by_piece(small: None) -> None:
     assert file.data == b"abcdefghijklmnopqrstuvwx" and digest.size == 24
     assert digest.pieces == tuple(xxhash.xxh3_128_hexdigest(file.data[i : i + 8]) for i in (0, 8, 16))
     there = pieces.pieces_of("name", file, digest)
-    assert pieces.different(there) is None
+    with pieces.compared(there):
+        pass
     file.data = file.data[:20] + b"?" + file.data[21:]
-    assert pieces.different(there) == "name" and pieces.different(there[:2]) is None
+    with pieces.compared(there[:2]):
+        pass
+    with pytest.raises(Damaged, match="name is not what was written"), pieces.compared(there):
+        raise OSError("what another thread found counts")
     assert pieces.write(_Kept(), []) == pieces.Digest(0, ())
 
 
@@ -105,7 +109,8 @@ def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
         for key, x in TENSORS.items():
             assert header[key].shape == x.shape
             into = torch.zeros_like(x)
-            read_blocks(_pieces(file), blocks(header[key], tuple(slice(0, n) for n in x.shape), into))
+            rows = blocks(header[key], tuple(slice(0, n) for n in x.shape), into)
+            read_regions(regions(_pieces(file), rows))
             assert torch.equal(into, x)
 
 
@@ -125,7 +130,7 @@ def test_boxes_are_read_in_blocks(box: tuple[slice, ...], small: None) -> None:
     for into in (torch.zeros_like(x)[box], torch.zeros(x[box].shape, dtype=x.dtype)):  # as part of another, and alone
         found = list(blocks(tensor, box, into))
         assert len(found) > 1
-        read_blocks(_pieces(file), found)
+        read_regions(regions(_pieces(file), found))
         assert torch.equal(into, x[box])
 
 

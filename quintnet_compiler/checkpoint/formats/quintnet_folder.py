@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..lock import FolderLocks
 from ..optimizer_state import decoded_state, encoded_state, plain
 from ..parts import SavedPart
 from ..reading.choice import Chosen, with_newest
-from ..storage import Reader, load_parts
+from ..reading.stored_tensors import StoredTensors
+from ..reading.together import together
 from ..stores.disk_folder import DiskFolder
 from ..training_state import MODEL, OPTIMIZER, Destination, Snapshot, write
 from .contents import Contents, OptimizerContents
@@ -25,7 +26,11 @@ def read_quintnet(folder: Path, step: int | None) -> Contents:
     Raises:
         CheckpointError: QN601 if none is whole.
     """
-    return with_newest(lambda text: (text,), DiskFolder(folder), step, _contents)
+    return with_newest(_alone, DiskFolder(folder), step, lambda chosen: partial(_contents, chosen))
+
+
+def _alone(text: str) -> tuple[str, ...]:
+    return (text,)
 
 
 def _contents(chosen: Chosen) -> Contents:
@@ -34,11 +39,10 @@ def _contents(chosen: Chosen) -> Contents:
     Raises:
         VanishedError: if its files were removed or changed while they were read.
     """
-    reader = Reader(chosen.files, chosen.index)
-    metadata: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]
-    wholes = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in metadata.items()}
-    targets = {name: SavedPart.whole(x) for name, x in wholes.items()}
-    load_parts(targets, reader, alone=True)
+    stored = StoredTensors(chosen.files, chosen.index)
+    wholes = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in stored.metadata.items()}
+    with together(_alone, "QN601"):
+        stored.plan({name: SavedPart.whole(x) for name, x in wholes.items()}).read()
     note = chosen.state
     model = {name.removeprefix(MODEL): x for name, x in wholes.items() if name.startswith(MODEL)}
     model |= {other: model[kept] for other, kept in note["run"].get("tied", {}).items() if kept in model}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from ...weights.safetensors_writer import bytes_of
-from ..pieces import PIECE, FilePiece, WindowReader, not_as_written, shared
+from ..pieces import PIECE, FilePiece, Share, WindowReader, not_as_written, shared
 from ..tensor_file import RowBlock
 
 LEAST_WANTED = 4  # a piece is read whole if one in so many of its bytes is wanted
@@ -21,39 +22,54 @@ LEAST_IN_PLACE = 2**16  # bytes that are worth a call of their own, which saves 
 MOST_REGIONS = 8  # of a file, each read by one thread
 
 
-def read_blocks(pieces: Sequence[FilePiece], blocks: Iterable[RowBlock]) -> None:
-    """Read blocks of the file that has ``pieces``.
+@dataclass(frozen=True)
+class Region:
+    """A run of a file's ``pieces``, and the ``blocks`` that begin in it, sorted. One thread reads them."""
 
-    Raises:
-        Damaged: if a piece is not what was written. Blocks may have been filled with it.
-    """
+    pieces: Sequence[FilePiece]
+    blocks: Sequence[RowBlock]
+
+    def read(self, reader: WindowReader) -> None:
+        """Read the blocks, from the first byte to the last.
+
+        Raises:
+            Damaged: if a piece is not what was written. Blocks may have been filled with it.
+        """
+        sweep = _Sweep(self.blocks)
+        for number, wanted in _wanted(self.blocks):
+            piece = self.pieces[number]
+            if sum(stop - start for start, stop in wanted) * LEAST_WANTED >= piece.size:
+                if not reader.is_as_written(piece, sweep):
+                    raise not_as_written(piece.name)
+                continue
+            for start, stop in wanted:
+                reader.read(piece.file, start, stop, sweep)
+
+
+def regions(pieces: Sequence[FilePiece], blocks: Iterable[RowBlock]) -> list[Region]:
+    """Return ``blocks`` of the file that has ``pieces``, in regions of about the same number of pieces."""
     by_piece: dict[int, list[RowBlock]] = defaultdict(list)
     for block in sorted(blocks, key=lambda block: block.begins_at):
         if block.begins_at < block.ends_at:
             by_piece[block.begins_at // PIECE].append(block)
     numbers = sorted(by_piece)
-    size = -(-len(numbers) // MOST_REGIONS)
-    regions = [numbers[first : first + size] for first in range(0, len(numbers), max(1, size))]
+    shares = (Share(number, MOST_REGIONS).of(numbers) for number in range(MOST_REGIONS))
+    return [Region(pieces, [block for number in share for block in by_piece[number]]) for share in shares if share]
 
-    def read(share: Sequence[list[int]]) -> None:
+
+def read_regions(regions: Sequence[Region]) -> None:
+    """Read all blocks, in threads.
+
+    Raises:
+        Damaged: as :meth:`Region.read` does.
+    """
+
+    def read(share: Sequence[Region]) -> None:
         reader = WindowReader()
         for region in share:
-            _read_region(reader, pieces, [block for number in region for block in by_piece[number]])
+            region.read(reader)
 
     shared(read, regions)
-
-
-def _read_region(reader: WindowReader, pieces: Sequence[FilePiece], blocks: Sequence[RowBlock]) -> None:
-    """Read blocks, which are sorted, from the first byte to the last."""
-    sweep = _Sweep(blocks)
-    for number, wanted in _wanted(blocks):
-        piece = pieces[number]
-        if sum(stop - start for start, stop in wanted) * LEAST_WANTED >= piece.size:
-            if not reader.is_as_written(piece, sweep):
-                raise not_as_written(piece.name)
-            continue
-        for start, stop in wanted:
-            reader.read(piece.file, start, stop, sweep)
 
 
 def _wanted(blocks: Sequence[RowBlock]) -> Iterable[tuple[int, list[tuple[int, int]]]]:

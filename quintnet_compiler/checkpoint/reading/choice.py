@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -23,14 +23,14 @@ from ...core.errors import CheckpointError, CheckpointWarning
 from ...weights.files import INDEX, METADATA, SINGLE, conversion, shown
 from ..documents import IndexEntry, StateNote, check_tensors, read_index, read_state
 from ..folder import CheckpointFolder
-from ..manifest import WrittenFiles, available, check_files, read_manifest
+from ..manifest import WrittenFiles, available, files_checked, read_manifest
 from ..pieces import Share
 from .open_files import Damaged, OpenFiles, OtherFormatError, VanishedError
+from .together import TellAll
 
 LOOKS = 60  # at a folder whose checkpoints vanish while they are read
 LONGEST_WAIT = 1.0  # seconds, before another look
 LONGEST_LIST = 100  # checkpoints that are tried
-TellAll = Callable[[str], Sequence[str]]
 T = TypeVar("T")
 
 
@@ -48,17 +48,21 @@ class Chosen:
         return self.files.files.path
 
 
-def with_newest(tell_all: TellAll, folder: CheckpointFolder, step: int | None, use: Callable[[Chosen], T]) -> T:
-    """Return what ``use`` returns for the newest whole checkpoint, or for that of ``step``.
+Plan = Callable[[Chosen], Callable[[], T]]
 
-    Every rank calls this. The checkpoint stays open until ``use`` returns. If that raises VanishedError, on all
-    ranks, it is called again with the checkpoint that is there then.
+
+def with_newest(tell_all: TellAll, folder: CheckpointFolder, step: int | None, plan: Plan[T]) -> T:
+    """Return what is made of the newest whole checkpoint, or of that of ``step``.
+
+    Every rank calls this. The checkpoint stays open until what ``plan`` returned returns. If that raises VanishedError,
+    on all ranks, another checkpoint is looked for.
 
     Args:
         tell_all: gives every rank's text to every rank.
         folder: that has it.
         step: of the checkpoint.
-        use: reads it.
+        plan: is called while the files of a checkpoint are compared with their hashes, which may find that it is not
+            whole, and returns what then uses it. It changes nothing, says nothing to other ranks, and raises nothing.
 
     Raises:
         CheckpointError: QN601 on every rank if there is none, or what is there cannot be read.
@@ -68,7 +72,7 @@ def with_newest(tell_all: TellAll, folder: CheckpointFolder, step: int | None, u
         time.sleep(min(LONGEST_WAIT, 1.3**look / 1000) if look else 0)
         with contextlib.ExitStack() as stack:
             try:
-                return use(_FolderLook.listed_by_first(tell_all, folder, step).open_newest(stack))
+                return _FolderLook.listed_by_first(tell_all, folder, step).open_newest(stack, plan)()
             except VanishedError as vanished:
                 reason = str(vanished)
     raise CheckpointError(
@@ -105,6 +109,14 @@ class _Report:
 
 
 @dataclass(frozen=True)
+class _Candidate(Generic[T]):
+    """A checkpoint that this rank found whole as far as it looked, and what uses it."""
+
+    chosen: Chosen
+    use: Callable[[], T]
+
+
+@dataclass(frozen=True)
 class _FolderLook:
     """One look of all ranks at a folder: ``names`` of what may be loaded, as ``step/name``, the newest first."""
 
@@ -132,8 +144,8 @@ class _FolderLook:
             raise _unusable(first, shown(str(folder.path)))
         return cls(tell_all, folder, step, first.text.split(), len(messages))
 
-    def open_newest(self, stack: contextlib.ExitStack) -> Chosen:
-        """Return the checkpoint to load, which ``stack`` keeps open.
+    def open_newest(self, stack: contextlib.ExitStack, plan: Plan[T]) -> Callable[[], T]:
+        """Return what uses the checkpoint to load, which ``stack`` keeps open.
 
         Raises:
             CheckpointError: QN601 on every rank.
@@ -141,23 +153,23 @@ class _FolderLook:
         """
         for name in self.names:
             with contextlib.ExitStack() as own:
-                report, chosen = self._examine(name, own)
+                report, candidate = self._examine(name, own, plan)
                 if report.outcome is _Outcome.WHOLE:
-                    assert chosen is not None
-                    self._require_one(chosen, report, name)
+                    assert candidate is not None
+                    self._require_one(candidate.chosen, report, name)
                     stack.push(own.pop_all())
-                    return chosen
+                    return candidate.use
             self._refuse(report, name)
         raise _nothing(self.folder, self.step)
 
-    def _examine(self, name: str, stack: contextlib.ExitStack) -> tuple[_Report, Chosen | None]:
+    def _examine(self, name: str, stack: contextlib.ExitStack, plan: Plan[T]) -> tuple[_Report, _Candidate[T] | None]:
         """Return what counts of all ranks' reports, and the checkpoint if this rank has read it."""
         rank = dist.get_rank() if self.ranks > 1 else 0
-        mine, chosen = _read_share(self.folder, name, Share(rank, self.ranks), stack)
+        mine, candidate = _read_share(self.folder, name, Share(rank, self.ranks), stack, plan)
         reports = [_Report._parse(message) for message in self.tell_all(mine.message())]
         order = list(_Outcome)
         worst = min(reports, key=lambda report: order.index(report.outcome))
-        return (mine if worst.outcome is _Outcome.WHOLE else worst), chosen
+        return (mine if worst.outcome is _Outcome.WHOLE else worst), candidate
 
     def _require_one(self, chosen: Chosen, report: _Report, name: str) -> None:
         """Refuse checkpoints of one name that have other contents on some ranks.
@@ -196,20 +208,21 @@ class _FolderLook:
 
 
 def _read_share(
-    folder: CheckpointFolder, name: str, share: Share, stack: contextlib.ExitStack
-) -> tuple[_Report, Chosen | None]:
-    """Open a checkpoint, check a share of its files, and read its documents; report how far that came."""
+    folder: CheckpointFolder, name: str, share: Share, stack: contextlib.ExitStack, plan: Plan[T]
+) -> tuple[_Report, _Candidate[T] | None]:
+    """Open a checkpoint, check a share of its files, and plan with its documents; report how far that came."""
     number, _, name_in_folder = name.partition("/")
     files = None
     try:
         files = stack.enter_context(folder.at(name_in_folder).open())
         written = read_manifest(files, int(number))
-        check_files(written, share)
-        index = read_index(written)
-        check_tensors(written, index, share.of(sorted(written.digests)))
-        chosen = Chosen(written, read_state(written, int(number)), index)
+        with files_checked(written, share):
+            index = read_index(written)
+            check_tensors(written, index, share.of(sorted(written.digests)))
+            chosen = Chosen(written, read_state(written, int(number)), index)
+            candidate = _Candidate(chosen, plan(chosen))
         contents = hashlib.sha256(repr(sorted(written.digests.items())).encode()).hexdigest()
-        return _Report(_Outcome.WHOLE, contents), chosen
+        return _Report(_Outcome.WHOLE, contents), candidate
     except VanishedError as error:
         report = _Report(_Outcome.VANISHED, str(error))
     except Damaged as error:
