@@ -2,6 +2,9 @@
 
 A piece of which a good part is wanted is read whole, as only then its hash can be compared. Of others only what is
 wanted is read: they were compared before.
+
+To read once, and still change nothing unless all is whole, takes memory for a second copy. For 1 GiB it took 0.65 s of
+a processor's time to get (fresh pages), and reading again takes 0.2 s.
 """
 
 from __future__ import annotations
