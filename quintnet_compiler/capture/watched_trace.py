@@ -185,6 +185,7 @@ class WatchedTrace:
         """Meet what functions look up by name, in variables, classes and modules, until nothing further comes of it."""
         while (extent := self._extent_now()) != self._extent:
             self._extent = extent
+            self.walk.take_modules()
             new = self.walk.variables[len(self.variables) :]
             self.variables = [*self.variables, *new]
             self._remember(new)
@@ -192,6 +193,8 @@ class WatchedTrace:
                 self.reads.meet(variable.label, variable.value)
             for label, value in list(self._named_values()):
                 self._meet_once(label, value)
+            if self.walk.reads_unseen:
+                self.reads.take_all_whole()
 
     def _named_values(self) -> Iterator[tuple[str, Any]]:
         """Yield what functions may look up in modules and classes, and what runs when objects of these are made."""
@@ -233,6 +236,7 @@ class WatchedTrace:
         """Return all that the trace took from Python. ``reads``: the attributes that it read, ``missing``: those that
         were not there."""
         made = {attribute.key for attribute in self.of_calls}
+        self.walk.take_modules()  # those that forward imported itself
         return TraceReads(
             roots,
             [read for read in reads if (id(read.owner), read.name) not in made],

@@ -14,7 +14,7 @@ from torch import nn
 
 from .by_name import constructors, is_users, special_methods
 from .containers import fields_of, names_of
-from .function_reads import CALLED, functions_of, is_library_module, reads_for_user
+from .function_reads import CALLED, METHODS_OF_C, functions_of, is_library_module, reads_for_user
 from .python_state import CODE, OWN, AttributeSnapshot
 from .reach import RECORDS, is_observable, reachable
 
@@ -57,6 +57,7 @@ class Reads:
     whole: dict[int, Any] = field(default_factory=dict)
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     spaces: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    _all_whole: bool = False  # whether attributes may be read unseen
     _records: bool = True  # False while this class itself reads
     _modules: list[types.ModuleType] = field(default_factory=list)  # whose reads are recorded
     _labels: dict[int, tuple[str, Any]] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class Reads:
                     self.on_function(function)
             elif isinstance(child, types.ModuleType):
                 self._meet_space(path, child)
-            elif isinstance(child, (*CODE, *CALLED)):
+            elif isinstance(child, (*CODE, *CALLED, *METHODS_OF_C)):
                 self.on_function(child)
             elif isinstance(child, (property, staticmethod, classmethod)):
                 for function in functions_of(child):
@@ -98,7 +99,7 @@ class Reads:
                 self._labels[id(child)] = path, child
                 self.state.add(path, child)
                 self._meet_space(type(child).__name__, type(child))
-                if not self._watch(type(child)):
+                if not self._watch(type(child)) or self._all_whole:
                     self._take_whole(path, child)
             else:
                 self._meet_space(type(child).__name__, type(child))
@@ -127,6 +128,8 @@ class Reads:
             module.__class__ = _RecordedModule
             self._modules.append(module)
             self._watch(_RecordedModule)
+            if self._all_whole:
+                self._take_whole(label, module)
 
     def _meet_module(self, label: str, module: nn.Module) -> None:
         if id(module) in self._labels or isinstance(module, torch.jit.ScriptModule):  # a call of that is refused
@@ -139,9 +142,21 @@ class Reads:
                 self.state.add(path, part)
                 self._meet_space(type(part).__name__, type(part))
                 self.on_function(getattr(type(part), "forward", None))
+                if self._all_whole:
+                    self._take_whole(path, part)
+
+    def take_all_whole(self) -> None:
+        """Take all attributes of all objects for read, also of those that are met later: reads may be unseen."""
+        if not self._all_whole:
+            self._all_whole = True
+            with self.unrecorded():
+                for label, owner in list(self._labels.values()):
+                    self._take_whole(label, owner)
 
     def _take_whole(self, label: str, owner: Any) -> None:
         """Take all attributes of an object for read."""
+        if id(owner) in self.whole:
+            return
         self.whole[id(owner)] = owner
         for name, value in zip(names_of(owner), fields_of(owner), strict=True):
             self.meet(f"{label}.{name}", value)
@@ -208,7 +223,7 @@ class Reads:
 
     def _note(self, owner: Any, name: str, value: Any) -> None:
         if name in _OF_ALL:
-            if id(owner) not in self.whole and reads_for_user(sys._getframe(2)):
+            if reads_for_user(sys._getframe(2)):
                 self._take_whole(self._labels[id(owner)][0], owner)
                 self.on_read()
             return

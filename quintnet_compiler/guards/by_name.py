@@ -31,6 +31,9 @@ class NamedSpace:
         return f"{self.label}.{name}"
 
 
+_BY_LIBRARY = frozenset({"__dataclass_fields__"})  # what functions of Python look up, as dataclasses.fields does
+
+
 def spaces_by_name(roots: Iterable[tuple[str, Any]], names: Set[str]) -> list[NamedSpace]:
     """Return the modules and classes among ``roots``, and those in them, by the names that functions look up.
 
@@ -87,8 +90,10 @@ def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
 def _of_class(kind: type, names: Set[str]) -> list[NamedSpace]:
     bases = [base for base in kind.__mro__ if is_users(base)]
     known = {name for base in kind.__mro__ for name in vars(base)}
-    absent = frozenset(names - known)
-    return [NamedSpace(base.__name__, vars(base), tuple(sorted(names & vars(base).keys())), absent) for base in bases]
+    absent, looked_up = frozenset(names - known), names | _BY_LIBRARY
+    return [
+        NamedSpace(base.__name__, vars(base), tuple(sorted(looked_up & vars(base).keys())), absent) for base in bases
+    ]
 
 
 def class_namespaces(spaces: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -46,6 +46,10 @@ def _context_value(variable: ContextVar[Any]) -> list[Any]:
     return [variable.get(MISSING)]
 
 
+def _bound_to(method: Any) -> list[Any]:
+    return [method.__self__]
+
+
 def _target(reference: weakref.ref[Any]) -> list[Any]:
     return [reference()]
 
@@ -76,6 +80,8 @@ READINGS: dict[type, Reading] = {
     types.CellType: Reading(_cell_contents),
     types.FunctionType: Reading(attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__dict__")),
     types.MethodType: Reading(attrgetter("__self__", "__func__")),
+    types.BuiltinFunctionType: Reading(_bound_to),
+    types.MethodWrapperType: Reading(_bound_to),
     functools.partial: Reading(attrgetter("func", "args", "keywords")),
     ContextVar: Reading(_context_value),
     weakref.ref: Reading(_target),

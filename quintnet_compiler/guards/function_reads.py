@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
+import importlib.util
 import inspect
 import operator
 import os
+import re
 import site
 import sys
 import types
@@ -36,7 +39,11 @@ _LOOKUPS = {
 }
 _ALL_NAMES = ("vars", "dir", "inspect", *_LOOKUPS)
 _LOOK_UP = (vars, dir, getattr, hasattr, inspect, type.__getattribute__, *_LOOKUPS.values())
-_KINDS = (types.BuiltinFunctionType, types.WrapperDescriptorType, types.ModuleType, type)
+# What reads attributes past the methods of an object's class, by which other reads are recorded.
+_UNSEEN_READS = frozenset({"__getattribute__", "__get__", "getattr_static", "getmembers_static"})
+METHODS_OF_C = (types.WrapperDescriptorType, types.MethodWrapperType, types.MethodDescriptorType)
+_NAME = re.compile(r"[^\W\d]\w*")
+_KINDS = (types.BuiltinFunctionType, *METHODS_OF_C, types.ModuleType, type)
 _READ_ALL = ("globals", "eval", "exec")  # may read any variable of the function's module
 _PACKAGES = tuple({*site.getsitepackages(), site.getusersitepackages(), *STDLIB})
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # also those of another environment that is on the path
@@ -71,7 +78,8 @@ class Walk:
 
     ``variables``: what all of them read, ``unset``: what they name in vain; ``functions``: themselves. ``names``: what
     they look up in objects, modules and classes, or might, as they have text that is a name. ``computes_names``:
-    whether they also look up names that are computed, as in ``getattr(config, key)``.
+    whether they also look up names that are computed, as in ``getattr(config, key)``; ``reads_unseen``: whether they
+    read attributes as ``object.__getattribute__(config, "key")`` does, which no method of the object's class sees.
     Functions of installed packages are not followed: their variables are constants.
     """
 
@@ -80,12 +88,20 @@ class Walk:
     functions: list[types.FunctionType] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     computes_names: bool = False
+    _modules: list[tuple[str, str]] = field(default_factory=list)  # names, and the packages that they are relative to
     _followed: set[int] = field(default_factory=set)
     _seen: set[tuple[int, str]] = field(default_factory=set)
+
+    @property
+    def reads_unseen(self) -> bool:
+        """Whether attributes are read past the methods of an object's class."""
+        return not self.names.isdisjoint(_UNSEEN_READS)
 
     def follow(self, value: Any, owner: type | None = None) -> None:
         """Follow a function, a bound method, a partial, or a module's ``forward``."""
         self.computes_names |= any(value is lookup for lookup in _LOOK_UP)
+        if getattr(value, "__name__", "") in _UNSEEN_READS and isinstance(value, (types.FunctionType, *METHODS_OF_C)):
+            self.names.add(value.__name__)
         if isinstance(value, functools.partial):
             for argument in (value.func, *value.args, *value.keywords.values()):
                 self.follow(argument)
@@ -121,9 +137,21 @@ class Walk:
             if kind == "global":
                 self._global(name, function.__globals__)
                 continue
+            if kind == "module":
+                self._modules.append((name, str(function.__globals__.get("__package__") or "")))
+                continue
             self.names.add(name)
             method = getattr(owner, name, None) if kind == "attribute" else None
             self.follow(method if isinstance(method, types.FunctionType) else None, owner)
+
+    def take_modules(self) -> None:
+        """Take the modules that functions import, or may name in text, for read, as far as they are there by now."""
+        for name, package in self._modules:
+            path = name
+            with contextlib.suppress(ImportError):  # no such package: the import fails, too
+                path = importlib.util.resolve_name(name, package)
+            if path in sys.modules and not is_library_module(sys.modules[path]):
+                self._variable(Variable(path, path, sys.modules))
 
     def _global(self, name: str, space: dict[str, Any]) -> None:
         if name in space:
@@ -224,18 +252,38 @@ def _is_library_file(file: str) -> bool:
 
 
 def _names(code: types.CodeType) -> Iterator[tuple[str, str]]:
-    """Yield (name, kind) of all that code, and functions inside it, looks up: ``"global"``, ``"attribute"``, or
-    ``"text"`` that could be a name, as in ``getattr(x, "name", 1)``."""
+    """Yield (name, kind) of all that code, and functions inside it, looks up: ``"global"``, ``"attribute"``,
+    ``"text"`` that could be a name, as in ``getattr(x, "name", 1)``, or ``"module"``, the path of one, with a dot in
+    front for each level that it is relative to."""
+    level = 0
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield str(step.argval), "global"
-        elif step.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+        elif step.opname in ("LOAD_METHOD", "LOAD_ATTR", "IMPORT_FROM"):
             yield str(step.argval), "attribute"
+        elif step.opname == "IMPORT_NAME":
+            yield "." * level + str(step.argval), "module"
+        elif step.opname.startswith("LOAD_") and isinstance(step.argval, int):
+            level = step.argval  # of an import, which loads the names that it takes next
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
+        else:
+            yield from _names_in(constant)
+
+
+def _names_in(constant: Any) -> Iterator[tuple[str, str]]:
+    """Yield what text, also in tuples, may name: those of a match statement, or in ``"{0.name}".format(x)``."""
+    if isinstance(constant, tuple):
+        for inner in constant:
+            yield from _names_in(inner)
+    elif isinstance(constant, str):
+        if constant in sys.modules:
+            yield constant, "module"
+        if constant.isidentifier():
             yield constant, "text"
+        elif "{" in constant:
+            yield from ((name, "text") for name in _NAME.findall(constant))
 
 
 def trainable(call: Callable[..., Any] | None, known: nn.Module) -> dict[str, nn.Module | nn.Parameter]:

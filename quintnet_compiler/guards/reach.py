@@ -26,7 +26,7 @@ from .stand_ins import Tripwire
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made, whose attributes can be set
 _CLOSED = (
     *(*PLAIN, Tensor, nn.Module, type, types.ModuleType, types.CodeType),
-    *(types.BuiltinFunctionType, types.GeneratorType, property, staticmethod, classmethod),
+    *(types.GeneratorType, property, staticmethod, classmethod),
 )
 _OF_TRACES = ("torch", "torch.fx", "torch.export", "torch.utils", "quintnet", "quintnet_compiler")
 
@@ -63,7 +63,7 @@ def children(
     label: str, value: Any, whole: Callable[[Any], bool], unread: Unread = NOTHING_UNREAD
 ) -> list[tuple[str, Any]]:
     """Return what ``value`` holds, with labels; [] if it holds nothing that could be read without being recorded."""
-    if isinstance(value, (*_CLOSED, *BUFFERS)) or _of_library(value):
+    if _is_closed(value, whole) or isinstance(value, BUFFERS) or _of_library(value):
         return []
     reading = reading_of(value)
     if reading is not None:
@@ -75,6 +75,14 @@ def children(
     if unread.only is not None:
         pairs = [(name, child) for name, child in pairs if name in unread.only]
     return [(f"{label}[{name!r}]", child) for name, child in pairs if name not in unread.names]
+
+
+def _is_closed(value: Any, whole: Callable[[Any], bool]) -> bool:
+    """Return whether nothing is looked into of ``value``: of a module, unless all its attributes may have been read; of
+    a function in C, unless it is the method of an object, as ``config.get`` of a dict."""
+    if isinstance(value, types.BuiltinFunctionType):
+        return isinstance(value.__self__, (types.ModuleType, type, type(None)))
+    return isinstance(value, _CLOSED) and not (isinstance(value, nn.Module) and whole(value))
 
 
 def _of_library(value: Any) -> bool:
@@ -113,10 +121,10 @@ def container_guards(
         if isinstance(value, BUFFERS):
             numbers.append(Numbers(label, value))
             continue
-        if isinstance(value, _CLOSED) or _of_library(value):
+        if _is_closed(value, whole) or _of_library(value):
             continue
         reading = reading_of(value)
-        if reading is None and (whole(value) or not is_observable(value)) and names_of(value):
+        if reading is None and (whole(value) or (not is_observable(value) and names_of(value))):
             reading = reading_of_fields(value)
         if reading is not None:
             part = unread.get(id(value), NOTHING_UNREAD)
