@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
@@ -29,6 +30,13 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
+
+
+class Swaps(TorchFunctionMode):
+    """A mode that changes what a function of torch's is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return F.gelu(args[0]) if func is F.relu else func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -47,6 +55,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "fake tensors": FakeTensorMode,
     "a mode of one's own": Counts,
+    "a mode that changes functions": Swaps,
     "deterministic": deterministic,
     "anomalies": torch.autograd.detect_anomaly,
     "saved tensors": torch.autograd.graph.save_on_cpu,
@@ -136,3 +145,53 @@ def test_hooks_of_all_modules_that_are_the_users_are_followed() -> None:
             loss = program.step(BATCH)
         expected, _ = plain()
     assert torch.allclose(loss, expected, rtol=1e-9)
+
+
+class Positions(nn.Module):
+    """Makes a tensor on the default device, and calls a function that a mode changes."""
+
+    def __init__(self, mode: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.mode = nn.Linear(8, 4).double(), mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.mode():
+            return F.relu(self.linear(x)) * torch.arange(4)
+
+
+def _loss(module: nn.Module) -> float:
+    return float(F.cross_entropy(module(BATCH[0]), BATCH[1]).detach())
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["compiled outside", "compiled inside"])
+def test_a_mode_of_functions_around_a_step_is_refused(inside: bool) -> None:
+    with Swaps() if inside else contextlib.nullcontext():
+        program = quintnet.compile(Positions(), Mesh(dp=2), BATCH, loss_fn=F.cross_entropy)
+    for run in (program.step, program.evaluate, lambda batch: program(batch[0])):
+        with Swaps(), pytest.raises(quintnet.CompileError, match=r"QN105.*\n.*Swaps, a TorchFunctionMode.*around"):
+            run(BATCH)
+    assert float(program.step(BATCH)) == pytest.approx(_loss(Positions()), abs=1e-12)
+
+
+def test_a_mode_of_functions_in_forward_is_followed() -> None:
+    program = quintnet.compile(Positions(Swaps), Mesh(dp=2), BATCH, loss_fn=F.cross_entropy)
+    assert float(program.step(BATCH)) == pytest.approx(_loss(Positions(Swaps)), abs=1e-12)
+    assert _loss(Positions(Swaps)) != _loss(Positions())
+
+
+@pytest.mark.parametrize("batch", [BATCH, None], ids=["compiled before", "compiled in the step"])
+def test_the_default_device_of_a_step_counts(batch: Any) -> None:
+    model = Positions()
+    with torch.device("meta") if batch is not None else contextlib.nullcontext():
+        program = quintnet.compile(model, Mesh(dp=2), batch, loss_fn=F.cross_entropy)
+    expected = _loss(Positions())
+    for _ in range(2):
+        with torch.device("meta"):
+            with pytest.raises(RuntimeError, match="device meta"):
+                _loss(Positions())
+            with pytest.raises(quintnet.CompileError, match=r"QN101(.|\n)*device meta(.|\n)*arange"):
+                program.step(BATCH)
+        with torch.device("cpu"):
+            assert float(program.step(BATCH)) == pytest.approx(expected, abs=1e-12)
+        assert float(program.step(BATCH)) == pytest.approx(expected, abs=1e-12)

@@ -9,6 +9,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import nn
 
+from ..capture.modes import outside_of_modes
 from ..capture.step_module import LossFn
 from ..core.axes import AXES
 from ..core.errors import CompileError
@@ -27,6 +28,7 @@ from .plan import plan as make_plan
 from .wrapped_models import refuse_wrapped
 
 
+@outside_of_modes()
 @lists_options
 def compile(
     model: nn.Module,

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from ..capture.modes import refuse_autocast
+from ..capture.modes import refuse_modes
 from ..checkpoint.dtensors import know_all_boxes
 from ..checkpoint.lock import FolderLocks
 from ..compat.torch import pytree
@@ -472,7 +472,7 @@ class CompiledProgram(ProgramGeneration):
         return found
 
     def _run_here(self, kind: str, batch: Any, local: bool, recorder: Recorder | None) -> list[Tensor]:
-        refuse_autocast(self._task.device)
+        refuse_modes(self._task.device)
         given, ways = self._programs.flat(batch), self.mesh.data_ways if local else 1
         program = self._programs.known(kind, given, ways * given.rows) or self._get(kind, given.batch, ways)
         if kind == "train" and not local:

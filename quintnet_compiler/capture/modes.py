@@ -12,9 +12,18 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..compat.torch_compiler import QUESTIONS, questions_answered
-from ..compat.torch_func import dispatch_modes_off, saved_tensors_hooked, set_grad
+from ..compat.torch_func import (
+    count_function_modes,
+    default_device,
+    dispatch_modes_off,
+    function_modes,
+    only_function_modes,
+    saved_tensors_hooked,
+    set_grad,
+)
 from ..core.errors import CompileError
 from ..core.replaced import for_this_thread, one_thread
 from ..guards.hooks import unwatched
@@ -47,11 +56,13 @@ def modes_of_a_trace() -> Iterator[None]:
 @contextlib.contextmanager
 def modes_left() -> Iterator[None]:
     """While inside, modes that are on around ``quintnet.compile`` are off, as if it had been called outside of them:
-    inference mode (gradients stay off), autocast, fake tensors and other modes that see operators or modules, hooks of
-    what autograd saves, and autograd's search for anomalies. Whether gradients are on is left to :func:`capture`."""
+    inference mode (gradients stay off), autocast, fake tensors and other modes that see operators or modules, the
+    user's modes that see torch's functions, hooks of what autograd saves, and autograd's search for anomalies. Whether
+    gradients are on is left to :func:`capture`."""
     gradients = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(dispatch_modes_off())
+        stack.enter_context(only_function_modes(lambda mode: not is_users_mode(mode)))
         stack.enter_context(unwatched())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
@@ -64,6 +75,20 @@ def modes_left() -> Iterator[None]:
         if torch.is_anomaly_enabled():
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
         yield
+
+
+@contextlib.contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """While inside, the user's modes that see calls of torch's functions are off, and so is the meta device as the
+    default one, on which a module may have been built: a program is that of the module outside of them."""
+    meta = torch.device("meta")
+    with only_function_modes(lambda mode: not is_users_mode(mode) and default_device([mode]) != meta):
+        yield
+
+
+def is_users_mode(mode: TorchFunctionMode) -> bool:
+    """Return whether a mode is neither torch's nor this package's."""
+    return type(mode).__module__.partition(".")[0] not in ("torch", "quintnet", "quintnet_compiler")
 
 
 def _itself(x: torch.Tensor) -> torch.Tensor:
@@ -114,11 +139,21 @@ def _switched_by_inference_mode() -> Iterator[None]:
         yield
 
 
-def refuse_autocast(device: torch.device) -> None:
-    """Raises: CompileError QN105 inside a region of autocast, whose casts no program has."""
+def refuse_modes(device: torch.device) -> None:
+    """Raises: CompileError QN105 inside a region of autocast, whose casts no program has, and inside a mode of the
+    user's that changes calls of torch's functions, which no program makes."""
     if torch.is_autocast_enabled(device.type):
         raise CompileError(
             "QN105",
             "torch.autocast is on around a program, which computes in the dtypes that it was compiled for",
             fix='give quintnet.compile precision="bf16" (or "fp16"), and run the program outside of torch.autocast',
+        )
+    users = [type(mode).__name__ for mode in function_modes() if is_users_mode(mode)] if count_function_modes() else []
+    if users:
+        raise CompileError(
+            "QN105",
+            f"{users[-1]}, a TorchFunctionMode, is on around a program, which does not call torch's functions as the "
+            "module does",
+            fix=f"enter {users[-1]} in the module's forward (and in the loss function), where it is traced, and run "
+            "the program outside of it",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,11 +12,15 @@ from torch import Tensor, fx
 from torch._functorch import apis, eager_transforms
 from torch._functorch.vmap import vmap_impl
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "count_function_modes",
+    "default_device",
     "dispatch_modes_off",
+    "function_modes",
     "graph_of_trace",
     "is_transformed",
     "nodes_of_trace",
@@ -51,7 +55,7 @@ def graph_of_trace() -> fx.Graph:
 def only_function_modes(keep: Callable[[TorchFunctionMode], bool]) -> Iterator[None]:
     """Inside, only those of the modes that see calls of torch's functions are on; instead: torch.export without its
     own, which notes tensors inside transforms as constants."""
-    every = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
+    every = [_pop_mode() for _ in range(count_function_modes())]  # type: ignore[no-untyped-call]
     kept = [mode for mode in reversed(every) if keep(mode)]
     for mode in kept:
         _push_mode(mode)  # type: ignore[no-untyped-call]
@@ -62,6 +66,23 @@ def only_function_modes(keep: Callable[[TorchFunctionMode], bool]) -> Iterator[N
             _pop_mode()  # type: ignore[no-untyped-call]
         for mode in reversed(every):
             _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+# How many modes see calls of torch's functions; instead: function_modes(), for which each step would build a list.
+count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Return the modes that see calls of torch's functions now, the innermost last; instead: an error of any kind for
+    what they change."""
+    modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return modes
+
+
+def default_device(modes: Sequence[TorchFunctionMode]) -> torch.device | None:
+    """Return the device that the innermost of ``modes`` that is torch's own for devices names, None if there is none;
+    instead: torch.get_default_device(), which does not say who names it."""
+    return next((torch.device(mode.device) for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
 
 
 @contextlib.contextmanager

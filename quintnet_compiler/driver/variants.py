@@ -215,7 +215,8 @@ class Programs:
 
     def forgotten(self) -> list[DistributedProgram]:
         """Return the programs that will not run again, each once; never the primary one."""
-        return [program for program in self._versions.forgotten() if program is not self.primary.program]
+        programs = self._versions.forgotten()
+        return [program for program in programs if program is not self.primary.program] if programs else []
 
     def _lead_for(self, kind: str, batch: Any, size: int) -> None:
         """Compile the primary program, although another kind came first: training decides where parameters live."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.torch import version, without_torch_function
+from ..compat.torch_func import count_function_modes, default_device, function_modes
 from .attribute_reads import Read
 from .by_name import NamedSpace, class_namespaces, is_constant, spaces_by_name
 from .call_attributes import CallAttribute
@@ -90,7 +92,7 @@ class Guards:
     containers: ContainerGuards
     fixed: tuple[TraceGuard, ...]  # what no other trace can make up for: constants, parts, flags, hooks, modes
 
-    @property
+    @functools.cached_property
     def _all(self) -> tuple[TraceGuard, ...]:
         return (self.plain, self.same, self.absent, *self.fixed, self.containers)
 
@@ -131,6 +133,7 @@ def global_modes() -> tuple[Any, ...]:
     """Return what torch itself is set to that decides which operators a trace has."""
     return (
         torch.get_default_dtype(),
+        default_device(function_modes()) if count_function_modes() else None,
         *global_hooks(),
     )
 

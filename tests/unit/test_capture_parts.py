@@ -25,7 +25,7 @@ from quintnet_compiler.capture.derivatives.module_hooks import ModuleHooks
 from quintnet_compiler.capture.derivatives.tensor_hooks import place_hooks
 from quintnet_compiler.capture.derivatives.user_derivatives import DerivativeFinder
 from quintnet_compiler.capture.matmul_dtypes import check_dtypes
-from quintnet_compiler.capture.modes import evaluating, modes_of_a_trace, refuse_autocast, uncompiled
+from quintnet_compiler.capture.modes import evaluating, modes_of_a_trace, refuse_modes, uncompiled
 from quintnet_compiler.capture.places import LEAF, WHERE
 from quintnet_compiler.capture.repetition import longest_repetition
 from quintnet_compiler.capture.sparse_gradients import check_dense
@@ -145,12 +145,12 @@ def test_modes_are_put_back() -> None:
 
 
 def test_autocast_is_refused_around_programs_and_off_inside() -> None:
-    refuse_autocast(torch.device("cpu"))
+    refuse_modes(torch.device("cpu"))
     with torch.autocast("cpu"):
         with pytest.raises(CompileError, match=r"torch\.autocast is on"):
-            refuse_autocast(torch.device("cpu"))
+            refuse_modes(torch.device("cpu"))
         with modes_of_a_trace():
-            refuse_autocast(torch.device("cpu"))
+            refuse_modes(torch.device("cpu"))
 
 
 ASKED: dict[str, Callable[[], bool]] = {
