@@ -16,7 +16,7 @@ from torch.nn.utils import prune, weight_norm
 import quintnet
 from quintnet_compiler.driver import variants
 
-from .frontier import Case, on_processes, refused, trains_equally
+from .frontier import Case, on_processes, trains_equally
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(8) % 4
@@ -170,11 +170,38 @@ def test_what_the_refusal_offers_works() -> None:
     trains_equally(lambda: Late(lambda a: a.weight.mean()), (X, Y), F.cross_entropy, meshes={"dp2": {"dp": 2}})
 
 
-def test_the_old_spectral_norm_is_refused() -> None:
-    def build() -> nn.Module:
-        return Net(lambda net: nn.utils.spectral_norm(net.a))
+def _spectral(net: Any) -> None:
+    nn.utils.spectral_norm(net.a)
+    nn.utils.spectral_norm(net.conv, n_power_iterations=2, dim=1)
 
-    refused(build, (X, Y), "QN110", cause="changes the attribute 'a.weight'", loss_fn=F.cross_entropy)
+
+def test_the_old_spectral_norm_is_followed() -> None:
+    trains_equally(lambda: Net(_spectral), (X, Y), F.cross_entropy, meshes=LAYOUTS)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}])
+def test_the_old_spectral_norm_iterates_once_in_a_step(mesh: dict[str, int]) -> None:
+    def build() -> nn.Module:
+        net = Net(_spectral).double()
+        net.norm = nn.Identity()  # one that takes statistics of a batch has no microbatches
+        return net
+
+    model, plain = build(), build()
+    program = quintnet.compile(model, quintnet.Mesh(**mesh), (X, Y), loss_fn=F.cross_entropy, microbatches=2)
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (model, plain)]
+    for training in (True, True, False, True):
+        for net in (model, plain):
+            net.train(training)
+        loss = F.cross_entropy(plain(X), Y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert torch.allclose(program.step((X, Y)), loss, rtol=1e-9)
+        for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-9)
+        assert torch.allclose(model.a.weight, plain.a.weight, rtol=1e-9)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.allclose(program(X), plain.eval()(X), rtol=1e-9)
 
 
 def test_a_copy_after_a_step_is_a_plain_module() -> None:
@@ -185,7 +212,8 @@ def test_a_copy_after_a_step_is_a_plain_module() -> None:
 
 
 def _cases() -> dict[str, Case]:
-    return {name: Case(lambda name=name: Net(FOLLOWED[name]), (X, Y), F.cross_entropy) for name in ("everywhere",)}  # type: ignore[misc]
+    changes = {"everywhere": _everywhere, "the old spectral_norm": _spectral}
+    return {name: Case(lambda name=name: Net(changes[name]), (X, Y), F.cross_entropy) for name in changes}  # type: ignore[misc]
 
 
 def test_on_processes() -> None:

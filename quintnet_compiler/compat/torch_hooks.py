@@ -16,6 +16,7 @@ from torch.autograd.function import _SingleLevelFunction as FunctionBase
 from torch.nn.modules import module as nn_module
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "CALL_HOOKS", "MODULE_HOOKS", "GLOBAL_HOOKS", "GLOBAL_BACKWARD_HOOKS", "accumulation_hooks", "author_of",
     "backward_hooks",
     "functions_applied_by", "have_no_hooks", "initialise_lazy", "initialised_by", "is_lazy_module", "made_before_calls",
+    "make_again",
     "module_backward_hooks_by",
     "node_class", "old_backward_hooks", "share_backward_hooks", "share_hooks", "takes_gradients_as_list",
     "without_hooks_of_export",
@@ -94,7 +96,16 @@ def made_before_calls(hook: Any) -> str:
     such hook; instead: the prefix of "_orig" and "_mask", or of "_g" and "_v"."""
     if isinstance(hook, BasePruningMethod):
         return str(hook._tensor_name)
-    return str(hook.name) if isinstance(hook, WeightNorm) else ""
+    return str(hook.name) if isinstance(hook, (WeightNorm, SpectralNorm)) else ""
+
+
+def make_again(hook: Any, module: nn.Module) -> None:
+    """Make such an attribute of the parameters and buffers that a module has now, which stay as they are; instead: the
+    call of the hook, which changes the buffers of a spectral norm."""
+    if isinstance(hook, SpectralNorm):
+        setattr(module, hook.name, hook.compute_weight(module, do_power_iteration=False))
+    else:
+        hook(module, ())
 
 
 def old_backward_hooks(module: nn.Module) -> dict[int, Any]:

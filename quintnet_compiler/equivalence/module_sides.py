@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..compat.torch_checkpoint import without_checkpoints
 from ..core.errors import CompileError
 from ..core.replaced import for_this_thread, one_thread
+from ..guards.call_attributes import call_attributes
 from .module_step import ModuleStep, Owner, module_step, tensors_of
 from .module_training import FLOOR
 from .reference import differs, largest
@@ -128,14 +129,21 @@ class Sides:
             )
         if changes.draws and (noise := self._random()):
             return CompileError("QN111", noise, fix=OUTSIDE)
-        if changes.attributes and self.differs_from(self.again(again=True)):
+        attributes = [name for name in changes.attributes if name not in self._made_in_calls()]
+        if attributes and self.differs_from(self.again(again=True)):
             return CompileError(
                 "QN111",
-                f"forward sets {', '.join(changes.attributes[:5])}, and with that the module's next step has another "
+                f"forward sets {', '.join(attributes[:5])}, and with that the module's next step has another "
                 f"result; the program's steps are all like the first one",
                 fix="set it outside forward, between steps",
             )
         return None
+
+    def _made_in_calls(self) -> set[str]:
+        """Return the names of attributes that hooks make of parameters and buffers: a program makes them, too."""
+        roots = [{label: module} for label in ("", "loss_fn") for module in self.owner.modules]
+        made = [attribute for root in roots for attribute in call_attributes(root)]
+        return {f"{attribute.path}.{attribute.name}".lstrip(".") for attribute in made}
 
     def sensitivity(self, **how: Any) -> dict[tuple[str, str], float]:
         """Return what a rounding of each parameter does to each result. ``how``: see :func:`module_step`."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from ...compat.torch import storage_key
+from ...compat.torch_hooks import make_again
 from ...guards.call_attributes import CallAttribute
 from ...ir.distributed_program import DistributedProgram
 
@@ -47,4 +48,4 @@ def remake(attributes: Sequence[CallAttribute]) -> None:
         with torch.no_grad(), implicit_replication():  # a mask is whole on each rank
             for attribute in attributes:
                 if not any(x.is_meta for x in attribute.module.parameters(recurse=False)):  # no rank of its stage
-                    attribute.hook(attribute.module, ())
+                    make_again(attribute.hook, attribute.module)
