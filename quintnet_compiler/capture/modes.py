@@ -7,12 +7,13 @@ import contextlib
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ..compat.torch_compiler import QUESTIONS, questions_answered
 from ..compat.torch_func import (
@@ -24,7 +25,9 @@ from ..compat.torch_func import (
     saved_tensors_hooked,
     set_grad,
 )
-from ..core.errors import CompileError
+from ..compat.torch_hooks import module_calls_traced
+from ..core import code_origin
+from ..core.errors import CompileError, Where
 from ..core.replaced import for_this_thread, one_thread
 from ..guards.hooks import unwatched
 
@@ -44,12 +47,15 @@ def evaluating(tree: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def modes_of_a_trace() -> Iterator[None]:
     """While inside, autocast is off, as torch.export would not trace its casts; and what is traced sees where
-    torch.inference_mode begins and ends, as it sees torch.no_grad."""
+    torch.inference_mode begins and ends, as it sees torch.no_grad; and the ``nn.Module.__call__`` that there
+    is now is called.
+    """
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     with contextlib.ExitStack() as stack:
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(_inference_is_without_gradients())
+        stack.enter_context(module_calls_traced())
         yield
 
 
@@ -157,3 +163,32 @@ def refuse_modes(device: torch.device) -> None:
             fix=f"enter {users[-1]} in the module's forward (and in the loss function), where it is traced, and run "
             "the program outside of it",
         )
+
+
+def refuse_replaced(func: Any, caller: types.FrameType | None) -> None:
+    """Refuse a function of the user's that torch takes for its own, as it was put in the place of that one.
+
+    Under a mode that sees calls of torch's functions, as a trace has, PyTorch looks the function up again by its name.
+    A replacement that calls the original would be called by it.
+
+    Args:
+        func: what ``__torch_function__`` of a mode was given.
+        caller: the frame that called it.
+
+    Raises:
+        CompileError: QN105.
+    """
+    if not isinstance(func, types.FunctionType) or func.__code__.co_filename.startswith(code_origin.TORCH):
+        return
+    if caller is not None and caller.f_code is handle_torch_function.__code__:
+        caller = caller.f_back
+        if caller is None or not caller.f_code.co_filename.startswith(code_origin.TORCH):
+            return  # a function of the user's that asks modes, as torch's own do
+    code = func.__code__
+    raise CompileError(
+        "QN105",
+        f"a function or method of torch was replaced by {func.__qualname__!r}, which calls the original; while it is "
+        "traced, PyTorch would call the replacement in place of the original, too",
+        where=Where("", f"{Path(code.co_filename).name}:{code.co_firstlineno}"),
+        fix="call the replacement under a name of its own, in the forward of the module",
+    )

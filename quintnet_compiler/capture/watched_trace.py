@@ -30,7 +30,7 @@ from .block_reuse import Unseen, UnseenUsed
 from .changes.assigned_data import put_data
 from .changes.refused_changes import changed_by_trace
 from .changes.tables_by_type import tables_by_type
-from .modes import uncompiled
+from .modes import refuse_replaced, uncompiled
 from .raising_checks import checks_pass
 from .traced_as import TRACED_AS
 
@@ -282,6 +282,7 @@ class _Tensors(TorchFunctionMode):
                 "nor a parameter, nor made in forward; a program would not",
                 where=Where("", user_line(sys._getframe(1), self.trace.own)),
             )
+        refuse_replaced(func, sys._getframe(1))
         func = TRACED_AS.get(func, func)
         # torch's random functions that are told of a generator, if it is None, have no kernel for symbolic sizes
         kwargs = {name: x for name, x in (kwargs or {}).items() if name != "generator" or x is not None}

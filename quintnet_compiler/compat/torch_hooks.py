@@ -13,6 +13,7 @@ from unittest import mock
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction as FunctionBase
+from torch.fx import _symbolic_trace
 from torch.nn.modules import module as nn_module
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.prune import BasePruningMethod
@@ -25,7 +26,7 @@ __all__ = [
     "backward_hooks",
     "functions_applied_by", "have_no_hooks", "initialise_lazy", "initialised_by", "is_lazy_module", "made_before_calls",
     "make_again",
-    "module_backward_hooks_by",
+    "module_backward_hooks_by", "module_calls_traced",
     "node_class", "old_backward_hooks", "share_backward_hooks", "share_hooks", "takes_gradients_as_list",
     "without_hooks_of_export",
 ]  # fmt: skip
@@ -71,6 +72,14 @@ def share_hooks(source: Tensor, target: Tensor) -> None:
     """Likewise, and those that run when a gradient was accumulated."""
     share_backward_hooks(source, target)
     target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+@contextlib.contextmanager
+def module_calls_traced() -> Iterator[None]:
+    """While inside, torch.fx traces calls of modules by the ``nn.Module.__call__`` that there is now, and not by the
+    one that there was when torch was imported; instead: a class of modules in the place of each."""
+    with mock.patch.object(_symbolic_trace, "_orig_module_call", nn.Module.__call__):
+        yield
 
 
 def is_lazy_module(module: nn.Module) -> bool:

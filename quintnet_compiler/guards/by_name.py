@@ -8,8 +8,23 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from .function_reads import is_library_module
+import torch
+from torch import nn
+
+from .function_reads import is_library, is_library_module
 from .python_state import CODE, PLAIN
+
+_LIBRARY_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+# what Python looks up in the class of an object, and not in the object
+_SPECIAL = frozenset(
+    name
+    for kind in (int, float, complex, str, list, dict, set, types.FunctionType, type(iter(())))
+    for name in dir(kind)
+    if name.startswith("__") and callable(getattr(kind, name, None))
+) | {
+    *("__getattr__", "__delattr__", "__missing__", "__enter__", "__exit__", "__bool__", "__index__", "__fspath__"),
+    *("__matmul__", "__rmatmul__", "__imatmul__", "__itruediv__", "__torch_function__", "__array__"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,7 @@ def _of_module(label: str, module: types.ModuleType, names: Set[str]) -> list[Na
     present = sorted(names & space.keys())
     if not is_library_module(module):
         return [NamedSpace(label, space, tuple(present), frozenset(names - space.keys()))]
-    code = tuple(name for name in present if isinstance(space[name], (types.FunctionType, types.ModuleType)))
+    code = tuple(name for name in present if isinstance(space[name], _LIBRARY_CODE))
     return [NamedSpace(label, space, code, frozenset())] if code else []
 
 
@@ -106,3 +121,38 @@ def class_namespaces(spaces: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]
 def is_constant(value: Any) -> bool:
     """Return whether a variable's value is compared by itself: plain data, a function, a class."""
     return isinstance(value, (*PLAIN, *CODE))
+
+
+def special_spaces(kinds: Iterable[type]) -> list[NamedSpace]:
+    """Return the classes that define ``kinds``, by the methods that Python calls without reading an attribute of an
+    object: of the users' classes, and of ``nn.Module``."""
+    bases = {id(base): base for kind in kinds for base in kind.__mro__ if is_users(base) or base is nn.Module}
+    return [
+        NamedSpace(
+            base.__name__,
+            vars(base),
+            tuple(sorted(_SPECIAL & vars(base).keys())),
+            _SPECIAL - vars(base).keys(),
+        )
+        for base in bases.values()
+    ]
+
+
+def torch_spaces(names: Set[str], parts: Iterable[nn.Module]) -> list[NamedSpace]:
+    """Return torch's own functions and methods of tensors that have ``names``, or that the ``forward`` of a module of
+    torch's looks up, as somebody may put others in their place."""
+    forwards = {forward for part in parts if isinstance(forward := type(part).forward, types.FunctionType)}
+    names = names.union(*(forward.__code__.co_names for forward in forwards if is_library(forward.__code__)))
+    spaces = [
+        NamedSpace(
+            module.__name__,
+            vars(module),
+            tuple(
+                sorted(name for name in names & vars(module).keys() if isinstance(vars(module)[name], _LIBRARY_CODE))
+            ),
+            frozenset(),
+        )
+        for module in (torch, nn.functional)
+    ]
+    methods, own = names & set(dir(torch.Tensor)), vars(torch.Tensor)
+    return [*spaces, NamedSpace("Tensor", own, tuple(sorted(methods & own.keys())), frozenset(methods - own.keys()))]

@@ -129,6 +129,33 @@ class SameObjects:
 
 
 @dataclass(frozen=True)
+class Kinds:
+    """Objects are of the classes that they were of."""
+
+    labels: tuple[str, ...]
+    owners: tuple[Any, ...]
+    kinds: list[type]
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[str, Any]]) -> Kinds:
+        """Return guards of the classes that labelled objects have now."""
+        owners = {id(owner): (label, owner) for label, owner in rows}
+        labels, objects = tuple(zip(*owners.values(), strict=True)) or ((), ())
+        return cls(labels, objects, list(map(type, objects)))
+
+    def hold(self) -> bool:
+        return list(map(type, self.owners)) == self.kinds
+
+    def broken(self) -> list[str]:
+        rows = zip(self.labels, self.owners, self.kinds, strict=True)
+        return [
+            f"{label or 'the model'} is a {type(owner).__name__} and was a {kind.__name__}"
+            for label, owner, kind in rows
+            if type(owner) is not kind
+        ]
+
+
+@dataclass(frozen=True)
 class Absent:
     """Names that namespaces do not have (because a class has them, or nobody), and attributes that classes do not.
 

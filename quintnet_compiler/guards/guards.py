@@ -13,10 +13,18 @@ from torch import Tensor, nn
 
 from ..compat.torch import version, without_torch_function
 from ..compat.torch_func import count_function_modes, default_device, function_modes
+from ..compat.torch_settings import switches_of_torch
 from .attribute_reads import Read
-from .by_name import NamedSpace, class_namespaces, is_constant, spaces_by_name
+from .by_name import (
+    NamedSpace,
+    class_namespaces,
+    is_constant,
+    spaces_by_name,
+    special_spaces,
+    torch_spaces,
+)
 from .call_attributes import CallAttribute
-from .columns import Absent, Constants, Flags, Modes, Parts, PlainValues, Row, SameObjects, TraceGuard
+from .columns import Absent, Constants, Flags, Kinds, Modes, Parts, PlainValues, Row, SameObjects, TraceGuard
 from .containers import ContainerGuards, fields_of, names_of
 from .function_reads import Unset, Variable
 from .hooks import HookGuards, global_hooks, hook_guards
@@ -88,13 +96,20 @@ class Guards:
     unread: Mapping[int, Unread]
     plain: PlainValues
     same: SameObjects
+    kinds: Kinds
+    switches: Modes
     absent: Absent
     containers: ContainerGuards
     fixed: tuple[TraceGuard, ...]  # what no other trace can make up for: constants, parts, flags, hooks, modes
 
     @functools.cached_property
+    @property
+    def _reads(self) -> tuple[TraceGuard, ...]:
+        return (self.plain, self.same, self.kinds, self.switches, self.absent)
+
+    @property
     def _all(self) -> tuple[TraceGuard, ...]:
-        return (self.plain, self.same, self.absent, *self.fixed, self.containers)
+        return (*self._reads, *self.fixed, self.containers)
 
     def hold(self) -> bool:
         """Return whether all is as it was."""
@@ -107,7 +122,7 @@ class Guards:
 
     def only_containers_differ(self) -> bool:
         """Return whether all is as it was but what containers hold."""
-        return _holds((self.plain, self.same, self.absent, *self.fixed))
+        return _holds((*self._reads, *self.fixed))
 
     def only_reads_differ(self) -> bool:
         """Return whether all is as it was but what the trace read in Python: the same graph is the same program."""
@@ -148,6 +163,9 @@ def guards_of(source: TraceReads, unread: Mapping[int, Unread] = types.MappingPr
     fixed = (constants, Parts.of(rows.parts), rows.trained(), Modes(global_modes, source.modes))
     plain, same = PlainValues.of(rows.plain), SameObjects(tuple(rows.same))
     return Guards(source, unread, plain, same, rows.absent(), containers, fixed)
+    plain, same = PlainValues.of(rows.plain), SameObjects.of(rows.same)
+    switches = Modes(switches_of_torch, switches_of_torch())
+    return Guards(source, unread, plain, same, rows.kinds(), switches, rows.absent(), containers, fixed)
 
 
 @dataclass
@@ -174,7 +192,9 @@ class _Rows:
         for variable in source.variables:
             self._variable(variable)
         self.absences += [(unset.name, unset.space, unset.name) for unset in source.unset]
-        for space in self._named_spaces():
+        kinds = [type(owner) for _, owner in self._owners()] + [x for _, x in source.spaces if isinstance(x, type)]
+        modules = [module for _, module in self._modules()]
+        for space in (*self._named_spaces(), *special_spaces(kinds), *torch_spaces(source.names, modules)):
             self._named(space)
         self.held += [(function.__name__, function) for function in source.functions]
         self.held += class_namespaces(source.spaces) if source.whole_classes else []
@@ -186,6 +206,10 @@ class _Rows:
             self._module(label, module)
         for label, module in self.hidden:
             self._tensors_of(label, module)
+
+    def kinds(self) -> Kinds:
+        """Return guards of the classes of modules, and of the objects whose attributes were read."""
+        return Kinds.of(self._owners())
 
     def absent(self) -> Absent:
         """Return guards of what was not there."""
@@ -216,6 +240,11 @@ class _Rows:
                 if id(module) not in seen:
                     seen.add(id(module))
                     yield ".".join(filter(None, (label, name))), module
+
+    def _owners(self) -> Iterable[tuple[str, Any]]:
+        reads = ((read.label.rpartition(".")[0], read.owner) for read in (*self.source.reads, *self.source.missing))
+        yield from (row for row in reads if not isinstance(row[1], types.ModuleType))
+        yield from self._modules()
 
     def _compare(self, label: str, space: Any, name: Any, value: Any) -> None:
         """Add what says whether the value of a name is the one that it has now."""
