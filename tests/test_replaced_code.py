@@ -17,13 +17,33 @@ import quintnet
 LAYOUTS: list[dict[str, Any]] = [{"dp": 2}, {"tp": 2}, {"pp": 2, "microbatches": 2}, {"dp": 2, "tp": 2, "zero": 3}]
 
 
-class Scale:
-    """Read by its special methods alone."""
-
+class Small:
     k = 1.5
+
+
+class Large:
+    k = 2.5
+
+
+class Kind(Small):
+    pass
+
+
+class Scale(Kind):
+    """Read by its special methods alone."""
 
     def __float__(self) -> float:
         return self.k
+
+
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class Net(nn.Module):
@@ -34,7 +54,8 @@ class Net(nn.Module):
         self.scale = Scale()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.first(x).tanh()) * float(self.scale))  # type: ignore[no-any-return]
+        x = Same.apply(self.norm(self.first(x).tanh()))  # type: ignore[no-untyped-call]
+        return self.last(x @ torch.eye(8, dtype=x.dtype) * float(self.scale))  # type: ignore[no-any-return]
 
 
 class Doubled(nn.Linear):
@@ -72,11 +93,42 @@ def _bound(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "forward", types.MethodType(Other.forward, model))
 
 
+class Asks(Net):
+    """Asks what torch is set to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        exact = torch.are_deterministic_algorithms_enabled() or torch.get_float32_matmul_precision() == "high"
+        return super().forward(x) * (2 if exact or torch.backends.cudnn.benchmark else 1)
+
+
+SWITCHES: dict[str, Callable[[Any], None]] = {
+    "deterministic algorithms": torch.use_deterministic_algorithms,
+    "precision of products": lambda on: torch.set_float32_matmul_precision("high" if on else "highest"),
+    "a backend": lambda on: setattr(torch.backends.cudnn, "benchmark", on),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_what_torch_is_set_to_between_steps(switch: str) -> None:
+    model, batch = Asks(), (torch.randn(8, 6), torch.randint(0, 4, (8,)))
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy, check="off")
+    for on in (False, True, False):
+        SWITCHES[switch](on)
+        try:
+            plain = float(F.cross_entropy(model(batch[0]), batch[1]).detach())
+            assert float(program.step(batch)) == pytest.approx(plain, abs=1e-5)
+        finally:
+            SWITCHES[switch](False)
+
+
 Change = Callable[[Net, pytest.MonkeyPatch], None]
 CHANGES: dict[str, Change] = {
     "the class of the model": lambda model, patch: patch.setattr(model, "__class__", Other),
     "the class of a part": lambda model, patch: patch.setattr(model.first, "__class__", Doubled),
     "the class of an object": lambda model, patch: patch.setattr(model.scale, "__class__", OtherScale),
+    "bases of a class": lambda model, patch: patch.setattr(Kind, "__bases__", (Large,)),
+    "a derivative": lambda model, patch: patch.setattr(Same, "backward", staticmethod(lambda ctx, g: g * 2)),
+    "an operator of tensors": lambda model, patch: patch.setattr(Tensor, "__matmul__", lambda a, b: torch.mm(a, b) * 2),
     "a special method": lambda model, patch: patch.setattr(Scale, "__float__", lambda self: 2.5),
     "a call of a class that had none": lambda model, patch: patch.setattr(Net, "__call__", _double_call, raising=False),
     "calls of all modules": lambda model, patch: patch.setattr(nn.Module, "__call__", _doubles_linears),
@@ -116,7 +168,7 @@ def _losses(change: Change, layout: dict[str, Any] | None) -> list[float]:
     return losses
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_code_that_is_replaced_between_steps(change: str, layout: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import Function
 
 from .function_reads import is_library, is_library_module
 from .python_state import CODE, PLAIN
@@ -25,6 +26,8 @@ _SPECIAL = frozenset(
     *("__getattr__", "__delattr__", "__missing__", "__enter__", "__exit__", "__bool__", "__index__", "__fspath__"),
     *("__matmul__", "__rmatmul__", "__imatmul__", "__itruediv__", "__torch_function__", "__array__"),
 }
+
+_OF_FUNCTIONS = _SPECIAL | {"forward", "backward", "setup_context", "jvp", "vmap"}
 
 
 @dataclass(frozen=True)
@@ -124,18 +127,15 @@ def is_constant(value: Any) -> bool:
 
 
 def special_spaces(kinds: Iterable[type]) -> list[NamedSpace]:
-    """Return the classes that define ``kinds``, by the methods that Python calls without reading an attribute of an
-    object: of the users' classes, and of ``nn.Module``."""
+    """Return the classes that define ``kinds``, by the methods that Python or autograd calls without reading an
+    attribute of an object: of the users' classes, and of ``nn.Module``."""
     bases = {id(base): base for kind in kinds for base in kind.__mro__ if is_users(base) or base is nn.Module}
-    return [
-        NamedSpace(
-            base.__name__,
-            vars(base),
-            tuple(sorted(_SPECIAL & vars(base).keys())),
-            _SPECIAL - vars(base).keys(),
-        )
-        for base in bases.values()
-    ]
+    return [_of_names(base, _OF_FUNCTIONS if issubclass(base, Function) else _SPECIAL) for base in bases.values()]
+
+
+def _of_names(kind: type, names: frozenset[str]) -> NamedSpace:
+    own = vars(kind)
+    return NamedSpace(kind.__name__, own, tuple(sorted(names & own.keys())), names - own.keys())
 
 
 def torch_spaces(names: Set[str], parts: Iterable[nn.Module]) -> list[NamedSpace]:
@@ -154,5 +154,4 @@ def torch_spaces(names: Set[str], parts: Iterable[nn.Module]) -> list[NamedSpace
         )
         for module in (torch, nn.functional)
     ]
-    methods, own = names & set(dir(torch.Tensor)), vars(torch.Tensor)
-    return [*spaces, NamedSpace("Tensor", own, tuple(sorted(methods & own.keys())), frozenset(methods - own.keys()))]
+    return [*spaces, _of_names(torch.Tensor, frozenset((names | _SPECIAL) & set(dir(torch.Tensor))))]

@@ -22,6 +22,7 @@ _T = TypeVar("_T")
 
 _FLAG = attrgetter("requires_grad")
 _SHAPE = attrgetter("shape")
+_MRO = attrgetter("__mro__")
 
 
 class TraceGuard(Protocol):
@@ -130,25 +131,30 @@ class SameObjects:
 
 @dataclass(frozen=True)
 class Kinds:
-    """Objects are of the classes that they were of."""
+    """Objects are of the classes that they were of, and these have the base classes that they had."""
 
     labels: tuple[str, ...]
     owners: tuple[Any, ...]
     kinds: list[type]
+    distinct: tuple[type, ...]
+    bases: list[tuple[type, ...]]  # of each of the distinct ones, in the order in which Python looks
 
     @classmethod
     def of(cls, rows: Iterable[tuple[str, Any]]) -> Kinds:
         """Return guards of the classes that labelled objects have now."""
         owners = {id(owner): (label, owner) for label, owner in rows}
         labels, objects = tuple(zip(*owners.values(), strict=True)) or ((), ())
-        return cls(labels, objects, list(map(type, objects)))
+        kinds = list(map(type, objects))
+        distinct = tuple(dict.fromkeys(kinds))
+        return cls(labels, objects, kinds, distinct, list(map(_MRO, distinct)))
 
     def hold(self) -> bool:
-        return list(map(type, self.owners)) == self.kinds
+        return list(map(type, self.owners)) == self.kinds and list(map(_MRO, self.distinct)) == self.bases
 
     def broken(self) -> list[str]:
         rows = zip(self.labels, self.owners, self.kinds, strict=True)
-        return [
+        others = [kind for kind, bases in zip(self.distinct, self.bases, strict=True) if kind.__mro__ != bases]
+        return [f"{kind.__name__} has other base classes than it had" for kind in others] + [
             f"{label or 'the model'} is a {type(owner).__name__} and was a {kind.__name__}"
             for label, owner, kind in rows
             if type(owner) is not kind
