@@ -17,20 +17,10 @@ import quintnet
 LAYOUTS: list[dict[str, Any]] = [{"dp": 2}, {"tp": 2}, {"pp": 2, "microbatches": 2}, {"dp": 2, "tp": 2, "zero": 3}]
 
 
-class Small:
-    k = 1.5
-
-
-class Large:
-    k = 2.5
-
-
-class Kind(Small):
-    pass
-
-
-class Scale(Kind):
+class Scale:
     """Read by its special methods alone."""
+
+    k = 1.5
 
     def __float__(self) -> float:
         return self.k
@@ -51,7 +41,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4)
-        self.scale = Scale()
+        self.scale: Scale = type("OwnScale", (Scale,), {})()
 
     def forward(self, x: Tensor) -> Tensor:
         x = Same.apply(self.norm(self.first(x).tanh()))  # type: ignore[no-untyped-call]
@@ -126,7 +116,7 @@ CHANGES: dict[str, Change] = {
     "the class of the model": lambda model, patch: patch.setattr(model, "__class__", Other),
     "the class of a part": lambda model, patch: patch.setattr(model.first, "__class__", Doubled),
     "the class of an object": lambda model, patch: patch.setattr(model.scale, "__class__", OtherScale),
-    "bases of a class": lambda model, patch: patch.setattr(Kind, "__bases__", (Large,)),
+    "bases of a class": lambda model, patch: setattr(type(model.scale), "__bases__", (OtherScale,)),
     "a derivative": lambda model, patch: patch.setattr(Same, "backward", staticmethod(lambda ctx, g: g * 2)),
     "an operator of tensors": lambda model, patch: patch.setattr(Tensor, "__matmul__", lambda a, b: torch.mm(a, b) * 2),
     "a special method": lambda model, patch: patch.setattr(Scale, "__float__", lambda self: 2.5),
