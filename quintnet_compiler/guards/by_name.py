@@ -142,7 +142,8 @@ def torch_spaces(names: Set[str], parts: Iterable[nn.Module]) -> list[NamedSpace
     """Return torch's own functions and methods of tensors that have ``names``, or that the ``forward`` of a module of
     torch's looks up, as somebody may put others in their place."""
     forwards = {forward for part in parts if isinstance(forward := type(part).forward, types.FunctionType)}
-    names = names.union(*(forward.__code__.co_names for forward in forwards if is_library(forward.__code__)))
+    codes = [forward.__code__ for forward in forwards if is_library(forward.__code__)]
+    names = names | {name for code in codes for name in code.co_names}
     spaces = [
         NamedSpace(
             module.__name__,
