@@ -103,11 +103,10 @@ class Guards:
     fixed: tuple[TraceGuard, ...]  # what no other trace can make up for: constants, parts, flags, hooks, modes
 
     @functools.cached_property
-    @property
     def _reads(self) -> tuple[TraceGuard, ...]:
         return (self.plain, self.same, self.kinds, self.switches, self.absent)
 
-    @property
+    @functools.cached_property
     def _all(self) -> tuple[TraceGuard, ...]:
         return (*self._reads, *self.fixed, self.containers)
 
@@ -162,8 +161,6 @@ def guards_of(source: TraceReads, unread: Mapping[int, Unread] = types.MappingPr
     containers = container_guards(rows.held, lambda value: id(value) in whole, unread)
     fixed = (constants, Parts.of(rows.parts), rows.trained(), Modes(global_modes, source.modes))
     plain, same = PlainValues.of(rows.plain), SameObjects(tuple(rows.same))
-    return Guards(source, unread, plain, same, rows.absent(), containers, fixed)
-    plain, same = PlainValues.of(rows.plain), SameObjects.of(rows.same)
     switches = Modes(switches_of_torch, switches_of_torch())
     return Guards(source, unread, plain, same, rows.kinds(), switches, rows.absent(), containers, fixed)
 
