@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from ..compat.torch import version
-from ..compat.torch_hooks import have_no_hooks
 from .python_state import MISSING, copied, shown
 
 Space = Mapping[str, Any]
@@ -68,7 +67,7 @@ class PlainValues:
         for space, name, value, other_space, other_name, other_value in self.objects:
             if space[name] is not value or other_space[other_name] is not other_value:
                 return self._equal()
-        return _all_equal(self.in_place)
+        return not self.in_place or _all_equal(self.in_place)
 
     def _equal(self) -> bool:
         """Compare what are other objects now by their values, and remember them."""
@@ -297,10 +296,6 @@ class Flags:
     def hold(self) -> bool:
         """Return whether the parameters that are there now have the flags that they had."""
         return list(map(_FLAG, self.parameters)) == self.values
-
-    def hold_without_hooks(self) -> bool:
-        """Return whether, moreover, it is seen at once that none of these parameters has a hook."""
-        return have_no_hooks(self.trained, requires_grad=True) and have_no_hooks(self.frozen, requires_grad=False)
 
     def broken(self) -> list[str]:
         rows = zip(self.names, self.spaces, self.keys, self.values, strict=True)

@@ -118,6 +118,10 @@ def equal(now: Any, then: Any) -> bool:
     return type(now) is type(then) and isinstance(now, PLAIN) and bool(now == then)
 
 
+def _named(names: list[Any] | int, values: list[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(range(names) if isinstance(names, int) else names, values, strict=True))
+
+
 @dataclass
 class ContainerSnapshot:
     """One container as it was. Of ``unread`` values, numbers may be others of the same type, and containers may hold
@@ -130,33 +134,33 @@ class ContainerSnapshot:
     unread: frozenset[Any] = frozenset()
     only: tuple[Any, ...] | None = None
     held: list[Any] = field(init=False)
-    names: list[Any] | None = field(init=False)  # None where values have none
+    names: list[Any] | int = field(init=False)  # how many values there are, if they have none
 
     def __post_init__(self) -> None:
         self.held, self.names = self._read()
 
-    def _read(self) -> tuple[list[Any], list[Any] | None]:
-        """Return what the container holds that may have been read, and the names of that."""
+    def _read(self) -> tuple[list[Any], list[Any] | int]:
+        """Return what the container holds that may have been read, and the names of that, or how much it is."""
         if self.only is not None:
             return [dict.get(self.owner, name, MISSING) for name in self.only], list(self.only)
         values_of, names_of, holder_of = self.reading
         holder = self.owner if holder_of is None else holder_of(self.owner)
         values = [*values_of(holder)]
-        names = None if names_of is None else [*names_of(holder)]
+        names = len(values) if names_of is None else [*names_of(holder)]
         if self.unread:
-            pairs = zip(range(len(values)) if names is None else names, values, strict=True)
+            pairs = _named(names, values)
             values = [type(x) if name in self.unread and isinstance(x, (int, float)) else x for name, x in pairs]
         return values, names
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """Return what the container holds now that may have been read, each with its name, or its number."""
         values, names = self._read()
-        return list(zip(range(len(values)) if names is None else names, values, strict=True))
+        return _named(names, values)
 
     def holds(self) -> bool:
         """Return whether the container holds what it held."""
         values, names = self._read()
-        if names != self.names or len(values) != len(self.held):
+        if names != self.names:
             return False
         return all(map(is_, values, self.held)) or self._equal(values)
 
@@ -170,9 +174,9 @@ class ContainerSnapshot:
     def changes(self) -> list[Any] | None:
         """Return the names of the values that are others now; None if there are more or fewer of them."""
         values, names = self._read()
-        if names != self.names or len(values) != len(self.held):
+        if names != self.names:
             return None
-        then = zip(self.held, self.pairs(), strict=True)
+        then = zip(self.held, _named(names, values), strict=True)
         return [name for value, (name, now) in then if not equal(now, value)]
 
     def broken(self) -> list[str]:
@@ -221,7 +225,9 @@ class ContainerGuards:
 
     def hold(self) -> bool:
         """Return whether all of them hold what they held."""
-        return all(map(ContainerSnapshot.holds, self.snapshots)) and all(map(Numbers.holds, self.numbers))
+        if not all(map(ContainerSnapshot.holds, self.snapshots)):
+            return False
+        return not self.numbers or all(map(Numbers.holds, self.numbers))
 
     def broken(self) -> list[str]:
         """Say what is not as it was."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..compat.torch import version, without_torch_function
 from ..compat.torch_func import count_function_modes, default_device, function_modes
 from ..compat.torch_settings import switches_of_torch
+from ..compat.torch_hooks import have_no_hooks
 from .attribute_reads import Read
 from .by_name import (
     NamedSpace,
@@ -73,9 +74,14 @@ class Trained:
     hooks: HookGuards
 
     def hold(self) -> bool:
-        if not self.hooks.own and self.flags.hold_without_hooks():
+        flags = self.flags
+        if (
+            not self.hooks.own
+            and (not flags.trained or have_no_hooks(flags.trained, requires_grad=True))
+            and (not flags.frozen or have_no_hooks(flags.frozen, requires_grad=False))
+        ):
             return self.hooks.of_modules_hold()
-        return self.flags.hold() and self.hooks.hold(self.flags.parameters)
+        return flags.hold() and self.hooks.hold(flags.parameters)
 
     def broken(self) -> list[str]:
         lines = self.flags.broken()

@@ -88,16 +88,20 @@ def _of_user(hooks: Hooks | None) -> list[Any]:
 
 
 def _same(now: list[Any], then: list[Any]) -> bool:
+    if not now:
+        return not then
     return len(now) == len(then) and all(map(is_, now, then))
+
+
+_NO_HANDLES: tuple[tuple[int, ...], ...] = ((),) * len(GLOBAL_HOOKS)
 
 
 def global_hooks() -> tuple[tuple[int, ...], ...]:
     """Return the numbers of the handles of hooks of all modules. Those that belong to torch are left out: they only
     watch, for tools such as ``FlopCounterMode`` and ``CommDebugMode``."""
-    handles: tuple[tuple[int, ...], ...] = ()
-    for hooks in GLOBAL_HOOKS:  # a loop: in each step, and mostly there are none
-        handles = (*handles, _handles(hooks) if hooks else ())
-    return handles
+    if not any(GLOBAL_HOOKS):  # in each step, and mostly there are none
+        return _NO_HANDLES
+    return tuple(map(_handles, GLOBAL_HOOKS))
 
 
 def _handles(hooks: Mapping[int, Any]) -> tuple[int, ...]:
