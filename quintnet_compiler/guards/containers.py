@@ -19,7 +19,7 @@ from torch import nn
 from .python_state import MISSING, OWN, PLAIN, SlotFields, shown, slot_names
 
 
-class Reading(NamedTuple):
+class ContainerReading(NamedTuple):
     """How a container gives what it holds: the ``values`` of ``holder(container)``, and their ``names`` if they have
     any."""
 
@@ -63,40 +63,42 @@ def _named_fields(owner: Any) -> dict[str, Any]:
     return {name: x for name, x in named.items() if name not in OWN} if isinstance(owner, nn.Module) else named
 
 
-_FIELDS = Reading(methodcaller("values"), iter, vars)
-_NAMED_FIELDS = Reading(dict.values, dict.keys, _named_fields)
+_FIELDS = ContainerReading(methodcaller("values"), iter, vars)
+_NAMED_FIELDS = ContainerReading(dict.values, dict.keys, _named_fields)
 
 # How values of a type, or of its subclasses, give what they hold; the methods of the base class, whatever a subclass
 # makes of them.
-READINGS: dict[type, Reading] = {
-    dict: Reading(dict.values, dict.keys),
-    list: Reading(list.__iter__),
-    tuple: Reading(tuple.__iter__),
-    set: Reading(set.__iter__),
-    frozenset: Reading(frozenset.__iter__),
-    deque: Reading(deque.__iter__),
-    types.MappingProxyType: Reading(types.MappingProxyType.values, types.MappingProxyType.keys),
+READINGS: dict[type, ContainerReading] = {
+    dict: ContainerReading(dict.values, dict.keys),
+    list: ContainerReading(list.__iter__),
+    tuple: ContainerReading(tuple.__iter__),
+    set: ContainerReading(set.__iter__),
+    frozenset: ContainerReading(frozenset.__iter__),
+    deque: ContainerReading(deque.__iter__),
+    types.MappingProxyType: ContainerReading(types.MappingProxyType.values, types.MappingProxyType.keys),
     types.SimpleNamespace: _FIELDS,
-    types.CellType: Reading(_cell_contents),
-    types.FunctionType: Reading(attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__dict__")),
-    types.MethodType: Reading(attrgetter("__self__", "__func__")),
-    types.BuiltinFunctionType: Reading(_bound_to),
-    types.MethodWrapperType: Reading(_bound_to),
-    functools.partial: Reading(attrgetter("func", "args", "keywords")),
-    ContextVar: Reading(_context_value),
-    weakref.ref: Reading(_target),
+    types.CellType: ContainerReading(_cell_contents),
+    types.FunctionType: ContainerReading(
+        attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__dict__")
+    ),
+    types.MethodType: ContainerReading(attrgetter("__self__", "__func__")),
+    types.BuiltinFunctionType: ContainerReading(_bound_to),
+    types.MethodWrapperType: ContainerReading(_bound_to),
+    functools.partial: ContainerReading(attrgetter("func", "args", "keywords")),
+    ContextVar: ContainerReading(_context_value),
+    weakref.ref: ContainerReading(_target),
 }
 # What holds numbers in memory of its own.
 BUFFERS = (numpy.ndarray, bytearray, array.array, memoryview)
 
 
-def reading_of_fields(owner: Any) -> Reading:
+def reading_of_fields(owner: Any) -> ContainerReading:
     """Return how an object gives the values of its attributes, and their names."""
     plain = hasattr(owner, "__dict__") and not slot_names(type(owner)) and not isinstance(owner, nn.Module)
     return _FIELDS if plain else _NAMED_FIELDS
 
 
-def reading_of(value: Any) -> Reading | None:
+def reading_of(value: Any) -> ContainerReading | None:
     """Return how ``value`` gives what it holds; None if it is no container."""
     return next((reading for kind, reading in READINGS.items() if isinstance(value, kind)), None)
 
@@ -130,7 +132,7 @@ class ContainerSnapshot:
 
     label: str
     owner: Any
-    reading: Reading
+    reading: ContainerReading
     unread: frozenset[Any] = frozenset()
     only: tuple[Any, ...] | None = None
     held: list[Any] = field(init=False)
