@@ -29,7 +29,7 @@ from quintnet_compiler.ops.attention.tiled import (
 )
 from quintnet_compiler.ops.attention.tiles import AttentionInputs, AttentionTiles, Ids
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.passes.lowering.lower_attention import LONG
+from quintnet_compiler.passes.lowering.lower_attention import MIN_TILED_POSITIONS
 from quintnet_compiler.runtime.execute.comm import Comm
 
 from . import one_operator
@@ -202,7 +202,7 @@ def test_tiles_in_two_processes() -> None:
 def test_long_packed_rows_are_tiles_without_context_parallelism_too(mesh: quintnet.Mesh) -> None:
     """So they are where the module and the unsplit program are compared."""
     torch.manual_seed(0)
-    batch = _batch(2, LONG)
+    batch = _batch(2, MIN_TILED_POSITIONS)
     program = quintnet.compile(Text(packed=True).double(), mesh, batch)
     assert "comm.tiled_attention" in program.ranks[0].forward.code
     report = program.verify()

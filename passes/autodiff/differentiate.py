@@ -35,7 +35,7 @@ from ...ops.derivatives.user_derivatives import (
     with_tangent,
 )
 from ...ops.rank_local import LOOKUPS
-from ..lowering.reductions import move, move_back, of_parameters, seed_of
+from ..lowering.reductions import emit_conversion, emit_conversion_backward, loss_seed, parameter_conversions
 from .operator_trace import Template
 from .vector_jacobian import Pullback, VectorJacobian
 
@@ -67,7 +67,7 @@ class Differentiate:
 class _Tape:
     def __init__(self, local: LocalProgram, training: bool, templates: dict[Hashable, Template]) -> None:
         self.local, self.training = local, training
-        self.precision, self.parameters = local.staged.sharded.program.precision, of_parameters(local)
+        self.precision, self.parameters = local.staged.sharded.program.precision, parameter_conversions(local)
         self.deferring = _between(local)  # their transposes stand at the end of the step, where gradients settle
         self.builder = GraphBuilder(local.mode)
         self.operators = VectorJacobian(self.builder, templates, absent=local.staged.sharded.program.absent)
@@ -189,7 +189,7 @@ class _Tape:
 
     def _convert(self, x: Any, axis: Any, size: Any, source: Any, target: Any, *, stored: bool) -> fx.Node:
         a, b = parse_type(source), parse_type(target)
-        return move(self.builder, x, axis, size, a, b, self.precision, stored=stored)
+        return emit_conversion(self.builder, x, axis, size, a, b, self.precision, stored=stored)
 
     def _transpose(self, node: fx.Node) -> Pullback:
         source, target = (parse_type(str(kind)) for kind in node.args[3:])
@@ -197,7 +197,9 @@ class _Tape:
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
             assert tangents[0] is not None
             parameter = self.parameters.get(node)
-            return [move_back(self.builder, tangents[0], node, source, target, parameter, self.precision)]
+            return [
+                emit_conversion_backward(self.builder, tangents[0], node, source, target, parameter, self.precision)
+            ]
 
         return pullback
 
@@ -209,7 +211,7 @@ class _Tape:
         self._enter(source)
         with self.builder.at(source, backward=True):
             x = values(loss)[0]
-            seed = seed_of(self.builder, x, self.precision)
+            seed = loss_seed(self.builder, x, self.precision)
         self._settle(source, before)
         stage = self.local.stage.get(source, 0)
         self.arrived[source, index][stage] = seed

@@ -1,4 +1,4 @@
-"""LocalProgram -> LocalProgram: RMS norms that a model writes out become the operator that GPUs have a kernel for."""
+"""LocalProgram -> LocalProgram: RMS norms that a model writes out become one operator, for which GPUs have a kernel."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ class FuseNorms:
     """
 
     def __call__(self, program: LocalProgram, /) -> LocalProgram:
-        found: dict[fx.Node, _Norm] = {}
+        norms: dict[fx.Node, _Norm] = {}
         for node in program.graph.nodes:
-            if (norm := next((one for one in _norms(node) if _together(program, one)), None)) is not None:
-                found[norm.end] = norm
-        return _rewritten(program, found) if found else program
+            norm = next((candidate for candidate in _candidates(node) if _is_private(program, candidate)), None)
+            if norm is not None:
+                norms[norm.end] = norm
+        return _rewritten(program, norms) if norms else program
 
 
 @dataclass(frozen=True)
 class _Norm:
-    """``steps`` compute ``end`` = x * (mean(x ** 2) + eps) ** -0.5 * weight."""
+    """An RMS norm: ``steps`` compute ``end`` = x * (mean(x ** 2) + eps) ** -0.5 * weight."""
 
     end: fx.Node
     steps: frozenset[fx.Node]
@@ -50,78 +51,108 @@ class _Norm:
     weight: fx.Node | None = None
 
 
-def _norms(node: fx.Node) -> Iterator[_Norm]:
-    """The norm whose factor 1 / root mean square is ``node``: with all that can be one operator with it, then less."""
-    if (inner := _norm(node)) is not None:
-        narrowed = _narrowed(inner)
-        yield from dict.fromkeys([_weighted(narrowed), narrowed, _weighted(inner), inner])
+@dataclass(frozen=True)
+class _MeanSquare:
+    """Nodes that compute mean(x ** 2) + eps over the last dim."""
+
+    square: fx.Node
+    total: fx.Node
+    mean: fx.Node
+    plus_eps: fx.Node
+
+    @property
+    def x(self) -> fx.Node:
+        return self.square.args[0]  # type: ignore[return-value]
+
+    @property
+    def chain(self) -> tuple[fx.Node, ...]:
+        return self.square, self.total, self.mean, self.plus_eps
+
+    @property
+    def over_last_dim(self) -> bool:
+        """Return whether squares are summed over the last dim alone, and divided by its size."""
+        size, last = shape(self.x)[-1], len(shape(self.x)) - 1
+        sums_last = self.total.args[1:] in (([-1], True), ([last], True)) and not self.total.kwargs
+        return bool(self.square.args[1] == 2 and sums_last and self.mean.args[1] == size and not self.plus_eps.kwargs)
+
+
+def _candidates(node: fx.Node) -> Iterator[_Norm]:
+    """Yield norms whose factor 1 / root mean square is ``node``: those with more steps first."""
+    inner = _norm(node)
+    if inner is not None:
+        narrowed = _with_casts(inner)
+        yield from dict.fromkeys([_with_weight(narrowed), narrowed, _with_weight(inner), inner])
 
 
 def _norm(node: fx.Node) -> _Norm | None:
-    """From the square to the product with ``node``."""
+    """Return the norm from the square to the product with ``node``."""
     if node.target is not aten.rsqrt.default or value(node).device.type != CUDA.type:
         return None
-    plus = _argument(node, aten.add.Scalar)
-    mean = _argument(plus, aten.div.Scalar)
-    total = _argument(mean, aten.sum.dim_IntList)
-    square = _argument(total, aten.pow.Tensor_Scalar)
-    if plus is None or mean is None or total is None or square is None or square.args[1] != 2:
-        return None
-    wide: Any = square.args[0]
-    size, last = shape(wide)[-1], len(shape(wide)) - 1
-    if total.args[1:] not in (([-1], True), ([last], True)) or total.kwargs or mean.args[1] != size:
+    mean_square = _mean_square(node)
+    if mean_square is None or not mean_square.over_last_dim:
         return None
     scaled = _sole_user(node)
-    if scaled is None or scaled.target is not aten.mul.Tensor or not _reads(scaled, wide, node):
+    if scaled is None or scaled.target is not aten.mul.Tensor or not _multiplies(scaled, mean_square.x, node):
         return None
-    steps = frozenset({square, total, mean, plus, node, scaled})
-    if plus.kwargs or any(user not in steps for step in (square, total, mean, plus) for user in step.users):
+    steps = frozenset({*mean_square.chain, node, scaled})
+    if any(user not in steps for step in mean_square.chain for user in step.users):
         return None
-    return _Norm(scaled, steps, wide, float(plus.args[1]))  # type: ignore[arg-type]
+    return _Norm(scaled, steps, mean_square.x, float(mean_square.plus_eps.args[1]))  # type: ignore[arg-type]
 
 
-def _narrowed(norm: _Norm) -> _Norm:
-    """With the casts before and behind, where these are to more bits and back."""
-    before, after = norm.x, _sole_user(norm.end)
-    if before.target is not aten._to_copy.default or after is None or after.target is not aten._to_copy.default:
+def _mean_square(node: fx.Node) -> _MeanSquare | None:
+    """Return the chain pow, sum, div, add that ``node`` reads."""
+    plus_eps = _argument(node, aten.add.Scalar)
+    mean = _argument(plus_eps, aten.div.Scalar)
+    total = _argument(mean, aten.sum.dim_IntList)
+    square = _argument(total, aten.pow.Tensor_Scalar)
+    if plus_eps is None or mean is None or total is None or square is None:
+        return None
+    return _MeanSquare(square, total, mean, plus_eps)
+
+
+def _with_casts(norm: _Norm) -> _Norm:
+    """Add the casts of the input to float32 and of the result back."""
+    cast, cast_back = norm.x, _sole_user(norm.end)
+    if cast.target is not aten._to_copy.default or cast_back is None or cast_back.target is not aten._to_copy.default:
         return norm
-    (given,) = before.all_input_nodes
-    narrow = value(given).dtype
-    if not narrow.is_floating_point or narrow.itemsize >= value(before).dtype.itemsize:
+    (source,) = cast.all_input_nodes
+    narrow = value(source).dtype
+    if not narrow.is_floating_point or narrow.itemsize >= value(cast).dtype.itemsize:
         return norm
-    if value(after).dtype is not narrow or value(before).dtype is not torch.float32:
+    if value(cast_back).dtype is not narrow or value(cast).dtype is not torch.float32:
         return norm
-    return replace(norm, end=after, steps=norm.steps | {after}, x=given)
+    return replace(norm, end=cast_back, steps=norm.steps | {cast_back}, x=source)
 
 
-def _weighted(norm: _Norm) -> _Norm:
-    """With a factor for each element of a row."""
+def _with_weight(norm: _Norm) -> _Norm:
+    """Add the product with a weight for each element of a row."""
     product = _sole_user(norm.end)
     if product is None or product.target is not aten.mul.Tensor:
         return norm
     for weight in product.all_input_nodes:
-        one = shape(weight) == shape(norm.x)[-1:] and value(weight).dtype is value(norm.x).dtype
-        if one and weight is not norm.end and _reads(product, norm.end, weight):
+        fits = shape(weight) == shape(norm.x)[-1:] and value(weight).dtype is value(norm.x).dtype
+        if fits and weight is not norm.end and _multiplies(product, norm.end, weight):
             return replace(norm, end=product, steps=norm.steps | {product}, weight=weight)
     return norm
 
 
 def _argument(node: fx.Node | None, target: Any) -> fx.Node | None:
-    """The first argument of ``node``, if ``target`` made it."""
-    found = node.args[0] if node is not None and node.args else None
-    return found if isinstance(found, fx.Node) and found.target is target else None
+    """Return the first argument of ``node``, if it is a call of ``target``."""
+    source = node.args[0] if node is not None and node.args else None
+    return source if isinstance(source, fx.Node) and source.target is target else None
 
 
 def _sole_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _reads(node: fx.Node, one: fx.Node, other: fx.Node) -> bool:
-    return tuple(node.args) in ((one, other), (other, one)) and not node.kwargs
+def _multiplies(product: fx.Node, a: fx.Node, b: fx.Node) -> bool:
+    return tuple(product.args) in ((a, b), (b, a)) and not product.kwargs
 
 
-def _together(program: LocalProgram, norm: _Norm) -> bool:
-    """Whether one function computes all of it, and nobody asks for what is inside."""
+def _is_private(program: LocalProgram, norm: _Norm) -> bool:
+    """Return whether one function computes all steps, and nothing outside reads those before the end."""
     places = {(program.stage.get(step), step in program.once) for step in norm.steps}
     inside = norm.steps - {norm.end}
     return len(places) == 1 and inside.isdisjoint(
@@ -129,28 +160,28 @@ def _together(program: LocalProgram, norm: _Norm) -> bool:
     )
 
 
-def _rewritten(program: LocalProgram, found: Mapping[fx.Node, _Norm]) -> LocalProgram:
+def _rewritten(program: LocalProgram, norms: Mapping[fx.Node, _Norm]) -> LocalProgram:
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    inside = {step for norm in found.values() for step in norm.steps} - found.keys()
+    inside = {step for norm in norms.values() for step in norm.steps} - norms.keys()
     for node in program.graph.nodes:
         if node.op == "output":
             graph.output(fx.map_arg(node.args[0], lambda n: new[n]))
-        elif (norm := found.get(node)) is not None:
+        elif (norm := norms.get(node)) is not None:
             weight = None if norm.weight is None else new[norm.weight]
             args = (new[norm.x], [shape(norm.x)[-1]], weight, norm.eps)
             new[node] = graph.create_node("call_function", aten.rms_norm.default, args, name=node.name)
             new[node].meta = dict(node.meta)
         elif node not in inside:
             new[node] = graph.node_copy(node, lambda n: new[n])
-    for gone in list(_unused(graph)):
-        graph.erase_node(gone)
+    for cast in list(_unused_casts(graph)):
+        graph.erase_node(cast)
     graph.lint()
-    kept = set(graph.nodes)
-    return program.moved(graph, {old: made for old, made in new.items() if made in kept})
+    nodes = set(graph.nodes)
+    return program.moved(graph, {old: copy for old, copy in new.items() if copy in nodes})
 
 
-def _unused(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Casts that only steps read."""
+def _unused_casts(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the casts that only steps have read."""
     for node in graph.nodes:
         if node.target is aten._to_copy.default and not node.users:
             yield node

@@ -1,4 +1,4 @@
-"""LocalProgram -> LocalProgram: rows that come back only to leave again stay as they are."""
+"""LocalProgram -> LocalProgram: remove combine and dispatch between consecutive expert layers of the same routing."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ UNDONE_BY: Mapping[Any, Any] = MappingProxyType({dispatch: combine, group_rows: 
 
 @dataclass(frozen=True)
 class FuseTokenDispatch:
-    """Cancel ``dispatch(f(combine(x)))``, and ``group_rows(f(ungroup_rows(x)))``, to ``f(x)`` where ``f`` treats every
-    row alone.
+    """Cancel ``dispatch(f(combine(x)))`` to ``f(x)`` where ``f`` computes each row alone.
+
+    The same goes for ``group_rows(f(ungroup_rows(x)))``.
 
     Before: %y = combine(%x, plan);  %h = silu(%y);  %z = dispatch(%h, plan)
     After:  %h = silu(%x), whose rows are in the order of ``plan``
@@ -40,28 +41,28 @@ class FuseTokenDispatch:
         return program
 
     def _inside(self, program: LocalProgram) -> dict[fx.Node, fx.Node]:
-        """Each operator between a ``combine`` and a ``dispatch`` of the same plan (or the like), and that
-        ``dispatch``."""
+        """Return the operators between a ``combine`` and a ``dispatch`` of one plan, each with that ``dispatch``."""
         ends = [node for node in program.graph.nodes if node.target in UNDONE_BY and len(shape(node)) > 1]
         return {node: end for end in ends for node in self._between(end) or ()}
 
     def _between(self, end: fx.Node) -> set[fx.Node] | None:
-        found: set[fx.Node] = set()
+        """Return the operators from ``combine`` up to ``end``, or None if they do not compute each row alone."""
+        nodes: set[fx.Node] = set()
         todo, starts = [end.all_input_nodes[0]], 0
         while todo:
             node = todo.pop()
             if _undoes(node, end):
                 starts += 1
-            elif node not in found:
+            elif node not in nodes:
                 if not self._by_rows(node):
                     return None
-                found.add(node)
+                nodes.add(node)
                 todo += node.all_input_nodes
-        ends = found | {end}
-        return ends if starts and all(user in ends for node in found for user in node.users) else None
+        with_end = nodes | {end}
+        return with_end if starts and all(user in with_end for node in nodes for user in node.users) else None
 
     def _by_rows(self, node: fx.Node) -> bool:
-        """Whether an operator makes each row of its results of the same row of its inputs, whatever their number."""
+        """Return whether an operator computes each row from the same row of its inputs, for any number of rows."""
         if is_getitem(node):
             return True
         if node.op != "call_function" or node.target in RANKED | {convert, microbatch, share}:
@@ -72,7 +73,7 @@ class FuseTokenDispatch:
         if node.target is aten.split_with_sizes.default:
             dim = node.args[2] if len(node.args) > 2 else 0
             used = {user.args[1] for user in node.users}
-            # the gradient of a part that nobody uses would be zeros of a known size
+            # the gradient of an unused part would be zeros of a fixed size
             return dim in (1, -1) and len(used) == len(values(node))
         return rule.shape_arg is None and _pointwise(rule.factors(node))
 
@@ -88,22 +89,22 @@ def _pointwise(factors: Factors) -> bool:
 def _rewritten(program: LocalProgram, inside: Mapping[fx.Node, fx.Node]) -> LocalProgram:
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
 
-    def moved(user: fx.Node, source: fx.Node) -> fx.Node:
-        """What ``user`` reads: inside, what ``combine`` was given."""
-        stays = user in inside and _undoes(source, inside[user])
-        return new[source.args[0]] if stays else new[source]  # type: ignore[index]
+    def new_source(user: fx.Node, source: fx.Node) -> fx.Node:
+        """Return what ``user`` reads: inside, the input of ``combine`` instead of its result."""
+        cancelled = user in inside and _undoes(source, inside[user])
+        return new[source.args[0]] if cancelled else new[source]  # type: ignore[index]
 
     for node in program.graph.nodes:
         if node.op == "output":
             graph.output(fx.map_arg(node.args[0], lambda n: new[n]))
         elif node in inside and inside[node] is node:
-            new[node] = moved(node, node.all_input_nodes[0])
+            new[node] = new_source(node, node.all_input_nodes[0])
         else:
-            new[node] = graph.node_copy(node, lambda n, user=node: moved(user, n))  # type: ignore[misc]
+            new[node] = graph.node_copy(node, lambda n, user=node: new_source(user, n))  # type: ignore[misc]
     for node in reversed(list(graph.nodes)):
         if node.target in UNDONE_BY.values() and not node.users:
             graph.erase_node(node)
     graph.lint()
-    kept = set(graph.nodes)
-    everywhere = {old: made for old, made in new.items() if made in kept and inside.get(old) is not old}
-    return program.moved(graph, everywhere, {old: made for old, made in everywhere.items() if old not in inside})
+    nodes = set(graph.nodes)
+    copies = {old: copy for old, copy in new.items() if copy in nodes and inside.get(old) is not old}
+    return program.moved(graph, copies, {old: copy for old, copy in copies.items() if old not in inside})

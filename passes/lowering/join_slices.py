@@ -1,4 +1,4 @@
-"""DifferentiatedProgram -> DifferentiatedProgram: gradients of slices that make up a whole are joined, not added up."""
+"""DifferentiatedProgram -> DifferentiatedProgram: gradients of slices of one value are concatenated, not added."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class JoinSlices:
-    """On CUDA, a sum of gradients of slices that cover a value once is what the slices' gradients are, one behind the
-    other.
+    """On CUDA, replace a sum of gradients of slices that cover a value once by their concatenation.
 
     Before: %a = slice_backward(%u, [.., 128], 3, 0, 64);  %b = slice_backward(%v, [.., 128], 3, 64, 128);
             %g = add(add(%b, %a), %h)
@@ -26,56 +25,63 @@ class JoinSlices:
     Ensures: the slices do not overlap and leave nothing out; nothing else reads a partial sum. Each element of the sum
     had one term that is not zero. Rotary embeddings have two such sums in each layer: five kernels each become one.
 
-    What is joined comes last in a sum, so that the sum has the memory format of the other terms.
+    The concatenation comes last in a sum, so that the sum has the memory format of the other terms.
     """
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
-        asked = {*program.gradients.values(), *program.cotangents.values(), *program.values.values(), *program.outputs}
-        asked |= {*program.copies, *program.copies.values()}
+        results = {
+            *program.gradients.values(),
+            *program.cotangents.values(),
+            *program.values.values(),
+            *program.outputs,
+        }
+        results |= {*program.copies, *program.copies.values()}
         sums: dict[fx.Node, list[list[fx.Node]]] = {}
         gone: set[fx.Node] = set()
         for node in reversed(program.graph.nodes):
             if node.target is not aten.add.Tensor or node in gone:
                 continue
-            inner, terms = _terms(program, node, asked)
-            whole = [term for term in terms if term not in asked and _together(program, term, node)]
-            if groups := _grouped([term for term in whole if shape(term) == shape(node)]):
+            inner, terms = _terms(program, node, results)
+            private = [term for term in terms if term not in results and _same_function(program, term, node)]
+            if groups := _grouped([term for term in private if shape(term) == shape(node)]):
                 joined = {term for group in groups for term in group}
                 sums[node] = [*([term] for term in terms if term not in joined), *groups]
                 gone |= inner | joined
         return _rewritten(program, sums, gone) if sums else program
 
 
-def _terms(program: DifferentiatedProgram, total: fx.Node, asked: set[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
-    """The additions that ``total`` is the last of, but itself, and what they add up, in order."""
+def _terms(program: DifferentiatedProgram, total: fx.Node, results: set[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
+    """Return the additions whose partial sums only ``total`` reads, and the terms of the sum, in order."""
     inner, terms, todo = set[fx.Node](), list[fx.Node](), [total]
     while todo:
-        here = todo.pop()
-        adds = here.target is aten.add.Tensor and len(here.args) == 2 and not here.kwargs
-        alone = here is total or (len(here.users) == 1 and here not in asked and _together(program, here, total))
-        if adds and alone and shape(here) == shape(total) and all(isinstance(x, fx.Node) for x in here.args):
-            inner.add(here)
-            todo += reversed(here.args)  # type: ignore[arg-type]
+        node = todo.pop()
+        adds = node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs
+        private = len(node.users) == 1 and node not in results and _same_function(program, node, total)
+        inside = adds and (node is total or private) and shape(node) == shape(total)
+        if inside and all(isinstance(x, fx.Node) for x in node.args):
+            inner.add(node)
+            todo += reversed(node.args)  # type: ignore[arg-type]
         else:
-            terms.append(here)
+            terms.append(node)
     return inner - {total}, terms
 
 
-def _together(program: DifferentiatedProgram, a: fx.Node, b: fx.Node) -> bool:
+def _same_function(program: DifferentiatedProgram, a: fx.Node, b: fx.Node) -> bool:
+    """Return whether one function computes both values, in one dtype."""
     same = program.stage.get(a) == program.stage.get(b) and (a in program.once) == (b in program.once)
     return same and facts(a).phase == facts(b).phase and facts(a).value.dtype == facts(b).value.dtype  # type: ignore[union-attr]
 
 
 def _grouped(terms: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Gradients of slices that make up a whole, in the order of the slices."""
+    """Return groups of gradients whose slices cover a value once, in the order of the slices."""
     slices = [term for term in terms if term.target is aten.slice_backward.default and len(term.users) == 1]
-    found = []
+    groups = []
     for dim in dict.fromkeys(_dim(term) for term in slices):
         group = sorted((term for term in slices if _dim(term) == dim and term.args[5] == 1), key=lambda n: n.args[3])  # type: ignore[arg-type,return-value]
         ends = [0, *(term.args[4] for term in group)]
         if len(group) > 1 and [term.args[3] for term in group] == ends[:-1] and ends[-1] == shape(group[0])[dim]:
-            found.append(group)
-    return found
+            groups.append(group)
+    return groups
 
 
 def _dim(term: fx.Node) -> int:
@@ -92,15 +98,15 @@ def _rewritten(
     for node in program.graph.nodes:
         if node in gone:
             continue
-        before = len(builder.made)
+        first_new = len(builder.made)
         if node in sums:
             with builder.at(node, backward=facts(node).phase == "backward"):
                 new[node] = _sum(builder, sums[node], new)
         else:
             new[node] = builder.graph.node_copy(node, lambda n: new[n])
-        for made in (*builder.made[before:], new[node]):
+        for new_node in (*builder.made[first_new:], new[node]):
             if node in program.stage:
-                stage[made] = program.stage[node]
+                stage[new_node] = program.stage[node]
     builder.graph.lint()
     return program.moved(builder.graph, new, stage)
 

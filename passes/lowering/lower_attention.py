@@ -1,9 +1,9 @@
-"""What a rank runs for attention: a kernel of the device where it can, else attention with a mask, or the ring."""
+"""Attention on one rank: a kernel of the device, with a mask where it needs one, tiles, or a ring of ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -26,19 +26,85 @@ from ...ops.rules.node_factors import argument
 
 aten = torch.ops.aten
 QUERIES = 2  # the dim of positions in q, k and v
-LONG = 1024  # positions from which on documents are tiles of their own: fewer are as fast with a mask
+MIN_TILED_POSITIONS = 1024  # shorter documents are as fast with a mask as in tiles of their own
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An attention operator on local inputs.
+
+    Attributes:
+        node: the operator in the sharded program, with global shapes.
+        q: queries, [batch, heads, positions, features]; ``k`` and ``v``: keys and values, alike.
+        ids: which documents positions belong to, and the like, by name (:data:`IDS`).
+        scale: what scores are multiplied by.
+        mask: the text of which keys queries see; ``sight`` is what it says.
+        splits: of each axis that splits queries by position: its name, size, parts and unit.
+    """
+
+    node: fx.Node
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    ids: Mapping[str, fx.Node]
+    scale: Any
+    mask: Any
+    sight: Sight
+    splits: Sequence[tuple[str, int, int, int]]
+
+    @property
+    def query_positions(self) -> int:
+        """Return the number of positions of queries on this rank."""
+        return shape(self.q)[QUERIES]
+
+    @property
+    def key_positions(self) -> int:
+        """Return the number of positions of keys on this rank."""
+        return shape(self.k)[QUERIES]
+
+    @property
+    def groups(self) -> int:
+        """Return the number of heads of queries for each head of keys."""
+        return shape(self.q)[1] // shape(self.k)[1]
+
+    @property
+    def groups_differ(self) -> bool:
+        """Return whether keys have another number of heads than queries (GQA)."""
+        return shape(self.q)[1] != shape(self.k)[1]
+
+    @property
+    def needs_no_mask(self) -> bool:
+        """Return whether a kernel needs no mask: every query sees all keys, or all up to its position."""
+        causal = self.sight == Sight(causal=True) and not self.splits
+        return not self.ids and (self.sight == Sight() or causal)
+
+    @property
+    def padded_positions(self) -> int:
+        """Return the positions of queries on all ranks, with padding."""
+        return math.prod((self.query_positions, *(size for _, size, *_ in self.splits)))
+
+    def mask_bytes(self) -> int:
+        """Return the size of a mask in the dtype of queries."""
+        batch = shape(self.q)[0] if self.ids else 1
+        hides_keys_alike = self.sight == Sight() and self.ids.keys() <= {"padding"}
+        queries = 1 if hides_keys_alike else self.query_positions
+        return batch * queries * self.key_positions * value(self.q).element_size()
 
 
 @dataclass(frozen=True)
 class LowerAttention:
-    """Before: attention(%q: S(2), %k: R, %v: R, scale=0.3, mask='causal')
+    """Emit attention on one rank.
+
+    Before: attention(%q: S(2), %k: R, %v: R, scale=0.3, mask='causal')
     After:  %rows = rows_of(%q, ...);  %mask = ge(%rows, arange);  scaled_dot_product_attention(%q, %k, %v, %mask)
     or, where the mask takes more than ``tile_bytes``:  tiled_attention(%q, %k, %v, ...)
 
-    ``strategies``: how the operator runs on each of ``axes``. ``balance``: whether ranks of a ring even out the work
-    that causality and documents leave them. ``tile_bytes``: of the largest mask, and of a tile of what has none.
-    ``on_host``: ids in the host's memory, which are read there. ``shared``: a call that all layers of a stage have in
-    common.
+    Attributes:
+        strategies: how the operator runs on each of ``axes``.
+        balance: whether ranks of a ring even out the work that causality and documents leave them.
+        tile_bytes: the size of the largest mask, and of a tile of attention without one.
+        on_host: returns the copy of ids in the host's memory.
+        shared: returns a call that all layers of a stage share.
     """
 
     builder: GraphBuilder
@@ -49,113 +115,154 @@ class LowerAttention:
     on_host: Callable[[fx.Node], fx.Node] = lambda ids: ids
     shared: Callable[..., fx.Node] | None = None
 
-    def __call__(self, node: fx.Node, given: Sequence[fx.Node]) -> fx.Node:
-        """``node`` on local inputs, of which there are three to six."""
-        q, k, v, *ids = given
-        found = dict(zip([name for name in IDS if argument(node, name) is not None], ids, strict=True))
-        scale, mask = argument(node, "scale"), argument(node, "mask")
-        sight = Sight.parse(mask)
-        call = self.builder.call
-        rings = [a for a, s in zip(self.axes, self.strategies, strict=True) if s.exchanges]
+    def __call__(self, node: fx.Node, inputs: Sequence[fx.Node]) -> fx.Node:
+        """Emit ``node`` on its three to six local inputs."""
+        call = self._call(node, inputs)
+        rings = [axis for axis, s in zip(self.axes, self.strategies, strict=True) if s.exchanges]
         if rings:
             (axis,) = rings
-            if axis.role == "time":
-                raise CompileError("QN104", "keys cannot travel between microbatches", where=self.builder.where)
-            read, plan = self._read(found), None
-            runs = runs_of_rank(shape(q)[QUERIES])
-            if self.balance and runs > 1 and (sight == Sight(causal=True) or "segments" in found):
-                whole = axis.size * shape(q)[QUERIES]
-                plan = (self.shared or call)(ring_plan, *read, mask, whole, axis.size, runs)
-                q, k, v = (call(send_runs, x, axis.name, axis.size, QUERIES, plan) for x in (q, k, v))
-            options = [*read, plan, scale, mask, self.tile_bytes]
-            made = self.builder.getitem(call(ring_attention, q, axis.name, axis.size, k, v, *options), 0)
-            return made if plan is None else call(return_runs, made, axis.name, axis.size, QUERIES, plan)
-        grouped: dict[str, Any] = {"enable_gqa": True} if shape(q)[1] != shape(k)[1] else {}
-        cuts = [
+            return self._ring(call, axis)
+        if call.needs_no_mask:
+            grouped: dict[str, Any] = {"enable_gqa": True} if call.groups_differ else {}
+            return self._kernel(call.q, call.k, call.v, None, call.sight.causal, scale=call.scale, **grouped)
+        if self._needs_tiles(call):
+            return self._tiled(call)
+        return self._masked(call)
+
+    def _call(self, node: fx.Node, inputs: Sequence[fx.Node]) -> _Call:
+        q, k, v, *id_nodes = inputs
+        names = [name for name in IDS if argument(node, name) is not None]
+        mask = argument(node, "mask")
+        splits = [
             (axis.name, axis.size, kind.parts, kind.unit)
             for axis, s in zip(self.axes, self.strategies, strict=True)
             if isinstance(kind := s.outputs[0], Shard) and kind.dim == QUERIES
         ]
-        if not found and (sight == Sight() or (sight == Sight(causal=True) and not cuts)):
-            return self._kernel(q, k, v, None, sight.causal, scale=scale, **grouped)
-        whole = shape(node)[QUERIES]
-        sizes = [shape(q)[0] if found else 1, shape(q)[QUERIES], shape(k)[QUERIES]]
-        if sight == Sight() and found.keys() <= {"padding"}:
-            sizes[1] = 1  # padding hides the same keys from every query
-        # tiles know runs of positions: padding behind all of them goes on counting, in between it cannot
-        padded = math.prod(shape(q)[QUERIES : QUERIES + 1] + tuple(size for _, size, *_ in cuts))
-        runs = padded == whole or (len(cuts) == 1 and cuts[0][2] == 1)
-        large = math.prod(sizes) * value(q).element_size() > self.tile_bytes
-        if runs and (large or ("segments" in found and shape(k)[QUERIES] >= LONG)):
-            whole, places = padded, [list(column) for column in zip(*cuts, strict=True)][:3] or [[], [], []]
-            options = [*self._read(found), scale, mask, self.tile_bytes]
-            return self.builder.getitem(call(tiled_attention, q, k, v, *options, whole, *places), 0)
-        shown = self._mask(q, k, cuts, found, sight, whole)
-        if grouped:  # with a mask, kernels want as many heads of keys as of queries
-            k, v = (call(aten.repeat_interleave.self_int, x, shape(q)[1] // shape(k)[1], 1) for x in (k, v))
+        ids = dict(zip(names, id_nodes, strict=True))
+        return _Call(node, q, k, v, ids, argument(node, "scale"), mask, Sight.parse(mask), splits)
+
+    def _ring(self, attention: _Call, axis: Axis) -> fx.Node:
+        """Emit ring attention: keys and values travel around ``axis``.
+
+        Raises:
+            CompileError: if the ranks of the ring are microbatches.
+        """
+        if axis.role == "time":
+            raise CompileError("QN104", "keys cannot travel between microbatches", where=self.builder.where)
+        call, q, k, v = self.builder.call, attention.q, attention.k, attention.v
+        ids, plan = self._ids_on_host(attention), None
+        runs = runs_of_rank(attention.query_positions)
+        uneven = attention.sight == Sight(causal=True) or "segments" in attention.ids
+        if self.balance and runs > 1 and uneven:
+            positions = axis.size * attention.query_positions
+            plan = (self.shared or call)(ring_plan, *ids, attention.mask, positions, axis.size, runs)
+            q, k, v = (call(send_runs, x, axis.name, axis.size, QUERIES, plan) for x in (q, k, v))
+        options = [*ids, plan, attention.scale, attention.mask, self.tile_bytes]
+        out = self.builder.getitem(call(ring_attention, q, axis.name, axis.size, k, v, *options), 0)
+        return out if plan is None else call(return_runs, out, axis.name, axis.size, QUERIES, plan)
+
+    def _needs_tiles(self, attention: _Call) -> bool:
+        """Return whether to compute tiles: the mask is large, or documents are long enough to skip tiles between them.
+
+        Tiles know runs of positions. Padding after all of them continues the count; padding in between cannot.
+        """
+        splits = attention.splits
+        unpadded = attention.padded_positions == shape(attention.node)[QUERIES]
+        in_runs = unpadded or (len(splits) == 1 and splits[0][2] == 1)
+        long_documents = "segments" in attention.ids and attention.key_positions >= MIN_TILED_POSITIONS
+        return in_runs and (attention.mask_bytes() > self.tile_bytes or long_documents)
+
+    def _tiled(self, attention: _Call) -> fx.Node:
+        positions = attention.padded_positions
+        splits = [list(column) for column in zip(*attention.splits, strict=True)][:3] or [[], [], []]
+        options = [*self._ids_on_host(attention), attention.scale, attention.mask, self.tile_bytes]
+        out = self.builder.call(tiled_attention, attention.q, attention.k, attention.v, *options, positions, *splits)
+        return self.builder.getitem(out, 0)
+
+    def _masked(self, attention: _Call) -> fx.Node:
+        """Emit a kernel with a mask. Queries that see no key get zeros."""
+        call, k, v = self.builder.call, attention.k, attention.v
+        mask = self._mask(attention)
+        if attention.groups_differ:  # with a mask, kernels want as many heads of keys as of queries
+            k, v = (call(aten.repeat_interleave.self_int, x, attention.groups, 1) for x in (k, v))
         blind = None
-        if "padding" in found:
-            blind = call(aten.logical_not.default, call(aten.any.dim, shown, -1, True))
-            shown = call(aten.logical_or.default, shown, blind)
-        out = self._kernel(q, k, v, shown, False, scale=scale)
+        if "padding" in attention.ids:
+            blind = call(aten.logical_not.default, call(aten.any.dim, mask, -1, True))
+            mask = call(aten.logical_or.default, mask, blind)
+        out = self._kernel(attention.q, k, v, mask, False, scale=attention.scale)
         return out if blind is None else call(aten.masked_fill.Scalar, out, blind, 0.0)
 
-    def _read(self, found: dict[str, fx.Node]) -> list[fx.Node | None]:
-        return [self.on_host(found[name]) if name in found else None for name in IDS]
+    def _ids_on_host(self, attention: _Call) -> list[fx.Node | None]:
+        return [self.on_host(attention.ids[name]) if name in attention.ids else None for name in IDS]
 
-    def _kernel(self, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, causal: Any, **how: Any) -> fx.Node:
-        """Flash kernels take one width: zeros add nothing to a score, and are cut off the result. Without them, scores
-        would be written out."""
+    def _kernel(self, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, causal: Any, **options: Any) -> fx.Node:
+        """Emit a kernel with queries, keys and values padded to one width.
+
+        Flash kernels take one width; others would write out the scores. Zeros add nothing to a score, and are cut off
+        the result.
+        """
         call, width = self.builder.call, shape(v)[-1]
-        most = max(width, shape(q)[-1])
+        widest = max(width, shape(q)[-1])
         q, k, v = (
-            call(aten.constant_pad_nd.default, x, [0, most - shape(x)[-1]]) if shape(x)[-1] < most else x
+            call(aten.constant_pad_nd.default, x, [0, widest - shape(x)[-1]]) if shape(x)[-1] < widest else x
             for x in (q, k, v)
         )
-        out = call(aten.scaled_dot_product_attention.default, q, k, v, mask, 0.0, causal, **how)
-        return call(aten.slice.Tensor, out, 3, 0, width) if width < most else out
+        out = call(aten.scaled_dot_product_attention.default, q, k, v, mask, 0.0, causal, **options)
+        return call(aten.slice.Tensor, out, 3, 0, width) if width < widest else out
 
-    def _mask(
-        self,
-        q: fx.Node,
-        k: fx.Node,
-        cuts: Sequence[tuple[str, int, int, int]],
-        found: dict[str, fx.Node],
-        sight: Sight,
-        whole: int,
-    ) -> fx.Node:
-        """As :func:`quintnet_compiler.ops.attention.operator.visible`, for the queries that this rank has."""
-        call, reshape, device = self.builder.call, self.builder.reshape, value(q).device
-        count, keys = shape(q)[QUERIES], shape(k)[QUERIES]
-        cols = call(aten.arange.default, keys, dtype=torch.int64, device=device)
-        rows = call(aten.arange.default, count, dtype=torch.int64, device=device)
-        if cuts:
-            rows = call(rows_of, q, QUERIES, whole, *(list(column) for column in zip(*cuts, strict=True)))
-        parts: list[fx.Node] = []
+    def _mask(self, attention: _Call) -> fx.Node:
+        """Emit :func:`quintnet_compiler.ops.attention.operator.visible` for the queries of this rank."""
+        call, ids = self.builder.call, attention.ids
+        cols = call(aten.arange.default, attention.key_positions, dtype=torch.int64, device=value(attention.q).device)
+        rows = self._rows(attention)
+        conditions = self._position_conditions(attention, rows, cols)
+        if "segments" in ids:
+            conditions.append(call(aten.eq.Tensor, *self._ids_of_pairs(attention, ids["segments"], rows)))
+        conditions = [self._all(conditions)] if conditions else []
+        if "groups" in ids and conditions:
+            of_queries, of_keys = self._ids_of_pairs(attention, ids["groups"], rows)
+            together = self._all([call(aten.eq.Tensor, of_queries, of_keys), call(aten.ge.Scalar, of_queries, 0)])
+            conditions = [call(aten.logical_or.default, conditions[0], together)]
+        if "padding" in ids:
+            padding = ids["padding"]
+            conditions.append(self.builder.reshape(padding, [shape(padding)[0], 1, 1, attention.key_positions]))
+        return self._all(conditions)
+
+    def _rows(self, attention: _Call) -> fx.Node:
+        """Return the positions of queries, [queries]."""
+        call, positions = self.builder.call, shape(attention.node)[QUERIES]
+        rows = call(aten.arange.default, attention.query_positions, dtype=torch.int64, device=value(attention.q).device)
+        if attention.splits:
+            columns = (list(column) for column in zip(*attention.splits, strict=True))
+            rows = call(rows_of, attention.q, QUERIES, positions, *columns)
+        return rows
+
+    def _position_conditions(self, attention: _Call, rows: fx.Node, cols: fx.Node) -> list[fx.Node]:
+        """Return masks [queries, keys] of causality, of a window and of chunks."""
+        call, reshape, sight, count = (
+            self.builder.call,
+            self.builder.reshape,
+            attention.sight,
+            attention.query_positions,
+        )
+        conditions: list[fx.Node] = []
         if sight.causal or sight.window:
-            behind = call(aten.sub.Tensor, reshape(rows, [count, 1]), cols)
-            parts += [call(aten.ge.Scalar, behind, 0)] if sight.causal else []
-            parts += [call(aten.lt.Scalar, behind, sight.window)] if sight.window else []
+            distance = call(aten.sub.Tensor, reshape(rows, [count, 1]), cols)
+            conditions += [call(aten.ge.Scalar, distance, 0)] if sight.causal else []
+            conditions += [call(aten.lt.Scalar, distance, sight.window)] if sight.window else []
         if sight.chunk:
-            mine, theirs = (call(aten.floor_divide.default, x, sight.chunk) for x in (rows, cols))
-            parts.append(call(aten.eq.Tensor, reshape(mine, [count, 1]), theirs))
+            row_chunks, col_chunks = (call(aten.floor_divide.default, x, sight.chunk) for x in (rows, cols))
+            conditions.append(call(aten.eq.Tensor, reshape(row_chunks, [count, 1]), col_chunks))
+        return conditions
 
-        def both(ids: fx.Node) -> tuple[fx.Node, fx.Node]:
-            """Of queries and of keys, [rows, 1, queries, keys]."""
-            mine = call(aten.index_select.default, ids, 1, rows) if cuts else ids
-            batch = shape(ids)[0]
-            return reshape(mine, [batch, 1, count, 1]), reshape(ids, [batch, 1, 1, keys])
+    def _ids_of_pairs(self, attention: _Call, ids: fx.Node, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Return the ids of queries and of keys, which broadcast to [batch, 1, queries, keys]."""
+        of_queries = self.builder.call(aten.index_select.default, ids, 1, rows) if attention.splits else ids
+        batch, reshape = shape(ids)[0], self.builder.reshape
+        return (
+            reshape(of_queries, [batch, 1, attention.query_positions, 1]),
+            reshape(ids, [batch, 1, 1, attention.key_positions]),
+        )
 
-        if "segments" in found:
-            parts.append(call(aten.eq.Tensor, *both(found["segments"])))
-        parts = [self._all(parts)] if parts else []
-        if "groups" in found and parts:
-            mine, theirs = both(found["groups"])
-            together = self._all([call(aten.eq.Tensor, mine, theirs), call(aten.ge.Scalar, mine, 0)])
-            parts = [call(aten.logical_or.default, parts[0], together)]
-        if "padding" in found:
-            parts.append(reshape(found["padding"], [shape(found["padding"])[0], 1, 1, keys]))
-        return self._all(parts)
-
-    def _all(self, parts: Sequence[fx.Node]) -> fx.Node:
-        return reduce(lambda a, b: self.builder.call(aten.logical_and.default, a, b), parts)
+    def _all(self, conditions: Sequence[fx.Node]) -> fx.Node:
+        return reduce(lambda a, b: self.builder.call(aten.logical_and.default, a, b), conditions)

@@ -1,8 +1,9 @@
-"""What a rank runs for a layer of experts: rows travel to the ranks of these, are grouped there, and return."""
+"""Layers of experts on one rank: rows travel to the ranks of their experts, are grouped there, and return."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,100 +22,136 @@ from .scaled_experts import ScaledExperts
 
 aten = torch.ops.aten
 Plan = tuple[fx.Node, ...]
-Way = Sequence[tuple[Axis, Plan]]
+
+
+@dataclass(frozen=True)
+class _Route:
+    """Rows that have arrived at the ranks of their experts.
+
+    Attributes:
+        rows: the rows of this rank, [rows, features].
+        ids: the expert of each row, [rows].
+        experts: the number of experts on all ranks.
+        split: the axes that split experts.
+        hops: the axes over which rows travelled, each with its plan.
+        hot: the experts that every rank has.
+    """
+
+    rows: fx.Node
+    ids: fx.Node
+    experts: int
+    split: Sequence[Axis]
+    hops: Sequence[tuple[Axis, Plan]]
+    hot: Sequence[int]
+
+    @property
+    def names_and_sizes(self) -> tuple[list[str], list[int]]:
+        """Return the names and sizes of the axes that split experts."""
+        return [axis.name for axis in self.split], [axis.size for axis in self.split]
 
 
 class LowerExperts:
-    """Before: %y = expert_linear(%x: S(0), %ids: S(0), %w: S(0))
+    """Emit a layer of experts on one rank.
+
+    Before: %y = expert_linear(%x: S(0), %ids: S(0), %w: S(0))
     After:  %plan = dispatch_plan(%ids, "ep");  %there = dispatch(%x, "ep", %plan)
             %group = group_plan(%local_ids);  %rows = group_rows(%there, %group)
             %made = grouped_linear(%rows, %group, %w);  %y = combine(ungroup_rows(%made, %group), "ep", %plan)
 
-    Layers of the same ids share plans, and those of the same rows what arrives. ``hot``: of layers, the experts that
-    every rank has (:mod:`..strategies.hot_experts`): their weights are picked and added up over the ranks that split
-    them, behind a rank's own, and their rows stay.
+    Layers of the same ids share plans, and layers of the same rows share the rows that arrive. ``hot``: by layer, the
+    experts that every rank has (:mod:`..strategies.hot_experts`). Their weights, summed over the ranks that split them,
+    follow the rank's own; their rows stay on their ranks.
     """
 
     def __init__(self, builder: GraphBuilder, sharded: ShardedProgram, hot: Mapping[fx.Node, tuple[int, ...]]) -> None:
         self.builder, self.axes, self.strategies, self.hot = builder, sharded.axes, sharded.strategies, hot
-        self.planned: dict[tuple[Any, ...], Plan] = {}
+        self.plans: dict[tuple[Any, ...], Plan] = {}
 
     def __call__(
         self, node: fx.Node, stage: int | None, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None,
         transposed: bool, *scaled: Any,
     ) -> fx.Node:  # fmt: skip
-        """``node``, which belongs to ``stage``, on local inputs."""
-        call, experts, chosen = self.builder.call, shape(tensor_inputs(node)[2])[0], self.strategies[node]
-        split = [
-            a for a, one in zip(self.axes, chosen, strict=True) if isinstance(k := one.inputs[2], Shard) and k.dim == 0
-        ]
-        way, passed = list[tuple[Axis, Plan]](), hops(self.axes, chosen)
-        hot = list(self.hot.get(node, ())) if passed else []
-        for axis, ways in passed:
-            known = (ids, axis.name, experts, ways, stage)
-            if known not in self.planned:
-                plan = self._parts(call(dispatch_plan, ids, axis.name, axis.size, experts, ways, hot))
-                self.planned[known] = *plan, call(dispatch, ids, axis.name, axis.size, *plan)
-            plan, ids = self.planned[known][:-1], self.planned[known][-1]
-            rows = self._shared(stage, dispatch, rows, axis.name, axis.size, *plan)
-            way.append((axis, plan))
-        own, on_host = shape(weight)[0] + len(hot), counts_on_host(value(rows), value(weight))
-        grouped = self._group_plan(stage, ids, experts, own, split, way, hot, on_host=on_host)
-        if hot:
-            weight = self._with_hot(stage, weight, hot, split, way)
-            bias = None if bias is None else self._with_hot(stage, bias, hot, split, way)
-        rows = self._shared(stage, group_rows, rows, *grouped)
-        arriving, leaving = row_conversions(self.axes, chosen)
-        for move in arriving:
-            rows = self._shared(stage, convert, rows, *move)
+        """Emit ``node``, which belongs to ``stage``, on local inputs."""
+        strategies = self.strategies[node]
+        route = self._dispatch_rows(node, stage, rows, ids)
+        on_host = counts_on_host(value(rows), value(weight))
+        local_count = shape(weight)[0] + len(route.hot)
+        grouped = self._group_plan(stage, route, local_count, on_host=on_host)
+        if route.hot:
+            weight = self._with_hot(stage, weight, route)
+            bias = None if bias is None else self._with_hot(stage, bias, route)
+        rows = self._shared(stage, group_rows, route.rows, *grouped)
+        arriving, leaving = row_conversions(self.axes, strategies)
+        for conversion in arriving:
+            rows = self._shared(stage, convert, rows, *conversion)
         if scaled:
-            weight8, scale, back8, back_scale, *how = scaled
-            product = ScaledExperts(self.builder, self.axes, chosen, *how)
+            weight8, scale, back8, back_scale, *options = scaled
+            product = ScaledExperts(self.builder, self.axes, strategies, *options)
             rows = product(rows, grouped[1], weight, bias, transposed, (weight8, scale), (back8, back_scale))
         else:
-            rows = call(grouped_linear, rows, grouped[1], weight, bias, transposed)
-        for move in leaving:
-            rows = call(convert, rows, *move)
-        rows = call(ungroup_rows, rows, *grouped)
-        for axis, plan in reversed(way):
-            rows = call(combine, rows, axis.name, axis.size, *plan)
+            rows = self.builder.call(grouped_linear, rows, grouped[1], weight, bias, transposed)
+        for conversion in leaving:
+            rows = self.builder.call(convert, rows, *conversion)
+        rows = self.builder.call(ungroup_rows, rows, *grouped)
+        for axis, plan in reversed(route.hops):
+            rows = self.builder.call(combine, rows, axis.name, axis.size, *plan)
         return rows
 
-    def _group_plan(
-        self, stage: int | None, ids: fx.Node, experts: int, own: int, split: Sequence[Axis], way: Way,
-        hot: Sequence[int], *, on_host: bool,
-    ) -> Plan:  # fmt: skip
-        """The plan of the rows of a rank's ``own`` experts. Where the host needs to know how many each gets, and that
-        has travelled with the rows, it is not counted again."""
-        known = (ids, *split, on_host, stage)
-        if known not in self.planned:
-            if split:
-                names, sizes = [axis.name for axis in split], [axis.size for axis in split]
-                ids = self.builder.call(local_experts, ids, experts, names, sizes, hot)
-            counts = way[-1][1][1] if on_host and way and len(way) == len(split) else None
-            self.planned[known] = self._parts(self.builder.call(group_plan, ids, own, counts, on_host))
-        return self.planned[known]
+    def _dispatch_rows(self, node: fx.Node, stage: int | None, rows: fx.Node, ids: fx.Node) -> _Route:
+        """Send rows, and the ids of their experts, to the ranks that have these, one axis after the other."""
+        strategies, experts = self.strategies[node], shape(tensor_inputs(node)[2])[0]
+        split = [
+            axis
+            for axis, strategy in zip(self.axes, strategies, strict=True)
+            if isinstance(kind := strategy.inputs[2], Shard) and kind.dim == 0
+        ]
+        axes_on_route = hops(self.axes, strategies)
+        hot = list(self.hot.get(node, ())) if axes_on_route else []
+        plans = list[tuple[Axis, Plan]]()
+        for axis, ways in axes_on_route:
+            key = (ids, axis.name, experts, ways, stage)
+            if key not in self.plans:
+                plan = self._items(self.builder.call(dispatch_plan, ids, axis.name, axis.size, experts, ways, hot))
+                self.plans[key] = *plan, self.builder.call(dispatch, ids, axis.name, axis.size, *plan)
+            plan, ids = self.plans[key][:-1], self.plans[key][-1]
+            rows = self._shared(stage, dispatch, rows, axis.name, axis.size, *plan)
+            plans.append((axis, plan))
+        return _Route(rows, ids, experts, split, plans, hot)
 
-    def _with_hot(
-        self, stage: int | None, stored: fx.Node, hot: Sequence[int], split: Sequence[Axis], way: Way
-    ) -> fx.Node:
-        """What a rank has of its experts, and behind it what all ranks have of hot ones."""
-        known = (stored, "hot", stage)
-        if known not in self.planned:
-            names, sizes = [axis.name for axis in split], [axis.size for axis in split]
-            picked = self.builder.call(pick_experts, stored, hot, shape(stored)[0], names, sizes)
-            for axis, _ in way:
-                whole = str(R if needs_grad(stored) else I)
-                picked = self.builder.call(convert, picked, axis.name, axis.size, str(P), whole)
-            self.planned[known] = (self.builder.call(aten.cat.default, [stored, picked], 0),)
-        return self.planned[known][0]
+    def _group_plan(self, stage: int | None, route: _Route, local_count: int, *, on_host: bool) -> Plan:
+        """Return the plan that groups rows by the ``local_count`` experts of this rank.
+
+        Where the host needs the number of rows of each expert, and it has travelled with the rows, it is not counted
+        again.
+        """
+        key = (route.ids, *route.split, on_host, stage)
+        if key not in self.plans:
+            ids = route.ids
+            if route.split:
+                ids = self.builder.call(local_experts, ids, route.experts, *route.names_and_sizes, route.hot)
+            counts = None
+            if on_host and route.hops and len(route.hops) == len(route.split):
+                counts = route.hops[-1][1][1]
+            self.plans[key] = self._items(self.builder.call(group_plan, ids, local_count, counts, on_host))
+        return self.plans[key]
+
+    def _with_hot(self, stage: int | None, stored: fx.Node, route: _Route) -> fx.Node:
+        """Return the parameters of a rank's experts, followed by those of hot experts."""
+        key = (stored, "hot", stage)
+        if key not in self.plans:
+            picked = self.builder.call(pick_experts, stored, route.hot, shape(stored)[0], *route.names_and_sizes)
+            for axis, _ in route.hops:
+                replicated = str(R if needs_grad(stored) else I)
+                picked = self.builder.call(convert, picked, axis.name, axis.size, str(P), replicated)
+            self.plans[key] = (self.builder.call(aten.cat.default, [stored, picked], 0),)
+        return self.plans[key][0]
 
     def _shared(self, stage: int | None, target: Any, *args: Any) -> fx.Node:
-        """A call that layers of a mixture have in common."""
-        known = (stage, target, *args)
-        if known not in self.planned:
-            self.planned[known] = (self.builder.call(target, *args),)
-        return self.planned[known][0]
+        """Return a call that layers of a mixture share."""
+        key = (stage, target, *args)
+        if key not in self.plans:
+            self.plans[key] = (self.builder.call(target, *args),)
+        return self.plans[key][0]
 
-    def _parts(self, made: fx.Node) -> Plan:
-        return tuple(self.builder.getitem(made, i) for i in range(len(values(made))))
+    def _items(self, results: fx.Node) -> Plan:
+        return tuple(self.builder.getitem(results, i) for i in range(len(values(results))))

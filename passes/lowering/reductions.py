@@ -1,4 +1,4 @@
-"""Conversions as plain communication, and the dtype in which each adds up what ranks have."""
+"""Conversions as collectives, and the dtype in which each sums the values of ranks."""
 
 from __future__ import annotations
 
@@ -16,42 +16,45 @@ from ...ops.rank_local import loss_scale
 aten = torch.ops.aten
 
 
-def of_parameters(local: LocalProgram) -> dict[fx.Node, fx.Node]:
-    """Conversions of parameters (and of copies of them) -> the parameter."""
-    found: dict[fx.Node, fx.Node] = {}
+def parameter_conversions(local: LocalProgram) -> dict[fx.Node, fx.Node]:
+    """Return the conversions of parameters, and of copies of parameters, each with its parameter."""
+    parameters: dict[fx.Node, fx.Node] = {}
     for node in local.graph.nodes:
         if node.target is convert:
             (source,) = node.all_input_nodes
-            start = found.get(source, copied_from(source) or source)
-            known = leaf(start)
-            if known is not None and known.kind == "parameter":
-                found[node] = start
-    return found
+            stored = parameters.get(source, copied_from(source) or source)
+            stored_leaf = leaf(stored)
+            if stored_leaf is not None and stored_leaf.kind == "parameter":
+                parameters[node] = stored
+    return parameters
 
 
-def move(
+def emit_conversion(
     builder: GraphBuilder,
     x: fx.Node,
     axis: str,
     size: int,
-    before: AxisType,
-    after: AxisType,
+    source: AxisType,
+    target: AxisType,
     precision: Precision,
     *,
     stored: bool = False,
 ) -> fx.Node:
-    """``x`` converted. Where ranks add up, they do in the dtype that ``precision`` says of values. ``stored``: see
-    :func:`...ops.collectives.lower_conversion`."""
-    op, dims = lower_conversion(before, after, stored=stored)
+    """Return ``x`` converted from type ``source`` to ``target``.
+
+    Sums over ranks have the dtype that ``precision`` gives values. ``stored``: see
+    :func:`...ops.collectives.lower_conversion`.
+    """
+    op, dims = lower_conversion(source, target, stored=stored)
     if op is None:
         return x
     dtype = value(x).dtype
     wide = precision.summed(dtype) if op in (all_reduce, reduce_scatter) else dtype
-    made = builder.call(op, cast(builder, x, wide), axis, size, *dims)
-    return cast(builder, made, dtype)
+    converted = builder.call(op, cast(builder, x, wide), axis, size, *dims)
+    return cast(builder, converted, dtype)
 
 
-def move_back(
+def emit_conversion_backward(
     builder: GraphBuilder,
     x: fx.Node,
     node: fx.Node,
@@ -60,13 +63,15 @@ def move_back(
     parameter: fx.Node | None,
     precision: Precision,
 ) -> fx.Node:
-    """The transpose of the conversion ``node`` from ``source`` to ``target``, of the gradient ``x``. A parameter's is
-    added up in the dtype of its gradient, and stays in it."""
+    """Return the transpose of the conversion ``node`` from ``source`` to ``target``, applied to the gradient ``x``.
+
+    A parameter's gradient is summed in the dtype that ``precision`` gives it, and keeps that.
+    """
     axis, size = str(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
-    before, after = gradient(target), gradient(source)
+    old_type, new_type = gradient(target), gradient(source)
     if parameter is None:
-        return move(builder, x, axis, size, before, after, precision)
-    op, dims = lower_conversion(before, after)
+        return emit_conversion(builder, x, axis, size, old_type, new_type, precision)
+    op, dims = lower_conversion(old_type, new_type)
     if op is None:
         return x
     if op in (all_reduce, reduce_scatter):
@@ -74,8 +79,8 @@ def move_back(
     return builder.call(op, x, axis, size, *dims)
 
 
-def seed_of(builder: GraphBuilder, loss: Tensor, precision: Precision) -> fx.Node:
-    """The gradient of the loss: 1, or the factor that keeps gradients from vanishing where exponents are short."""
+def loss_seed(builder: GraphBuilder, loss: Tensor, precision: Precision) -> fx.Node:
+    """Return the gradient of the loss: 1, or the loss scale of fp16."""
     one = builder.call(aten.ones.default, list(loss.shape), dtype=loss.dtype, device=loss.device)
     return builder.call(loss_scale, one) if precision.scale is not None else one
 

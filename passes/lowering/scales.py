@@ -1,4 +1,4 @@
-"""The largest number of a block of which ranks have parts."""
+"""Largest numbers of blocks that ranks split."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ aten = torch.ops.aten
 def largest_of_ranks(
     builder: GraphBuilder, x: fx.Node, block: Sequence[int], kinds: Sharding, axes: Sequence[Axis]
 ) -> fx.Node:
-    """``block_max`` of a value of which ranks have slices: each takes the largest of its own, they gather these, one
-    number for each block, and take the largest. A microbatch has its own, as if the model were called with it alone."""
-    apart = [
+    """Return ``block_max`` of a value that ranks split.
+
+    Each rank takes the largest number of each block of its slice; the ranks gather these, and take the largest. A
+    microbatch has its own, as if the model were called with it alone.
+    """
+    split_blocks = [
         axis
         for axis, kind in zip(axes, kinds, strict=True)
         if isinstance(kind, Shard) and block[kind.dim] == 0 and axis.role != "time"
     ]
-    return largest_over(builder, builder.call(block_max, x, list(block)), apart)
+    return largest_over(builder, builder.call(block_max, x, list(block)), split_blocks)
 
 
-def largest_over(builder: GraphBuilder, found: fx.Node, axes: Sequence[Axis]) -> fx.Node:
-    """The largest of what each rank has found, number by number."""
+def largest_over(builder: GraphBuilder, largest: fx.Node, axes: Sequence[Axis]) -> fx.Node:
+    """Return the elementwise maximum over ranks."""
     for axis in reversed(axes):
-        one = builder.call(aten.unsqueeze.default, found, 0)  # there may be other rows than shapes say
-        every = builder.call(convert, one, axis.name, axis.size, "S(0)", "I")
-        found = builder.call(aten.amax.default, every, [0])
-    return found
+        row = builder.call(aten.unsqueeze.default, largest, 0)  # a rank may have more or fewer rows than shapes say
+        rows = builder.call(convert, row, axis.name, axis.size, "S(0)", "I")
+        largest = builder.call(aten.amax.default, rows, [0])
+    return largest

@@ -19,7 +19,7 @@ from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R, plain
 from ...ir.program import Strategy, outputs
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
-from ..lowering.padding import mixed
+from ..lowering.padding import padding_fills
 from ..strategies.cuts import find_cuts
 from ..strategies.rule_book import flows
 from .axis_view import AxisView, OperandEdge, refusal
@@ -143,7 +143,7 @@ class AxisSearch:
         """
         if not strategy.uneven:
             return 0.0
-        masks = mixed(node, self.factors[node], (strategy,), (self.axis,))
+        masks = padding_fills(node, self.factors[node], (strategy,), (self.axis,))
         masked = [(node, output, 2 * len(zeros)) for output, zeros in enumerate(masks.outputs)]
         for operand, zeros, ones in zip(tensor_inputs(node), masks.inputs, masks.ones, strict=True):
             directions = 2 if needs_grad(node) and needs_grad(operand) else 1

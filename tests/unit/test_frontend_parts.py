@@ -30,7 +30,7 @@ from quintnet_compiler.passes.frontend.random_rewrites import random_calls
 from quintnet_compiler.passes.frontend.rewrites import REWRITES, draws
 from quintnet_compiler.passes.frontend.stride_rewrites import as_strided, as_strided_scatter
 from quintnet_compiler.passes.lowering.lower_attention import LowerAttention
-from quintnet_compiler.passes.lowering.reductions import cast, move, seed_of
+from quintnet_compiler.passes.lowering.reductions import cast, emit_conversion, loss_seed
 
 from .graphs import builder, leaf, program
 
@@ -292,12 +292,12 @@ def test_adding_a_number_is_another_operator_than_adding_a_tensor() -> None:
 def test_conversions_as_communication_in_the_dtype_that_is_asked_for() -> None:
     to = builder()
     x = leaf(to, "input", "x", 4, 6, dtype=torch.bfloat16)
-    made = move(to, x, "tp", 2, P, I, Precision(sums=torch.float32))
+    made = emit_conversion(to, x, "tp", 2, P, I, Precision(sums=torch.float32))
     (sums,) = (n for n in to.graph.nodes if n.target is all_reduce)
     assert sums.meta["val"].dtype is torch.float32 and made.meta["val"].dtype is torch.bfloat16
-    assert move(to, x, "tp", 2, R, I, Precision()) is x
+    assert emit_conversion(to, x, "tp", 2, R, I, Precision()) is x
     assert cast(to, x, torch.bfloat16) is x and cast(to, x, torch.float32).meta["val"].dtype is torch.float32
-    one = seed_of(to, torch.tensor(1.0), Precision())
+    one = loss_seed(to, torch.tensor(1.0), Precision())
     assert one.target is aten.ones.default and shape(one) == ()
 
 

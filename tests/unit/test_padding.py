@@ -20,7 +20,7 @@ from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.checks.padding import check_padding
 from quintnet_compiler.passes.checks.padding_nodes import Fill, Resize, dims_with_padding, local_shapes, peel
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
-from quintnet_compiler.passes.lowering.padding import Padding, mixed, padded_dims
+from quintnet_compiler.passes.lowering.padding import Padding, padded_dims, padding_fills
 from quintnet_compiler.passes.strategies.cuts import find_cuts
 from quintnet_compiler.passes.strategies.rule_book import RuleBook, factor_splits, strategies
 from quintnet_compiler.runtime.state.true_part import TruePart
@@ -176,10 +176,10 @@ def test_an_operator_that_works_on_each_index_alone_mixes_nothing() -> None:
     graph = program(to, made, ratio).graph
     factors = factors_of(graph)
     (rows,) = [s for s in strategies(made, factors[made], {}, 2) if s.label == "split b1 1 1"]
-    alone = mixed(made, factors[made], [rows], [TP])
-    assert not alone.anything and alone.own == (frozenset({0}), frozenset({0}))  # a parameter's gradient there
+    alone = padding_fills(made, factors[made], [rows], [TP])
+    assert not alone.any and alone.parameters == (frozenset({0}), frozenset({0}))  # a parameter's gradient there
     (rows,) = [s for s in strategies(ratio, factors[ratio], {}, 2) if s.label == "split b1 1 1"]
-    broadcast = mixed(ratio, factors[ratio], [rows], [TP])
+    broadcast = padding_fills(ratio, factors[ratio], [rows], [TP])
     assert broadcast.ones == (frozenset(), frozenset({0})) and broadcast.outputs == (frozenset({0}),)
     assert P not in rows.outputs
 

@@ -21,9 +21,16 @@ from quintnet_compiler.equivalence.dry_run import check_ranks
 from quintnet_compiler.ir.invariants import verify
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.printer import code_text, program_text
-from quintnet_compiler.ir.program import DifferentiatedProgram, LocalProgram, ShardedProgram, StagedProgram, Strategy
+from quintnet_compiler.ir.program import (
+    Axis,
+    DifferentiatedProgram,
+    LocalProgram,
+    ShardedProgram,
+    StagedProgram,
+    Strategy,
+)
 from quintnet_compiler.ops.catalog import facts_of
-from quintnet_compiler.ops.collectives import COMMUNICATION, wait
+from quintnet_compiler.ops.collectives import COMMUNICATION, convert, wait
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.autodiff.recompute import Recompute
@@ -39,8 +46,11 @@ from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.frontend.lower_precision import LowerPrecision
 from quintnet_compiler.passes.lowering.coalesce_collectives import CoalesceCollectives
+from quintnet_compiler.passes.lowering.conversions import Conversions
 from quintnet_compiler.passes.lowering.fuse_token_dispatch import FuseTokenDispatch
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
+from quintnet_compiler.passes.lowering.lower_cross_entropy import LowerCrossEntropy
+from quintnet_compiler.passes.lowering.padding import Padding
 from quintnet_compiler.passes.overlap.async_tp import FuseCollectiveMatmuls
 from quintnet_compiler.passes.overlap.matmul_chains import matmul_of
 from quintnet_compiler.passes.overlap.order import Order
@@ -86,6 +96,29 @@ def _differentiated() -> DifferentiatedProgram:
 
 def _targets(program: Any) -> list[str]:
     return [str(n.target).removesuffix(".default") for n in program.graph.nodes if n.op == "call_function"]
+
+
+def test_users_of_one_value_share_its_conversion() -> None:
+    staged, to = _staged(), builder()
+    source = next(n for n in staged.sharded.program.graph.nodes if n.name == "x")
+    local = leaf(to, "input", "x", 2, 3)
+    stages: dict[fx.Node, int] = {}
+    conversions = Conversions(to, staged, Padding(to, (TP,)), {(source, 0): local}, stages)
+    whole = conversions.converted(source, 0, (R,), False, 0)
+    assert whole.target is convert and whole.args[1:] == ("tp", 2, "S(1)", "I")
+    assert conversions.converted(source, 0, (R,), False, 0) is whole
+    assert conversions.converted(source, 0, (R,), True, 0) is not whole  # I and R have different transposes
+
+
+def test_ranks_that_split_classes_exchange_three_numbers_of_each_row() -> None:
+    to = builder()
+    logits, labels = leaf(to, "input", "logits", 4, 3), leaf(to, "input", "labels", 4)
+    losses = LowerCrossEntropy(to, Padding(to, (TP,)), (S(1),))((4, 6), logits, labels, -100)
+    (terms,) = [node for node in to.graph.nodes if node.target is convert]
+    assert shape(terms) == (2, 3, 4) and shape(losses) == (4,)
+    time = Axis("microbatch", 2, "time")
+    with pytest.raises(CompileError, match="QN104"):
+        LowerCrossEntropy(to, Padding(to, (time,)), (S(1),))((4, 6), logits, labels, -100)
 
 
 def test_what_computes_in_16_bits() -> None:
