@@ -49,12 +49,12 @@ class Differentiate:
 
     Before: %y = linear(%x, %w);  return %loss
     After:  %y = linear(%x, %w);  ...;  %gx = mm(%gy, %w);  %gw = mm(t(%gy), %x);  return %loss, %gw
-    Ensures: typed conversions are plain communication, transposed in the backward; each backward node has the stage
-    and the source line of the operator that it differentiates; gradients of one value are added up in the stage
-    that produced them first, so that one tensor crosses per value and stage.
+    Ensures: typed conversions are collectives, transposed in the backward; each backward node has the stage and the
+    source line of the operator that it differentiates; gradients of one value are summed in the stage of its users
+    first, so that one tensor per value crosses between two stages.
 
-    ``training=False`` only lowers conversions. ``templates``: operators that were traced once, for all programs of
-    one fake mode that this pass is applied to.
+    ``training=False`` only lowers conversions. ``templates``: traces of operators, for all programs of one fake mode
+    that this pass is applied to.
     """
 
     training: bool = True
@@ -65,10 +65,23 @@ class Differentiate:
 
 
 class _Tape:
+    """A program's forward, and the pullbacks of its operators.
+
+    Attributes:
+        deferring: conversions of parameters whose transposes run at the end of the step, on summed gradients.
+        value: the node of each output of an operator.
+        pullbacks: operators that a gradient may reach, in order, each with its pullback.
+        arrived: of each value, by the stage of its users, the sum of its gradients so far.
+        gradients: by parameter and stage, its gradient.
+        cotangents: the total gradient of each value.
+        multiple_outputs: operators of a user's backward that have several outputs.
+        user_backward: the nodes of all user's backwards.
+    """
+
     def __init__(self, local: LocalProgram, training: bool, templates: dict[Hashable, Template]) -> None:
         self.local, self.training = local, training
         self.precision, self.parameters = local.staged.sharded.program.precision, parameter_conversions(local)
-        self.deferring = _between(local)  # their transposes stand at the end of the step, where gradients settle
+        self.deferring = _deferred_conversions(local)
         self.builder = GraphBuilder(local.mode)
         self.operators = VectorJacobian(self.builder, templates, absent=local.staged.sharded.program.absent)
         self.value: dict[Value, fx.Node] = {}
@@ -76,12 +89,11 @@ class _Tape:
         self.once: set[fx.Node] = set()
         self.again: set[fx.Node] = set()
         self.pullbacks: list[tuple[fx.Node, Pullback]] = []
-        # gradients that arrived: value -> stage of the user -> their sum
         self.arrived: dict[Value, dict[int, fx.Node]] = defaultdict(dict)
         self.gradients: dict[tuple[str, int], fx.Node] = {}
         self.cotangents: dict[Value, fx.Node] = {}
-        self.several: dict[fx.Node, fx.Node] = {}  # operators of a user's backward that have several outputs
-        self.later, self.derivatives = of_tangents(local.graph.nodes), derivatives(local.graph)
+        self.multiple_outputs: dict[fx.Node, fx.Node] = {}
+        self.user_backward, self.derivatives = of_tangents(local.graph.nodes), derivatives(local.graph)
 
     def run(self) -> DifferentiatedProgram:
         for node in self.local.graph.nodes:
@@ -108,79 +120,102 @@ class _Tape:
 
     # -- forward
 
-    def _applied(self, node: fx.Node, args: Any, kwargs: Any, wanted: list[int]) -> tuple[list[Any], Pullback]:
+    def _applied(self, node: fx.Node, args: Any, kwargs: Any, differentiable: list[int]) -> tuple[list[Any], Pullback]:
         try:
-            return self.operators.apply(node.target, args, kwargs, wanted, self._sums(node))
+            return self.operators.apply(node.target, args, kwargs, differentiable, self._sum_dtype(node))
         except QuintNetError:
             raise
-        except Exception as error:  # of many kinds: what an operator's derivative computes is PyTorch's
+        except Exception as error:  # PyTorch's derivatives raise errors of many kinds
             text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
             message = f"the derivative of {node.target} cannot be traced: {text}"
             raise CompileError("QN109", message, where=facts(node).where) from error
 
-    def _sums(self, node: fx.Node) -> torch.dtype | None:
-        """Of a lookup in a copy of a parameter: the parameter's own dtype, as if rows were cast behind the lookup."""
+    def _sum_dtype(self, node: fx.Node) -> torch.dtype | None:
+        """Return the dtype in which the gradient of a lookup's table is summed, if it is not that of its rows.
+
+        Of a copy of a parameter it is the parameter's own, as if rows were cast after the lookup.
+        """
         if node.target not in LOOKUPS:
             return None
         table = tensor_inputs(node)[0]
-        start = self.parameters.get(table) or copied_from(table)
-        found = None if start is None else leaf(start)
-        return None if found is None else found.held
+        stored = self.parameters.get(table) or copied_from(table)
+        stored_leaf = None if stored is None else leaf(stored)
+        return None if stored_leaf is None else stored_leaf.held
 
     def _forward(self, node: fx.Node) -> None:
-        known = facts(node)
+        """Emit a node of the forward, and add its pullback."""
         if node.op == "placeholder":
-            new = self.builder.placeholder(node.name, values(node)[0], known.leaf, needs_grad=known.needs_grad)
-            self.value[node, 0] = new
-            if node in self.local.once:
-                self.once.add(new)
-            return
-        if node.target is declare_gradient and self.training and known.needs_grad:
-            self.pullbacks.append((node, lambda _: [self._declared(node), None]))
-        if node in self.later or node.target is declare_gradient:
-            return
-        if node.target is with_tangent:
+            self._leaf(node)
+        elif node.target is declare_gradient:
+            if self._differentiates(node):
+                self.pullbacks.append((node, lambda _: [self._declared(node), None]))
+        elif node in self.user_backward:
+            pass  # emitted when the backward reaches it
+        elif node.target is with_tangent:
             self.value[node, 0] = self.value[origin(node.args[0])]  # type: ignore[arg-type]
+        else:
+            first_new = len(self.builder.made)
+            self._enter(node)
+            with self.builder.at(node):
+                self._operator(node)
+            self._settle(node, first_new)
+
+    def _leaf(self, node: fx.Node) -> None:
+        node_facts = facts(node)
+        new = self.builder.placeholder(node.name, values(node)[0], node_facts.leaf, needs_grad=node_facts.needs_grad)
+        self.value[node, 0] = new
+        if node in self.local.once:
+            self.once.add(new)
+
+    def _operator(self, node: fx.Node) -> None:
+        """Emit an operator. If a gradient may reach it, add its pullback."""
+        arguments: Any = fx.map_arg((node.args, node.kwargs), lambda n: self.value.get(origin(n)))
+        args, kwargs = arguments
+        differentiates = self._differentiates(node) and node not in self.deferring
+        if node.target is after_gradients:
+            self._after_gradients(node, args[0])
+        elif node.target is convert:
+            self.value[node, 0] = self._convert(*args, stored=node in self.local.at_start)
+            if differentiates:
+                self.pullbacks.append((node, self._transpose(node)))
+        elif differentiates:
+            outputs_with_gradient = _outputs_with_gradient(node) if isinstance(facts(node).value, tuple) else [0]
+            results, pullback = self._applied(node, args, kwargs, outputs_with_gradient)
+            self.value |= {(node, index): result for index, result in enumerate(results) if result is not None}
+            self.pullbacks.append((node, pullback))
+        else:
+            self._call(node, args, kwargs)
+
+    def _differentiates(self, node: fx.Node) -> bool:
+        return self.training and facts(node).needs_grad
+
+    def _after_gradients(self, node: fx.Node, source: fx.Node) -> None:
+        """Emit a value whose gradient goes on after those that the operator names."""
+        alias = self.builder.call(aten.alias.default, source)
+        self.value[node, 0] = annotate(alias, replace(facts(alias), needs_grad=facts(node).needs_grad))
+        if self._differentiates(node):
+            no_gradients = [None] * (len(tensor_inputs(node)) - 1)
+            self.pullbacks.append((node, lambda tangents: [tangents[0], *no_gradients]))
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> None:
+        """Emit an operator that no gradient reaches, and those of its outputs that are read."""
+        new = self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        if not isinstance(facts(node).value, tuple):
+            self.value[node, 0] = new
             return
-        before = len(self.builder.made)
-        self._enter(node)
-        with self.builder.at(node):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value.get(origin(n)))
-            if node.target is after_gradients:
-                alias = self.builder.call(aten.alias.default, args[0])
-                self.value[node, 0] = annotate(alias, replace(facts(alias), needs_grad=known.needs_grad))
-                if self.training and known.needs_grad:
-                    none = [None] * (len(tensor_inputs(node)) - 1)
-                    self.pullbacks.append((node, lambda tangents: [tangents[0], *none]))
-            elif node.target is convert:
-                self.value[node, 0] = self._convert(*args, stored=node in self.local.at_start)
-            elif self.training and known.needs_grad and node not in self.deferring:
-                wanted = [0] if not isinstance(known.value, tuple) else _wanted(node)
-                results, pullback = self._applied(node, args, kwargs, wanted)
-                for index, result in enumerate(results):
-                    if result is not None:
-                        self.value[node, index] = result
-                self.pullbacks.append((node, pullback))
-            else:
-                new = self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
-                if isinstance(known.value, tuple):
-                    for user in node.users:
-                        index = int(user.args[1])  # type: ignore[arg-type]
-                        if (node, index) not in self.value:
-                            self.value[node, index] = self.builder.getitem(new, index)
-                else:
-                    self.value[node, 0] = new
-        if node.target is convert and self.training and known.needs_grad and node not in self.deferring:
-            self.pullbacks.append((node, self._transpose(node)))
-        self._settle(node, before)
+        for user in node.users:
+            index = int(user.args[1])  # type: ignore[arg-type]
+            if (node, index) not in self.value:
+                self.value[node, index] = self.builder.getitem(new, index)
 
     def _enter(self, node: fx.Node) -> None:
-        """Equal calls are one node within a stage, within what runs once, and within what runs anywhere."""
+        """Share equal calls within a stage, among nodes that run once, and among nodes of no stage."""
         self.builder.scope = self.local.stage.get(node, "once" if node in self.local.once else "anywhere")
 
-    def _settle(self, node: fx.Node, before: int) -> None:
+    def _settle(self, node: fx.Node, first_new: int) -> None:
+        """Give the new nodes the stage of ``node``, and run them as often."""
         stage = self.local.stage.get(node)
-        for new in self.builder.made[before:]:
+        for new in self.builder.made[first_new:]:
             if stage is not None:
                 self.stage[new] = stage
             if facts(new).phase == "forward":
@@ -197,22 +232,21 @@ class _Tape:
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
             assert tangents[0] is not None
             parameter = self.parameters.get(node)
-            return [
-                emit_conversion_backward(self.builder, tangents[0], node, source, target, parameter, self.precision)
-            ]
+            x = tangents[0]
+            return [emit_conversion_backward(self.builder, x, node, source, target, parameter, self.precision)]
 
         return pullback
 
     # -- backward
 
     def _backward(self, loss: fx.Node) -> None:
+        """Emit the backward of ``loss``: run pullbacks in reverse order."""
         source, index = origin(loss)
-        before = len(self.builder.made)
+        first_new = len(self.builder.made)
         self._enter(source)
         with self.builder.at(source, backward=True):
-            x = values(loss)[0]
-            seed = loss_seed(self.builder, x, self.precision)
-        self._settle(source, before)
+            seed = loss_seed(self.builder, values(loss)[0], self.precision)
+        self._settle(source, first_new)
         stage = self.local.stage.get(source, 0)
         self.arrived[source, index][stage] = seed
         first_users = _first_users(self.local)
@@ -220,88 +254,101 @@ class _Tape:
             stage = self.local.stage[node]
             with self.builder.at(node, backward=True):
                 tangents = [self._sum((node, i), stage) for i in range(len(values(node)))]
-                before = len(self.builder.made)
+                first_new = len(self.builder.made)
                 self._enter(node)
                 if node.target is declare_gradient or any(t is not None for t in tangents):
                     terms = pullback(tangents)
-                    for given, term in zip(tensor_inputs(node), terms, strict=True):
+                    for operand, term in zip(tensor_inputs(node), terms, strict=True):
                         if term is not None:
-                            self._arrive(origin(given), stage, term)
-                self._settle(node, before)
+                            self._arrive(origin(operand), stage, term)
+                self._settle(node, first_new)
                 for parameter in first_users.get((node, stage), ()):
                     total = self.arrived[parameter, 0].pop(stage, None)
                     if total is not None:
-                        found = leaf(self.local.deferred.get(parameter, parameter))
-                        assert found is not None
-                        self.gradients[found.name, stage] = total
+                        parameter_leaf = leaf(self.local.deferred.get(parameter, parameter))
+                        assert parameter_leaf is not None
+                        self.gradients[parameter_leaf.name, stage] = total
 
     def _declared(self, node: fx.Node) -> fx.Node | None:
-        """The gradient that the user's backward makes of those that arrived; None if there are none."""
-        mine, stage = self.derivatives[node], self.local.stage[node]
-        ends = [n for n, d in self.derivatives.items() if d is mine and n.target is with_tangent]
+        """Return the gradient that the user's backward computes; None if no gradient has arrived."""
+        derivative, stage = self.derivatives[node], self.local.stage[node]
+        ends = [n for n, d in self.derivatives.items() if d is derivative and n.target is with_tangent]
         for end in ends:
             self._sum((end, 0), stage)
         if not any((end, 0) in self.cotangents for end in ends):
             return None
-        last = tensor_inputs(node)[1]
-        wanted, todo = set[fx.Node](), [last]
-        while todo:
-            here = todo.pop()
-            if here in self.later and here not in wanted:
-                wanted.add(here)
-                todo += here.all_input_nodes if not is_tangent(here) else []
-        for here in self.local.graph.nodes:
-            if here in wanted and origin(here) not in self.value and here not in self.several:
-                with self.builder.at(here, backward=True):
-                    self._later(here)
-        return self.value[origin(last)]
+        gradient = tensor_inputs(node)[1]
+        needed = self._needed_of_user_backward(gradient)
+        for step in self.local.graph.nodes:
+            if step in needed and origin(step) not in self.value and step not in self.multiple_outputs:
+                with self.builder.at(step, backward=True):
+                    self._user_backward_step(step)
+        return self.value[origin(gradient)]
 
-    def _later(self, node: fx.Node) -> None:
-        """One node of the user's backward."""
+    def _needed_of_user_backward(self, gradient: fx.Node) -> set[fx.Node]:
+        """Return the nodes of a user's backward that ``gradient`` is computed from."""
+        needed, todo = set[fx.Node](), [gradient]
+        while todo:
+            node = todo.pop()
+            if node in self.user_backward and node not in needed:
+                needed.add(node)
+                todo += node.all_input_nodes if not is_tangent(node) else []
+        return needed
+
+    def _tangent(self, node: fx.Node) -> fx.Node:
+        """Return the gradient that a user's backward starts from: zeros, if none has arrived.
+
+        Raises:
+            CompileError: if the backward would be given None.
+        """
+        arrived = self.cotangents.get((origin(node)[0], 0))
+        if arrived is not None:
+            return arrived
+        if not origin(node)[0].args[1]:
+            raise CompileError(
+                "QN105",
+                "an output of a torch.autograd.Function gets no gradient, and its backward would be given None "
+                "(set_materialize_grads(False))",
+                where=facts(node).where,
+                fix="take set_materialize_grads(False) away, so that it is given zeros",
+            )
+        like = values(node)[0]
+        return self.builder.call(aten.zeros.default, list(like.shape), dtype=like.dtype, device=like.device)
+
+    def _user_backward_step(self, node: fx.Node) -> None:
+        """Emit one node of the user's backward."""
         if is_tangent(node):
-            known, arrived = values(node)[0], self.cotangents.get((origin(node)[0], 0))
-            if arrived is None:
-                if not origin(node)[0].args[1]:
-                    raise CompileError(
-                        "QN105",
-                        "an output of a torch.autograd.Function gets no gradient, and its backward would be given None "
-                        "(set_materialize_grads(False))",
-                        where=facts(node).where,
-                        fix="take set_materialize_grads(False) away, so that it is given zeros",
-                    )
-                size = list(known.shape)
-                arrived = self.builder.call(aten.zeros.default, size, dtype=known.dtype, device=known.device)
-            self.value[origin(node)] = arrived
+            self.value[origin(node)] = self._tangent(node)
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value.get(origin(n)))
         if node.target is convert:
             self.value[node, 0] = self._convert(*args, stored=False)
         elif is_getitem(node):
             source, index = origin(node)
-            self.value[source, index] = self.builder.getitem(self.several[source], index)
+            self.value[source, index] = self.builder.getitem(self.multiple_outputs[source], index)
         else:
-            made = self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+            result = self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
             if isinstance(facts(node).value, tuple):
-                self.several[node] = made
+                self.multiple_outputs[node] = result
             else:
-                self.value[node, 0] = made
+                self.value[node, 0] = result
 
     def _sum(self, value: Value, stage: int) -> fx.Node | None:
-        """All gradients of ``value``: added up where they arose, then at home in ``stage``."""
+        """Return the gradient of ``value``: the sum over stages of their sums, added up in ``stage``."""
         sums = [total for _, total in sorted(self.arrived.pop(value, {}).items(), reverse=True)]
-        before = len(self.builder.made)
+        first_new = len(self.builder.made)
         self.builder.scope = stage
         total = self._add(sums) if sums else None
-        for new in self.builder.made[before:]:
+        for new in self.builder.made[first_new:]:
             self.stage[new] = stage
         if total is not None:
             self.cotangents[value] = total
         return total
 
     def _arrive(self, value: Value, stage: int, term: fx.Node) -> None:
-        """Added at once, so that no more than two terms are held."""
-        before = self.arrived[value].get(stage)
-        self.arrived[value][stage] = term if before is None else self._add([before, term])
+        """Add a gradient of ``value`` to the sum of its stage at once, so that memory holds at most two terms."""
+        partial = self.arrived[value].get(stage)
+        self.arrived[value][stage] = term if partial is None else self._add([partial, term])
 
     def _add(self, terms: list[fx.Node]) -> fx.Node:
         total = terms[0]
@@ -310,37 +357,40 @@ class _Tape:
         return total
 
 
-def _wanted(node: fx.Node) -> list[int]:
-    """The outputs of an operator through which a gradient may come back."""
+def _outputs_with_gradient(node: fx.Node) -> list[int]:
+    """Return the outputs of an operator that a gradient may reach."""
     return sorted({origin(user)[1] for user in node.users if is_getitem(user) and needs_grad(user)})
 
 
 def _first_users(local: LocalProgram) -> dict[tuple[fx.Node, int], list[fx.Node]]:
-    """(operator, stage) -> trainable leaves (or what they are gathered to, where they wait for the end of the step)
-    whose first user in that stage it is: the last to send a gradient."""
-    found: dict[tuple[fx.Node, int], list[fx.Node]] = defaultdict(list)
+    """Return, by operator and stage, the parameters whose first user in that stage the operator is.
+
+    It is the last to send their gradient. Parameters are trainable leaves, or the gathered values that stand for them
+    until the end of the step.
+    """
+    first_users: dict[tuple[fx.Node, int], list[fx.Node]] = defaultdict(list)
     seen: set[tuple[fx.Node, int]] = set()
-    between = _between(local)
+    deferring = _deferred_conversions(local)
     for node in local.graph.nodes:
-        if node.op != "call_function" or not needs_grad(node) or node in between:
-            continue
         stage = local.stage.get(node)
+        if node.op != "call_function" or not needs_grad(node) or node in deferring or stage is None:
+            continue
         for source in tensor_inputs(node):
-            held = leaf(source) is not None or source in local.deferred
-            if stage is not None and held and needs_grad(source) and (source, stage) not in seen:
+            stored = leaf(source) is not None or source in local.deferred
+            if stored and needs_grad(source) and (source, stage) not in seen:
                 seen.add((source, stage))
-                found[node, stage].append(source)
-    return found
+                first_users[node, stage].append(source)
+    return first_users
 
 
-def _between(local: LocalProgram) -> frozenset[fx.Node]:
-    """The conversions and copies of parameters whose gradients wait for the end of the step."""
-    found: set[fx.Node] = set()
-    for node, start in local.deferred.items():
-        while node is not start:
-            found.add(node)
+def _deferred_conversions(local: LocalProgram) -> frozenset[fx.Node]:
+    """Return the conversions and copies of parameters whose transposes run at the end of the step."""
+    conversions: set[fx.Node] = set()
+    for node, stored in local.deferred.items():
+        while node is not stored:
+            conversions.add(node)
             (node,) = node.all_input_nodes
-    return frozenset(found)
+    return frozenset(conversions)
 
 
 def _drop_unused(graph: fx.Graph) -> None:

@@ -1,7 +1,8 @@
-"""DifferentiatedProgram -> DifferentiatedProgram: values that the backward makes again instead of keeping."""
+"""DifferentiatedProgram -> DifferentiatedProgram: values that the backward recomputes instead of saving them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,23 +24,24 @@ Blocks = Literal["none", "fused", "selective", "full", "auto"]
 
 @dataclass(frozen=True)
 class Recompute:
-    """Keep the inputs of each repeated block (``layers.3``), and compute what is inside again in the backward.
+    """Save the inputs of each repeated block (``layers.3``), and recompute its inside in the backward.
 
     Before: %h = linear(%x, %w);  ...;  %g = gelu_backward(%gy, %h)
     After:  %h = linear(%x, %w);  ...;  %h_1 = linear(%x, %w);  %g = gelu_backward(%gy, %h_1)
-    Ensures: no value inside a block is saved, but the plans of mixtures (small, and the host waits for them); a copy
-    stands right before its first use (so does, instead of a copy, what the backward alone reads), and equals the
-    original bit by bit: communication is repeated, and random masks
-    depend on nothing but their place (Chen et al. 2016).
+    Ensures: no value inside a block is saved, except the plans of mixtures (small, and the host waits for them). A copy
+    stands right before its first use, and equals the original bit by bit: communication is repeated, and random masks
+    depend on nothing but their place (Chen et al. 2016). A value that only the backward reads moves there.
 
-    ``blocks``: ``"full"`` for all that, ``"selective"`` for values that take no more than passes over memory,
-    ``"auto"`` for what makes the rest fit a ``budget``, ``"fused"`` for what costs next to nothing where pointwise
-    operators are fused with those that read them (as TorchInductor does), or ``"none"``.
-    Always computed again: what the program says (``again``, parts of losses), and weights that are computed from
+    Always recomputed: the nodes that the program names (``again``, parts of losses), and weights that are computed from
     integers, which take several times as much memory.
-    ``reshard_after_forward``: whether what each microbatch
-    gathers is gathered again, too, wherever it is used: parameters (if not, they are kept), and values, of which ranks
-    then keep their slices (Korthikanti et al. 2022).
+
+    Attributes:
+        blocks: ``"full"``: recompute all of a block; ``"selective"``: values that cost no more than passes over memory;
+            ``"fused"``: values that cost next to nothing where pointwise operators are fused with their users (as in
+            TorchInductor); ``"auto"``: as much as the ``budget`` requires; ``"none"``.
+        reshard_after_forward: whether values that each microbatch gathers are gathered again: parameters (which are
+            saved whole otherwise), and activations, of which ranks then save slices (Korthikanti et al. 2022).
+        budget: the memory that saved values may take.
 
     Raises:
         CompileError: QN213 if the budget is too small.
@@ -65,15 +67,23 @@ class Recompute:
 
 
 class _Copying:
+    """A copy of a program whose backward recomputes ``inside``.
+
+    Attributes:
+        new: the copy of each node.
+        again: the copy in the backward of each node that is recomputed.
+        backward_only: nodes that only the backward reads: they run there, once.
+    """
+
     def __init__(self, program: DifferentiatedProgram, inside: set[fx.Node]) -> None:
         self.program, self.inside, self.graph = program, inside, fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.again: dict[fx.Node, fx.Node] = {}
         self.stage: dict[fx.Node, int] = {}
-        self.later: set[fx.Node] = set()  # what the backward alone reads, and makes once
+        self.backward_only: set[fx.Node] = set()
         for node in reversed(program.graph.nodes):
-            if node in inside and all(_backward(user) or user in self.later for user in node.users):
-                self.later.add(node)
+            if node in inside and all(_is_backward(user) or user in self.backward_only for user in node.users):
+                self.backward_only.add(node)
 
     def run(self) -> DifferentiatedProgram:
         for node in self.program.graph.nodes:
@@ -83,14 +93,15 @@ class _Copying:
             if node.op == "call_function" and facts(node).phase == "backward":
                 for source in node.all_input_nodes:
                     self._copy(source)
-            if node not in self.later:
-                self.new[node] = self._emit(node, again=_backward(node))
+            if node not in self.backward_only:
+                self.new[node] = self._emit(node, again=_is_backward(node))
         self.graph.lint()
-        made = self.program.moved(self.graph, self.new, self.stage)
-        copies = {copy: self.new[n] for n, copy in self.again.items() if n not in self.later}
-        return replace(made, copies=copies)
+        moved = self.program.moved(self.graph, self.new, self.stage)
+        copies = {copy: self.new[n] for n, copy in self.again.items() if n not in self.backward_only}
+        return replace(moved, copies=copies)
 
     def _copy(self, node: fx.Node) -> None:
+        """Recompute ``node``, and what it needs."""
         todo, inside = [node], self.inside
         while todo:  # not by recursion: chains are long
             last = todo[-1]
@@ -102,75 +113,92 @@ class _Copying:
             else:
                 self.again[last] = self._emit(last, again=True)
                 annotate(self.again[last], replace(facts(last), phase="backward"))
-                if last in self.later:
+                if last in self.backward_only:
                     self.new[last] = self.again[last]
                 todo.pop()
 
     def _emit(self, node: fx.Node, *, again: bool) -> fx.Node:
-        made = self.graph.node_copy(node, lambda n: self.again[n] if again and n in self.again else self.new[n])
+        copy = self.graph.node_copy(node, lambda n: self.again[n] if again and n in self.again else self.new[n])
         if node in self.program.stage:
-            self.stage[made] = self.program.stage[node]
-        return made
+            self.stage[copy] = self.program.stage[node]
+        return copy
 
 
 def _in_blocks(program: DifferentiatedProgram) -> set[fx.Node]:
-    """Forward nodes that are read in their own block only."""
-    found = set()
+    """Return forward nodes that only their own block reads."""
+    return {node for node in _repeatable(program) if _stays_in_block(program, node)}
+
+
+def _repeatable(program: DifferentiatedProgram) -> Iterator[fx.Node]:
+    """Yield forward nodes that may be recomputed for each microbatch."""
     for node in program.graph.nodes:
-        if node.op != "call_function" or _backward(node) or node.target is microbatch or node in program.once:
+        forward = node.op == "call_function" and not _is_backward(node)
+        if not forward or node.target is microbatch or node in program.once:
             continue
-        if facts_of(origin(node)[0].target).save:
-            continue
-        block, stage = block_of(node), program.stage.get(node)
-        forward = [user for user in node.users if user.op == "call_function" and not _backward(user)]
-        alone = all(block_of(user) == block and program.stage.get(user) == stage for user in forward)
-        if block is not None and stage is not None and alone and node not in program.outputs:
-            found.add(node)
-    return found
+        if not facts_of(origin(node)[0].target).save:
+            yield node
+
+
+def _stays_in_block(program: DifferentiatedProgram, node: fx.Node) -> bool:
+    block, stage = block_of(node), program.stage.get(node)
+    if block is None or stage is None or node in program.outputs:
+        return False
+    users = [user for user in node.users if user.op == "call_function" and not _is_backward(user)]
+    return all(block_of(user) == block and program.stage.get(user) == stage for user in users)
 
 
 def _gathered(program: DifferentiatedProgram) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Forward nodes that each microbatch gathers for operators of the same stage: of parameters alone, with what views
-    or casts the result; and these with gathers of other values, and what views those."""
-    parameters, found = set[fx.Node](), set[fx.Node]()
+    """Return the forward nodes that gather in each microbatch, for users of the same stage.
+
+    The first set has gathers of parameters, with views and casts of their results; the second set also has gathers of
+    other values, with views of these.
+    """
+    parameters, gathered = set[fx.Node](), set[fx.Node]()
     for node in program.graph.nodes:
-        if node.op != "call_function" or _backward(node) or node in program.once or not node.all_input_nodes:
+        if node in program.once or not _is_forward_in_stage(program, node):
             continue
         sources = node.all_input_nodes
-        alone = all(program.stage.get(user) == program.stage.get(node) for user in node.users if user.op != "output")
-        if not alone or node in program.outputs:
-            continue
-        gathers = node.target is all_gather or any(source in found for source in sources)
+        gathers = node.target is all_gather or not gathered.isdisjoint(sources)
         if gathers and all(source in parameters or parameter_of(source) is not None for source in sources):
             parameters.add(node)
-            found.add(node)
-        elif node.target is all_gather or (gathers and memory_of(node) is not node and not is_getitem(node)):
-            found.add(node)
-    return parameters, found
+            gathered.add(node)
+        elif node.target is all_gather or (gathers and _is_view(node)):
+            gathered.add(node)
+    return parameters, gathered
+
+
+def _is_forward_in_stage(program: DifferentiatedProgram, node: fx.Node) -> bool:
+    """Return whether a node is computed in the forward, from other nodes, and only its own stage reads it."""
+    if node.op != "call_function" or _is_backward(node) or not node.all_input_nodes or node in program.outputs:
+        return False
+    users = [user for user in node.users if user.op != "output"]
+    return all(program.stage.get(user) == program.stage.get(node) for user in users)
 
 
 def dequantised(program: DifferentiatedProgram) -> set[fx.Node]:
-    """Forward nodes that are computed from parameters alone, some of which are bytes: quantised weights."""
-    alone, found = set[fx.Node](), set[fx.Node]()
+    """Return forward nodes that are computed from parameters alone, at least one of which is quantised (bytes)."""
+    from_parameters, from_bytes = set[fx.Node](), set[fx.Node]()
     for node in program.graph.nodes:
-        if node.op != "output" and _parameter(node):
-            alone.add(node)
+        if node.op != "output" and _is_parameter(node):
+            from_parameters.add(node)
             if value(node).dtype in (torch.int8, torch.uint8):
-                found.add(node)
-        elif node.op == "call_function" and not _backward(node) and node.all_input_nodes:
-            same = all(program.stage.get(user) == program.stage.get(node) for user in node.users if user.op != "output")
-            if same and node not in program.outputs and alone.issuperset(node.all_input_nodes):
-                alone.add(node)
-                if not found.isdisjoint(node.all_input_nodes):
-                    found.add(node)
-    return {node for node in found if node.op == "call_function" and node not in program.once}
+                from_bytes.add(node)
+        elif _is_forward_in_stage(program, node) and from_parameters.issuperset(node.all_input_nodes):
+            from_parameters.add(node)
+            if not from_bytes.isdisjoint(node.all_input_nodes):
+                from_bytes.add(node)
+    return {node for node in from_bytes if node.op == "call_function" and node not in program.once}
 
 
-def _parameter(node: fx.Node) -> bool:
-    """Whether a value is a parameter, or the copy of one that operators read."""
-    found = leaf(copied_from(node) or node)
-    return found is not None and found.kind == "parameter"
+def _is_view(node: fx.Node) -> bool:
+    return memory_of(node) is not node and not is_getitem(node)
 
 
-def _backward(node: fx.Node) -> bool:
+def _is_parameter(node: fx.Node) -> bool:
+    """Return whether a value is a parameter, or the copy of a parameter that operators read."""
+    source = leaf(copied_from(node) or node)
+    return source is not None and source.kind == "parameter"
+
+
+def _is_backward(node: fx.Node) -> bool:
     return node.op == "call_function" and facts(node).phase == "backward"

@@ -1,4 +1,4 @@
-"""What of a block the backward makes again, as a cut of the block's graph."""
+"""The values of a block that the backward recomputes, as a minimum cut of the block's graph."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ...ops.collectives import COMMUNICATION
 
 aten = torch.ops.aten
 nx = lazy_loader.load("networkx")  # slow to import, and few plans recompute
-SOURCE, SINK = "kept", "wanted"
-TICK = 1e-12  # seconds: what the cut counts in, and what cheap values pay for a byte
-Seconds = Callable[[fx.Node], float]  # of making a node again; inf: it must not be
+SOURCE, SINK = "saved", "needed"
+TICK_SECONDS = 1e-12  # the unit of capacities, and the price of a byte among cheap values
+Seconds = Callable[[fx.Node], float]  # of recomputing a node; inf: it must be saved
 
 
 @dataclass(frozen=True)
 class RecomputeCut:
-    """Nodes of a block that are made ``again``, what that takes, and the bytes that are kept instead."""
+    """Nodes of a block to recompute (``again``), the seconds that takes, and the bytes that are saved instead."""
 
     again: frozenset[fx.Node]
     seconds: float
@@ -34,98 +34,116 @@ class RecomputeCut:
 
 
 def groups_of(program: DifferentiatedProgram, inside: set[fx.Node]) -> Mapping[tuple[int, Block], list[fx.Node]]:
-    """``inside`` by stage and repeated block, in the graph's order."""
-    found: dict[tuple[int, Block], list[fx.Node]] = defaultdict(list)
+    """Return ``inside`` by stage and repeated block, in the graph's order."""
+    groups: dict[tuple[int, Block], list[fx.Node]] = defaultdict(list)
     for node in program.graph.nodes:
         if node in inside and (block := block_of(node)) is not None:
-            found[program.stage[node], block].append(node)
-    return found
+            groups[program.stage[node], block].append(node)
+    return groups
 
 
 def cheap_values(program: DifferentiatedProgram, inside: set[fx.Node]) -> set[fx.Node]:
-    """Those of ``inside`` (forward nodes read in their own block only) that a backward makes again, nothing dear among
-    them, so that the fewest bytes are kept."""
+    """Return the nodes of ``inside`` to recompute so that the fewest bytes are saved, no expensive ones among them.
+
+    ``inside``: forward nodes that only their own block reads.
+    """
     groups = groups_of(program, inside).values()
-    return {node for nodes in groups for node in cut(nodes, lambda n: math.inf if _dear(n) else 0.0, TICK).again}
+    price = {node: math.inf if _is_expensive(node) else 0.0 for node in inside}
+    return {node for nodes in groups for node in cut(nodes, price.__getitem__, TICK_SECONDS).again}
 
 
 def fused_values(program: DifferentiatedProgram, inside: set[fx.Node]) -> set[fx.Node]:
-    """The same, but only of pointwise operators and views that the backward's kernels can make themselves, because what
-    reads them is fused with them: no matmul does."""
-    groups = groups_of(program, inside).values()
-    read = {n for n in program.graph.nodes if n.op == "call_function" and facts(n).phase == "backward"}
-    held = {source for node in read for source in node.all_input_nodes} - inside
-    price = {node: math.inf if _in_memory(node) else 0.0 for node in inside}
-    return {node for nodes in groups for node in cut(nodes, price.__getitem__, TICK, held).again}
+    """Return the same, but only pointwise operators and views that kernels of the backward fuse with their users.
 
-
-def cut(nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float, held: Set[fx.Node] = frozenset()) -> RecomputeCut:
-    """What is cheapest of all ways to have in the backward what it reads of a block's ``nodes``: making a node again
-    costs ``seconds`` and its inputs, keeping one ``per_byte``.
-
-    A minimum cut between what is there and what is wanted, as AOTAutograd's partitioner finds one (for what Chen et al.
-    2016 ask for); a node that is behind the cut pays for being made, too. A view is never kept for itself. ``held``:
-    what else the backward has anyway.
+    Matmuls are not fused with the operators that they read.
     """
-    mine, graph = set(nodes), nx.DiGraph()
-    graph.add_nodes_from([SOURCE, SINK])
+    groups = groups_of(program, inside).values()
+    backward = {n for n in program.graph.nodes if n.op == "call_function" and facts(n).phase == "backward"}
+    available = {source for node in backward for source in node.all_input_nodes} - inside
+    price = {node: math.inf if _in_memory(node) else 0.0 for node in inside}
+    return {node for nodes in groups for node in cut(nodes, price.__getitem__, TICK_SECONDS, available).again}
 
-    def pay(start: object, end: object, price: float) -> None:
-        if math.isinf(price):
-            graph.add_edge(start, end)
-        elif price > 0:
-            graph.add_edge(start, end, capacity=round(price / TICK))
 
-    for node in nodes:
-        pay(
-            (node, "in"),
-            (node, "out"),
-            math.inf if _several(node) or memory_of(node) is not node else per_byte * _bytes(node),
-        )
-        pay(SOURCE, (node, "in"), seconds(node))
-        for source in node.all_input_nodes:
-            if source in mine:
-                graph.add_edge((source, "out"), (node, "in"))
-            elif leaf(source) is None and source not in held:  # parameters, buffers and the batch are there anyway
-                pay((source, "in"), (source, "out"), per_byte * _bytes(source))
-                graph.add_edge(SOURCE, (source, "in"))
-                graph.add_edge((source, "out"), (node, "in"))
-        if any(facts(user).phase == "backward" for user in node.users if user.op == "call_function"):
-            graph.add_edge((node, "out"), SINK)
-    if graph.in_degree(SINK) == 0:
+def cut(
+    nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float, available: Set[fx.Node] = frozenset()
+) -> RecomputeCut:
+    """Return the cheapest way to have in the backward the values that it reads of a block's ``nodes``.
+
+    Recomputing a node costs ``seconds`` and its inputs, saving it ``per_byte``. ``available``: other values that the
+    backward has anyway.
+
+    The minimum cut between what is saved and what is needed, as AOTAutograd's partitioner finds one (for what Chen et
+    al. 2016 ask for); a node on the side of the sink pays for being computed, too. A view is never saved itself.
+    """
+    network = _Network(nodes, seconds, per_byte, available)
+    if network.graph.in_degree(SINK) == 0:
         return RecomputeCut(frozenset(), 0.0, 0)
-    _, (before, after) = nx.minimum_cut(graph, SOURCE, SINK, flow_func=nx.algorithms.flow.boykov_kolmogorov)
-    again = frozenset(node for node in nodes if (node, "in") in after)
-    kept = {node for node, side in (before - {SOURCE}) if side == "in" and (node, "out") in after}
-    return RecomputeCut(again, sum(seconds(node) for node in again), sum(map(_bytes, kept)))
+    _, (source_side, sink_side) = nx.minimum_cut(
+        network.graph, SOURCE, SINK, flow_func=nx.algorithms.flow.boykov_kolmogorov
+    )
+    again = frozenset(node for node in nodes if (node, "in") in sink_side)
+    saved = {node for node, side in (source_side - {SOURCE}) if side == "in" and (node, "out") in sink_side}
+    return RecomputeCut(again, sum(seconds(node) for node in again), sum(map(_bytes, saved)))
+
+
+class _Network:
+    """A flow network in which each node is an edge from its input to its output, with the price of saving it."""
+
+    def __init__(self, nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float, available: Set[fx.Node]) -> None:
+        self.per_byte, self.graph = per_byte, nx.DiGraph()
+        self.graph.add_nodes_from([SOURCE, SINK])
+        inside = set(nodes)
+        for node in nodes:
+            never_saved = _is_tuple(node) or memory_of(node) is not node
+            self._add_edge((node, "in"), (node, "out"), math.inf if never_saved else per_byte * _bytes(node))
+            self._add_edge(SOURCE, (node, "in"), seconds(node))
+            for source in node.all_input_nodes:
+                if source in inside:
+                    self.graph.add_edge((source, "out"), (node, "in"))
+                elif leaf(source) is None and source not in available:  # leaves are always available
+                    self._add_outer_input(source, node)
+            if any(facts(user).phase == "backward" for user in node.users if user.op == "call_function"):
+                self.graph.add_edge((node, "out"), SINK)
+
+    def _add_outer_input(self, source: fx.Node, node: fx.Node) -> None:
+        """Add a value of another block that recomputing ``node`` needs."""
+        self._add_edge((source, "in"), (source, "out"), self.per_byte * _bytes(source))
+        self.graph.add_edge(SOURCE, (source, "in"))
+        self.graph.add_edge((source, "out"), (node, "in"))
+
+    def _add_edge(self, start: object, end: object, price: float) -> None:
+        if math.isinf(price):
+            self.graph.add_edge(start, end)  # unlimited capacity
+        elif price > 0:
+            self.graph.add_edge(start, end, capacity=round(price / TICK_SECONDS))
 
 
 def takes_long(node: fx.Node) -> bool:
-    """Whether this is more than a pass over memory, on this rank: a matmul, attention, sorting."""
+    """Return whether a node takes longer than a pass over memory on this rank: a matmul, attention, sorting."""
     fused = work_of(node.target) == "attention" and node.target not in COMMUNICATION
     return fused or facts_of(node.target).keep
 
 
-def _dear(node: fx.Node) -> bool:
-    made = origin(node)[0]
-    return made.target in COMMUNICATION or takes_long(made)
+def _is_expensive(node: fx.Node) -> bool:
+    operator = origin(node)[0]
+    return operator.target in COMMUNICATION or takes_long(operator)
 
 
 def _in_memory(node: fx.Node) -> bool:
-    """Whether a value, made in the backward again, would have to be written to memory there."""
-    return not _view(node) and (not _tagged(node, torch.Tag.pointwise) or _read_from_memory(node))
+    """Return whether a value that the backward recomputes would have to be written to memory."""
+    return not _is_view(node) and (not _tagged(node, torch.Tag.pointwise) or _read_from_memory(node))
 
 
 def _read_from_memory(node: fx.Node) -> bool:
-    """Whether the backward reads a value by an operator that is not fused with the one that makes it."""
+    """Return whether the backward reads a value by an operator that is not fused with it."""
     users = [user for user in node.users if user.op == "call_function"]
-    if any(_view(user) and _read_from_memory(user) for user in users):
+    if any(_is_view(user) and _read_from_memory(user) for user in users):
         return True
-    readers = [user for user in users if not _view(user) and facts(user).phase == "backward"]
+    readers = [user for user in users if not _is_view(user) and facts(user).phase == "backward"]
     return not all(_tagged(user, torch.Tag.pointwise, torch.Tag.reduction) for user in readers)
 
 
-def _view(node: fx.Node) -> bool:
+def _is_view(node: fx.Node) -> bool:
     return memory_of(node) is not node
 
 
@@ -133,7 +151,7 @@ def _tagged(node: fx.Node, *tags: torch.Tag) -> bool:
     return not set(tags).isdisjoint(getattr(origin(node)[0].target, "tags", ()))
 
 
-def _several(node: fx.Node) -> bool:
+def _is_tuple(node: fx.Node) -> bool:
     return isinstance(facts(node).value, tuple)
 
 

@@ -26,21 +26,25 @@ from .row_strides import rows_are_neighbours
 
 aten = torch.ops.aten
 _TRANSPOSES = {
-    **{one.op: one.transpose for one in COLLECTIVES.values()},
+    **{collective.op: collective.transpose for collective in COLLECTIVES.values()},
     group_rows: ungroup_rows,
     ungroup_rows: group_rows,
     pick_experts: place_experts,
 }
 _ATTENTION = {ring_attention: (ring_attention_backward, 2), tiled_attention: (tiled_attention_backward, 0)}
-# What an operator left behind: called with the gradients of its outputs, appends its backward and returns the
-# gradients of its tensor inputs (None where there is none).
+# Called with the gradients of an operator's outputs: appends its backward, and returns the gradients of its tensor
+# inputs (None: an input has none).
 Pullback = Callable[[Sequence[fx.Node | None]], list[fx.Node | None]]
 
 
 class VectorJacobian:
-    """Appends operators to a builder together with what their backward needs. ``templates``: those traced already;
-    ``even``: whether the last dim of a node surely has stride 1; ``absent``: the GPU that the operators are for, where
-    this machine has none."""
+    """Appends operators to a builder, and returns their pullbacks.
+
+    Attributes:
+        templates: the traces of operators so far.
+        even: returns whether the last dim of a node certainly has stride 1.
+        absent: the GPU that the operators are for, if this machine has none.
+    """
 
     def __init__(
         self,
@@ -59,16 +63,16 @@ class VectorJacobian:
         wanted: Sequence[int],
         sums: torch.dtype | None = None,
     ) -> tuple[list[fx.Node | None], Pullback]:
-        """Append ``target(*args)``. ``wanted``: the outputs whose gradient may arrive. ``sums``, of a lookup: the dtype
-        in which the gradient of the table is added up, where that is not the one in which its rows are read.
+        """Append ``target(*args)``, and return a node for each output, and the pullback.
 
-        Returns a node per output, and the pullback.
+        ``wanted``: the outputs that a gradient may reach. ``sums``: the dtype in which the gradient of a lookup's table
+        is summed, if that is not the dtype of its rows.
         """
-        made, pullback = self._applied(target, args, kwargs, wanted)
+        results, pullback = self._applied(target, args, kwargs, wanted)
         if sums is None:
-            return made, pullback
-        # thousands of tokens may read one row, and kernels on CPUs add up in the dtype that they are given
-        return made, lambda tangents: pullback([None if t is None else self._cast(t, sums) for t in tangents])
+            return results, pullback
+        # thousands of tokens may read one row, and kernels on CPUs sum in the dtype of their input
+        return results, lambda tangents: pullback([None if t is None else self._cast(t, sums) for t in tangents])
 
     def _cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         return x if value(x).dtype is dtype else self.builder.call(aten._to_copy.default, x, dtype=dtype)
@@ -101,42 +105,46 @@ class VectorJacobian:
         return self._inline(template, tensors)
 
     def _inline(self, template: Template, tensors: list[fx.Node]) -> tuple[list[fx.Node | None], Pullback]:
-        given = [
-            self.builder.call(aten.contiguous.default, x)
-            if template.dense or (i in template.even and not self.even(x))
-            else x
-            for i, x in enumerate(tensors)
-        ]
-        env: dict[fx.Node, fx.Node] = dict(zip(template.inputs, given, strict=True))
+        """Append a trace's forward on ``tensors``."""
+        inputs = [self._strided(template, i, x) for i, x in enumerate(tensors)]
+        env: dict[fx.Node, fx.Node] = dict(zip(template.inputs, inputs, strict=True))
         for node in template.graph.nodes:
             if node in template.forward:
                 env[node] = self._copy(node, env)
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
-            for place, index in zip(template.tangents, template.wanted, strict=True):
+            for placeholder, index in zip(template.tangents, template.wanted, strict=True):
                 tangent = tangents[index]
                 if tangent is None:
-                    known = place.meta["val"]
-                    device = known.device if self.absent is None else CUDA
-                    tangent = self.builder.call(aten.zeros.default, list(known.shape), dtype=known.dtype, device=device)
-                env[place] = self.builder.call(aten.contiguous.default, tangent) if template.dense else tangent
+                    tangent = self._zeros(placeholder.meta["val"])
+                env[placeholder] = self.builder.call(aten.contiguous.default, tangent) if template.dense else tangent
             for node in template.graph.nodes:
                 if node.op == "call_function" and node not in template.forward and node not in env:
                     env[node] = self._copy(node, env)
-            return [None if g is None else env[g] for g in template.gradients]
+            return _looked_up(template.gradients, env)
 
-        return [None if o is None else env[o] for o in template.outputs], pullback
+        return _looked_up(template.outputs, env), pullback
+
+    def _strided(self, template: Template, position: int, x: fx.Node) -> fx.Node:
+        """Return an input with the strides that the trace has assumed."""
+        if template.dense or (position in template.even and not self.even(x)):
+            return self.builder.call(aten.contiguous.default, x)
+        return x
+
+    def _zeros(self, like: Tensor) -> fx.Node:
+        device = like.device if self.absent is None else CUDA
+        return self.builder.call(aten.zeros.default, list(like.shape), dtype=like.dtype, device=device)
 
     def _copy(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1:
-            return env[node.args[0]]  # type: ignore[index]  # the derivative of a square says pow(x, 1)
+            return env[node.args[0]]  # type: ignore[index]  # PyTorch's derivative of a square has pow(x, 1)
         if node.target in VIEWS:
             return self.builder.reshape(args[0], args[1])  # type: ignore[arg-type]
         return self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
 
     def _linear(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[fx.Node | None], Pullback]:
-        """linear by hand: autograd's own trace of it has three times as many nodes."""
+        """Append a linear layer. A trace of autograd would have three times as many nodes."""
         x, weight, bias = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
         call = self.builder.call
         inputs = [x, weight] + ([bias] if bias is not None else [])
@@ -147,15 +155,15 @@ class VectorJacobian:
             assert grad is not None
             features_out, features_in = shape(weight)
             rows = self.builder.reshape(grad, [-1, features_out]) if len(shape(grad)) != 2 else grad
-            found: list[fx.Node | None] = [None] * len(inputs)
+            gradients: list[fx.Node | None] = [None] * len(inputs)
             if facts(x).needs_grad:
-                found[0] = self.builder.reshape(call(aten.mm.default, rows, weight), shape(x))
+                gradients[0] = self.builder.reshape(call(aten.mm.default, rows, weight), shape(x))
             if facts(weight).needs_grad:
                 flat = self.builder.reshape(x, [-1, features_in]) if len(shape(x)) != 2 else x
-                found[1] = call(aten.mm.default, call(aten.t.default, rows), flat)
+                gradients[1] = call(aten.mm.default, call(aten.t.default, rows), flat)
             if bias is not None and facts(bias).needs_grad:
-                found[2] = call(aten.sum.dim_IntList, rows, [0])
-            return found
+                gradients[2] = call(aten.sum.dim_IntList, rows, [0])
+            return gradients
 
         return [out], pullback
 
@@ -181,19 +189,19 @@ class VectorJacobian:
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
             call, grad = self.builder.call, tangents[0]
-            found: list[fx.Node | None] = [None] * (3 if bias is None else 4)
+            gradients: list[fx.Node | None] = [None] * (3 if bias is None else 4)
             if facts(rows).needs_grad:
-                found[0] = call(grouped_linear, grad, ends, weight, None, not transposed)
+                gradients[0] = call(grouped_linear, grad, ends, weight, None, not transposed)
             if facts(weight).needs_grad:
-                found[2] = call(grouped_weight_grad, grad, rows, ends, transposed)
+                gradients[2] = call(grouped_weight_grad, grad, rows, ends, transposed)
             if bias is not None and facts(bias).needs_grad:
-                found[3] = call(grouped_bias_grad, grad, ends)
-            return found
+                gradients[3] = call(grouped_bias_grad, grad, ends)
+            return gradients
 
         return [self.builder.call(grouped_linear, *args)], pullback
 
     def _transposed(self, target: Any, back: Any, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
-        """An operator on its first argument whose transpose takes the same others."""
+        """Append an operator that is linear in its first argument; its transpose takes the same other arguments."""
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
             others = sum(isinstance(x, fx.Node) for x in args[1:])
@@ -204,17 +212,20 @@ class VectorJacobian:
     def _attention(
         self, target: Any, back: Any, places: int, args: Sequence[Any]
     ) -> tuple[list[fx.Node | None], Pullback]:
-        """Attention whose backward needs its output and logs. ``places``: how many arguments between q and k say where
-        it runs."""
-        q, *rest = args
-        place, (k, v, *options) = rest[:places], rest[places:]
-        made = self.builder.call(target, *args)
-        out, lse = (self.builder.getitem(made, i) for i in range(2))
+        """Append attention whose backward needs its output and log-sum-exp.
+
+        ``places``: the number of arguments between q and k, which name the axis of a ring.
+        """
+        q, axis, (k, v, *options) = args[0], args[1 : 1 + places], args[1 + places :]
+        results = self.builder.call(target, *args)
+        out, lse = (self.builder.getitem(results, i) for i in range(2))
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
             saved = (q, k, v, out, lse)
-            found = self.builder.call(back, tangents[0], *place, *saved, *options)
-            terms = [self.builder.getitem(found, i) if facts(x).needs_grad else None for i, x in enumerate((q, k, v))]
+            gradients = self.builder.call(back, tangents[0], *axis, *saved, *options)
+            terms = [
+                self.builder.getitem(gradients, i) if facts(x).needs_grad else None for i, x in enumerate((q, k, v))
+            ]
             return [*terms, *(None for x in options if isinstance(x, fx.Node))]
 
         return [out, lse], pullback
@@ -222,32 +233,38 @@ class VectorJacobian:
     def _rms_norm(
         self, x: fx.Node, sizes: Sequence[int], weight: fx.Node | None = None, eps: float | None = None
     ) -> tuple[list[fx.Node | None], Pullback]:
-        """As CUDA builds run it; others have no such kernel, and autograd would differentiate the formula."""
-        made = self.builder.call(aten._fused_rms_norm.default, x, list(sizes), weight, eps)
-        out, rstd = (self.builder.getitem(made, i) for i in range(2))
+        """Append the kernel of CUDA builds. Others have none, and autograd would differentiate the formula."""
+        results = self.builder.call(aten._fused_rms_norm.default, x, list(sizes), weight, eps)
+        out, rstd = (self.builder.getitem(results, i) for i in range(2))
         inputs = [x] if weight is None else [x, weight]
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
             wanted = [n is not None and facts(n).needs_grad for n in (x, weight)]
-            given = (tangents[0], x, list(sizes), rstd, weight, wanted)
-            found = self.builder.call(aten._fused_rms_norm_backward.default, *given)
-            return [self.builder.getitem(found, i) if wanted[i] else None for i in range(len(inputs))]
+            gradients = self.builder.call(
+                aten._fused_rms_norm_backward.default, tangents[0], x, list(sizes), rstd, weight, wanted
+            )
+            return [self.builder.getitem(gradients, i) if wanted[i] else None for i in range(len(inputs))]
 
         return [out], pullback
 
 
 def _fuses(x: fx.Node, sizes: Sequence[int], weight: fx.Node | None = None, eps: float | None = None) -> bool:
-    """Whether the fused kernel takes a norm's operands; PyTorch computes others by the formula."""
+    """Return whether the fused kernel takes a norm's operands; PyTorch computes others by the formula."""
     return not value(x).is_complex() and (weight is None or value(weight).dtype is value(x).dtype)
+
+
+def _looked_up(nodes: Sequence[fx.Node | None], env: dict[fx.Node, fx.Node]) -> list[fx.Node | None]:
+    return [None if node is None else env[node] for node in nodes]
 
 
 def _key(
     target: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[fx.Node], wanted: Sequence[int]
 ) -> Hashable:
-    seen: list[Hashable] = []
+    """Return what a trace depends on: literals, and the shapes, dtypes and identities of tensors."""
+    signatures: list[Hashable] = []
     for node in tensors:
         x = facts(node).value
         assert isinstance(x, Tensor)
-        seen.append((tuple(x.shape), x.dtype, facts(node).needs_grad, tensors.index(node)))
+        signatures.append((tuple(x.shape), x.dtype, facts(node).needs_grad, tensors.index(node)))
     literals = fx.map_arg((tuple(args), kwargs), lambda _: "*")
-    return (str(target), repr(literals), tuple(seen), tuple(wanted))
+    return (str(target), repr(literals), tuple(signatures), tuple(wanted))

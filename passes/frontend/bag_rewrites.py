@@ -1,4 +1,4 @@
-"""How :mod:`.normalize` spells bags of embeddings of equal length: rows of a table, added up for each bag."""
+"""Canonical form of bags of embeddings of equal length: rows of a table, summed for each bag."""
 
 from __future__ import annotations
 
@@ -19,49 +19,59 @@ _SUM, _MEAN, _MAX = range(3)
 
 
 def embedding_bag(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """EmbeddingBag of ids [bags, length], which torch flattens: each bag is a row. Bags of several lengths, a largest
-    and gradients scaled by frequency stay the operator that they are."""
-    given: list[Any] = args + [None] * (9 - len(args))
-    weight, ids, offsets, by_frequency, mode, sparse, scales, last, padding = given
+    """Emit EmbeddingBag of ids [bags, length], which torch flattens, with a row for each bag.
+
+    Bags of several lengths, a last offset, and gradients scaled by frequency stay the operator that they are.
+    """
+    padded_args: list[Any] = args + [None] * (9 - len(args))
+    weight, ids, offsets, by_frequency, mode, sparse, scales, last, padding = padded_args
     length = _length(offsets, shape(ids)[0]) if not last else None
-    padded = padding is not None and padding >= 0
-    alone = all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
-    if length is None or by_frequency or sparse or not alone:
+    only_result = all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
+    if length is None or by_frequency or sparse or not only_result:
         return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
-    call, dtype = builder.call, value(weight).dtype
     ids = builder.reshape(ids, [shape(ids)[0] // length, length])
-    rows = call(aten.embedding.default, weight, ids)
+    rows = builder.call(aten.embedding.default, weight, ids)
+    if padding is None or padding < 0:
+        padding = None
     if mode == _MAX:
-        return [_largest(builder, rows, call(aten.ne.Scalar, ids, padding) if padded else None)]
+        return [_largest(builder, rows, None if padding is None else builder.call(aten.ne.Scalar, ids, padding))]
+    return [_sum_or_mean(builder, rows, ids, scales, padding, mode)]
+
+
+def _sum_or_mean(
+    builder: GraphBuilder, rows: fx.Node, ids: fx.Node, scales: fx.Node | None, padding: int | None, mode: int
+) -> fx.Node:
+    """Return the sum or mean of the rows of each bag, [bags, features]. ``padding``: the id that does not count."""
+    call, dtype = builder.call, value(rows).dtype
     rows = cast(builder, rows, widened(dtype))
     if scales is not None:
         rows = call(aten.mul.Tensor, rows, builder.reshape(scales, [*shape(ids), 1]))
     counted: fx.Node | None = None
-    if padded:
+    if padding is not None:
         counted = call(aten.ne.Scalar, ids, padding)
         rows = call(aten.where.ScalarOther, builder.reshape(counted, [*shape(ids), 1]), rows, 0.0)
     total = call(aten.sum.dim_IntList, rows, [1])
     if mode == _MEAN and counted is None:
-        total = call(aten.div.Scalar, total, length)
+        total = call(aten.div.Scalar, total, shape(ids)[1])
     elif mode == _MEAN:
         count = call(aten.sum.dim_IntList, cast(builder, counted, value(total).dtype), [1], True)  # type: ignore[arg-type]
         total = call(aten.div.Tensor, total, call(aten.clamp_min.default, count, 1))
-    return [cast(builder, total, dtype)]
+    return cast(builder, total, dtype)
 
 
 def _largest(builder: GraphBuilder, rows: fx.Node, counted: fx.Node | None) -> fx.Node:
-    """The largest values of each bag, among rows that are ``counted``; zeros where none is."""
+    """Return the largest values of each bag among rows that are ``counted``; zeros if none is."""
     call = builder.call
     if counted is None:
         return builder.getitem(call(aten.max.dim, rows, 1), 0)
-    count = [*shape(counted), 1]
-    rows = call(aten.where.ScalarOther, builder.reshape(counted, count), rows, -math.inf)
-    some = call(aten.any.dim, counted, 1, True)
-    return call(aten.where.ScalarOther, some, builder.getitem(call(aten.max.dim, rows, 1), 0), 0.0)
+    mask = builder.reshape(counted, [*shape(counted), 1])
+    rows = call(aten.where.ScalarOther, mask, rows, -math.inf)
+    any_counted = call(aten.any.dim, counted, 1, True)
+    return call(aten.where.ScalarOther, any_counted, builder.getitem(call(aten.max.dim, rows, 1), 0), 0.0)
 
 
 def _length(offsets: fx.Node, ids: int) -> int | None:
-    """The length of each bag, where all have the same."""
+    """Return the length of each bag, or None if lengths differ."""
     if offsets.target is not aten.arange.start_step:
         return None
     start, end, step = offsets.args[:3]

@@ -15,7 +15,7 @@ from ...compat.torch_texts import forgotten_texts
 from ...core.absent_gpu import stand_in
 from ...core.annotations import value
 from ...core.replaced import one_thread
-from .norm_rewrites import NARROW
+from .norm_rewrites import NARROW_DTYPES
 
 aten = torch.ops.aten
 
@@ -88,7 +88,7 @@ def _batch_norm_backward(
     """torch's definition, of statistics that are made of ``x`` again: those that the norm gives have no gradient, and
     this operator's derivative with respect to ``x`` has what goes through them."""
     if train:
-        wide = x.float() if x.dtype in NARROW else x
+        wide = x.float() if x.dtype in NARROW_DTYPES else x
         dims = [0, *range(2, x.dim())]
         average = wide.mean(dims, keepdim=True)
         mean, scale = average.flatten(), torch.rsqrt((wide - average).square().mean(dims) + eps)

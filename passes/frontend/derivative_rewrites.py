@@ -10,7 +10,7 @@ from torch import fx
 
 from ...core.annotations import shape, value
 from ...ir.builder import GraphBuilder
-from .norm_rewrites import NARROW
+from .norm_rewrites import NARROW_DTYPES
 from .random_rewrites import Rewrite
 
 aten = torch.ops.aten
@@ -54,7 +54,7 @@ def _group_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: d
 
 def _statistics(builder: GraphBuilder, x: fx.Node, dims: list[int], eps: float, *, keep: bool) -> list[fx.Node]:
     """Mean and 1 / standard deviation; of values of 16 bits in float32, as PyTorch's kernels do."""
-    wide = builder.call(aten._to_copy.default, x, dtype=torch.float32) if value(x).dtype in NARROW else x
+    wide = builder.call(aten._to_copy.default, x, dtype=torch.float32) if value(x).dtype in NARROW_DTYPES else x
     count = math.prod(shape(x)[dim] for dim in dims)
     mean = builder.call(aten.div.Scalar, builder.call(aten.sum.dim_IntList, wide, dims, keep), count)
     spread = builder.call(aten.var.correction, wide, dims, correction=0, keepdim=keep)

@@ -1,4 +1,4 @@
-"""How :mod:`.normalize` spells batch norms in training: sums over rows, which data ranks add up."""
+"""Canonical form of batch norms in training: sums over rows, which ranks with different rows add up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def instance_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """With running statistics in evaluation it is a batch norm of these: each element on its own."""
+    """Emit an instance norm. With running statistics in evaluation it is a batch norm of these: elementwise."""
     x, weight, bias, mean, variance, of_inputs, momentum, eps = args[:8]
     if of_inputs or mean is None:
         return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
@@ -24,29 +24,29 @@ def instance_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs:
     return builder.getitem(builder.call(frozen, x, weight, bias, mean, variance, momentum, eps), 0)
 
 
-NARROW = (torch.float16, torch.bfloat16)
+NARROW_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def batch_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
-    """The result, mean and 1 / standard deviation of each channel, and (where they are kept) the new running statistics
-    (Ioffe and Szegedy 2015). The result alone has a gradient. Values of 16 bits are summed in float32, as PyTorch's
-    kernels do.
+    """Emit the result, mean and 1 / standard deviation of each channel, and new running statistics if there are any.
+
+    The result alone has a gradient. 16-bit values are summed in float32, as PyTorch's kernels do (Ioffe and Szegedy
+    2015).
 
     Raises:
         ValueError: as PyTorch does, for one value per channel.
     """
     call = builder.call
-    names = [one.name for one in schema(node.target).arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    x, weight, bias = given["input"], given.get("weight"), given.get("bias")
-    running = [given[name] for name in ("running_mean", "running_var") if name in given]
-    momentum, eps, dtype = given["momentum"], given["eps"], value(x).dtype
-    if not given["training"]:
-        made = call(aten._native_batch_norm_legit_no_training.default, x, weight, bias, *running, momentum, eps)
-        return [*(builder.getitem(made, i) for i in range(3)), *running]
-    wide = call(aten._to_copy.default, x, dtype=torch.float32) if dtype in NARROW else x
-    dims = [d for d in range(len(shape(x))) if d != 1]
-    channel = [n if d == 1 else 1 for d, n in enumerate(shape(x))]
+    names = [argument.name for argument in schema(node.target).arguments]
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    x, weight, bias = arguments["input"], arguments.get("weight"), arguments.get("bias")
+    running = [arguments[name] for name in ("running_mean", "running_var") if name in arguments]
+    momentum, eps = arguments["momentum"], arguments["eps"]
+    if not arguments["training"]:
+        results = call(aten._native_batch_norm_legit_no_training.default, x, weight, bias, *running, momentum, eps)
+        return [*(builder.getitem(results, i) for i in range(3)), *running]
+    wide = call(aten._to_copy.default, x, dtype=torch.float32) if value(x).dtype in NARROW_DTYPES else x
+    dims, channels = [d for d in range(len(shape(x))) if d != 1], shape(x)[1]
     count = math.prod(shape(x)[d] for d in dims)
     if count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(shape(x))}")
@@ -54,17 +54,27 @@ def batch_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: di
     centred = call(aten.sub.Tensor, wide, mean)
     squares = call(aten.sum.dim_IntList, call(aten.mul.Tensor, centred, centred), dims, True)
     scale = call(aten.rsqrt.default, call(aten.add.Scalar, call(aten.div.Scalar, squares, count), eps))
-    out = call(aten.mul.Tensor, centred, scale)
-    for target, factor in ((aten.mul.Tensor, weight), (aten.add.Tensor, bias)):
-        out = out if factor is None else call(target, out, builder.reshape(factor, channel))
-    out = out if value(out).dtype is dtype else call(aten._to_copy.default, out, dtype=dtype)
+    out = _affine(builder, call(aten.mul.Tensor, centred, scale), weight, bias, value(x).dtype)
     unbiased = call(aten.div.Scalar, squares, count - 1)
-    kept = [builder.reshape(call(aten.detach.default, one), channel[1:2]) for one in (mean, unbiased, scale)]
-    new = [_averaged(builder, old, one, momentum) for old, one in zip(running, kept, strict=False)]
-    return [out, kept[0], kept[2], *new]
+    batch_mean, batch_variance, batch_scale = (
+        builder.reshape(call(aten.detach.default, statistic), [channels]) for statistic in (mean, unbiased, scale)
+    )
+    new_statistics = zip(running, (batch_mean, batch_variance), strict=False)
+    new_running = [_averaged(builder, old, new, momentum) for old, new in new_statistics]
+    return [out, batch_mean, batch_scale, *new_running]
+
+
+def _affine(
+    builder: GraphBuilder, x: fx.Node, weight: fx.Node | None, bias: fx.Node | None, dtype: torch.dtype
+) -> fx.Node:
+    """Return ``x`` times a weight of each channel plus a bias, in ``dtype``."""
+    channel = [n if d == 1 else 1 for d, n in enumerate(shape(x))]
+    for target, factor in ((aten.mul.Tensor, weight), (aten.add.Tensor, bias)):
+        x = x if factor is None else builder.call(target, x, builder.reshape(factor, channel))
+    return x if value(x).dtype is dtype else builder.call(aten._to_copy.default, x, dtype=dtype)
 
 
 def _averaged(builder: GraphBuilder, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:
-    """The moving average, with weight ``momentum`` for what is new."""
-    kept = builder.call(aten.mul.Scalar, old, 1 - momentum)
-    return builder.call(aten.add.Tensor, kept, builder.call(aten.mul.Scalar, new, momentum))
+    """Return the moving average, in which ``new`` has weight ``momentum``."""
+    remaining = builder.call(aten.mul.Scalar, old, 1 - momentum)
+    return builder.call(aten.add.Tensor, remaining, builder.call(aten.mul.Scalar, new, momentum))

@@ -29,7 +29,8 @@ from .derivative_rewrites import of_the_model
 from .document_ids import expect_documents
 from .inner_gradients import inner_gradient, without_starts
 from .list_rewrites import row_by_row
-from .picked_rows import PickedRows, picks
+from .picked_rows import PickedRows
+from .picked_values import picks
 from .rewrites import REWRITES, draws
 
 aten = torch.ops.aten

@@ -1,18 +1,18 @@
-"""Rows that forward picks by value (``where(mask)``, ``nonzero``, ``x[mask]``), as all rows and a mask.
+"""Rows that a forward picks by value (``where(mask)``, ``nonzero``, ``x[mask]``), as all rows and a mask.
 
 A mixture of experts in plain PyTorch picks the rows of each expert, computes on those, and adds or writes the result
-back. How many there are depends on values; what becomes of one row does not depend on which others there are. So::
+back. Their number depends on values; the result of a row does not depend on which other rows there are. So::
 
     rows, way = torch.where(ids == e)               # [u], [u] of [N, K]
     h = expert(x[rows]) * w[rows, way, None]        # [u, D]
     out.index_add_(0, rows, h)
 
-is computed for all positions of the mask, and what is not picked adds nothing. A value that depends on some coordinates
-of the positions alone is computed for these: the experts for N rows, and not for N * K. That each operator in between
-computes every row on its own is what its sharding rule says: it may be split over that dim.
+is computed for all positions of the mask, and positions that are not picked add nothing. A value that depends on some
+coordinates of the positions alone is computed for these: the experts for N rows, and not for N * K. The sharding rule
+of each operator in between says that it computes every row by itself: it may be split over that dim.
 
-Rows that are not picked are zeros, whatever is there (``x[x.isfinite()]``), and get no gradient. An operator that may
-make no number of a zero (a logarithm) is between two masks, which hide its result and its derivative there.
+Rows that are not picked are zeros, whatever they hold (``x[x.isfinite()]``), and get no gradient. An operator whose
+result for a zero may be infinite or NaN (a logarithm) is between two masks, which hide its result and its derivative.
 """
 
 from __future__ import annotations
@@ -33,14 +33,27 @@ from ...core.errors import CompileError
 from ...ir.builder import GraphBuilder
 from ...ops.derivatives.inner_gradients import gradient
 from ...ops.rank_local import dropout, noise
+from ...ops.rules.notation import Factors
 from ...ops.rules.table import RULES
+from .picked_values import (
+    PICKED_CLASSES,
+    Count,
+    Indices,
+    Picked,
+    PickedValue,
+    Positions,
+    counts_rows,
+    has_rows_of,
+    size_of,
+    true_at_most_once,
+)
 
 aten = torch.ops.aten
 _SAME = (
     aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.squeeze.default,
     aten.squeeze.dim, aten.squeeze.dims, aten.view.default, aten.reshape.default, aten.flatten.using_ints,
 )  # fmt: skip
-# of finite values they, and their derivatives, are finite
+# for finite inputs their results and derivatives are finite
 _TAME = frozenset((
     *_SAME, operator.getitem, aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default,
     aten.bmm.default, aten.einsum.default, aten.conv1d.default, aten.conv2d.default, aten.add.Tensor, aten.sub.Tensor,
@@ -53,249 +66,216 @@ _TAME = frozenset((
     aten.transpose.int, aten.t.default, aten.select.int, aten.slice.Tensor, aten.expand.default, aten.cat.default,
     aten.stack.default, aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
 ))  # fmt: skip
-_SIZES_FIRST = (aten.zeros.default, aten.ones.default, aten.full.default)
-_SIZES_SECOND = (aten.view.default, aten.reshape.default, aten.expand.default, aten.new_zeros.default,
-                 aten.new_ones.default, aten.new_full.default)  # fmt: skip
 Again = Callable[[fx.Node, list[Any], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
-class Picked:
-    """The positions at which a ``mask`` is true."""
-
-    mask: fx.Node
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return shape(self.mask)
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        return tuple(range(len(self.sizes)))
-
-
-@dataclass(frozen=True)
-class Positions:
-    """All coordinates of what is picked, [u, dims]; with ``axis``: one of them, [u]."""
-
-    picked: Picked
-    axis: int | None = None
-
-
-@dataclass(frozen=True)
-class PickedValue:
-    """A value that has one row for each picked position along ``dim``: here for all of them, of these ``axes`` of the
-    mask."""
-
-    node: fx.Node
-    picked: Picked
-    dim: int
-    axes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Count:
-    """How many are picked."""
-
-    picked: Picked
-
-
-_ALL = (Positions, PickedValue, Count)
-
-
-def picks(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a captured operator picks rows by value, or reads what did."""
-    if any(isinstance(x, _ALL) for x in pytree.tree_leaves((args, kwargs))):
-        return True
-    if node.target is aten.index.Tensor:
-        return bool(free_unbacked_symbols(node.meta["val"]))
-    return node.target in PICKS
-
-
-@dataclass(frozen=True)
 class PickedRows:
-    """Makes the operators of such a node; ``again`` those of any other."""
+    """Emits the operators of such a node. ``again`` emits any other operator."""
 
     builder: GraphBuilder
     again: Again
 
     def __call__(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """What takes the node's place: values, or one of the classes above.
+        """Return what replaces the node: values, or one of the classes above.
 
         Raises:
-            CompileError: QN101 where rows do not stay apart.
+            CompileError: QN101 if rows are not independent.
         """
-        target, first = node.target, args[0]
-        if target in PICKS:
-            picked = self._picked(first)
-            several = [Positions(picked, axis) for axis in picked.axes]
-            return Positions(picked) if target is aten.nonzero.default else several
-        if target is operator.getitem:
-            return first[args[1]]
-        if target is aten.sym_size.int:
-            counts = isinstance(first, Positions) or args[1] % len(shape(first.node)) == first.dim
-            return Count(first.picked) if counts else shape(first.node)[args[1]]
-        if isinstance(first, Positions) and (found := self._positions(node, first, args)) is not None:
-            return found
+        if node.target in PICKS:
+            return self._positions_of_mask(node, args[0])
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        if node.target is aten.sym_size.int:
+            return size_of(args[0], args[1])
+        if isinstance(args[0], Positions):
+            positions = self._positions(node, args[0], args)
+            if positions is not None:
+                return positions
         if not isinstance(node.meta["val"], (Tensor, list, tuple)):
-            raise self._refusal(node)  # arithmetic on how many there are
-        if target is aten.index_select.default and isinstance(args[2], Positions) and isinstance(first, fx.Node):
-            args, target = [first, [None] * (args[1] % len(shape(first))) + [args[2]]], aten.index.Tensor
-        if target is aten.index.Tensor and isinstance(first, fx.Node):
-            return self._read(node, first, args[1])
-        if target is aten.index_add.default and isinstance(args[2], Positions) and isinstance(first, fx.Node):
-            source = args[3]
-            if (alpha := kwargs.get("alpha", 1)) != 1:
-                source = self._apart(node, aten.mul.Scalar, [source, alpha])
-            return self._write(node, first, [None] * (args[1] % len(shape(first))) + [args[2]], source, adds=True)
-        if target is aten.index_put.default and isinstance(first, fx.Node):
-            adds = bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
-            return self._write(node, first, args[1], args[2], adds=adds)
+            raise self._refusal(node)  # arithmetic on the number of picked rows
+        if isinstance(args[0], fx.Node) and _reads_or_writes(node, args):
+            return self._read_or_write(node, args, kwargs)
         return self._each(node, args, kwargs)
+
+    def _read_or_write(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Emit an operator that reads or writes a value at picked positions."""
+        x, target = args[0], node.target
+        if target is aten.index.Tensor:
+            return self._read(node, x, args[1])
+        if target is aten.index_put.default:
+            adds = bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
+            return self._write(node, x, args[1], args[2], adds=adds)
+        indices = [None] * (args[1] % len(shape(x))) + [args[2]]
+        if target is aten.index_select.default:
+            return self._read(node, x, indices)
+        source, alpha = args[3], kwargs.get("alpha", 1)
+        if alpha != 1:
+            source = self._scaled(source, alpha)
+        return self._write(node, x, indices, source, adds=True)
+
+    # -- positions
 
     def _picked(self, mask: fx.Node) -> Picked:
         return Picked(mask if value(mask).dtype is torch.bool else self.builder.call(aten.ne.Scalar, mask, 0))
 
-    def _positions(self, node: fx.Node, given: Positions, args: list[Any]) -> Any:
-        picked = given.picked
-        if given.axis is not None:
-            return given if node.target in _SAME and node.meta["val"].dim() == 1 else None
+    def _positions_of_mask(self, node: fx.Node, mask: fx.Node) -> Positions | list[Positions]:
+        picked = self._picked(mask)
+        if node.target is aten.nonzero.default:
+            return Positions(picked)
+        return [Positions(picked, axis) for axis in picked.axes]
+
+    def _positions(self, node: fx.Node, positions: Positions, args: list[Any]) -> Any:
+        """Return the coordinates that a view of ``positions`` has, or None if the node is no such view."""
+        picked = positions.picked
+        flat_view = node.target in _SAME and node.meta["val"].dim() == 1
+        if positions.axis is not None:
+            return positions if flat_view else None
         if node.target is aten.select.int and args[1] in (1, -1):
             return Positions(picked, args[2] % len(picked.axes))
         if node.target is aten.unbind.int and args[1:] in ([1], [-1]):
             return [Positions(picked, axis) for axis in picked.axes]
-        alone = node.target in _SAME and len(picked.axes) == 1
-        return Positions(picked, 0) if alone and node.meta["val"].dim() == 1 else None
+        return Positions(picked, 0) if flat_view and len(picked.axes) == 1 else None
 
-    def _indices(self, node: fx.Node, given: Sequence[Any]) -> tuple[int, list[Positions]]:
-        """The first dim that is indexed, and the coordinates that index it and those behind it."""
-        found: list[tuple[int, Positions]] = []
-        at = 0
-        for index in given:
-            if isinstance(index, fx.Node) and value(index).dtype in (torch.bool, torch.uint8):
-                picked = self._picked(index)
-                found += [(at + axis, Positions(picked, axis)) for axis in picked.axes]
-                at += len(picked.axes)
-                continue
-            if index is not None and (not isinstance(index, Positions) or index.axis is None):
-                raise self._refusal(node)
-            found += [] if index is None else [(at, index)]
-            at += 1
-        first, several = found[0][0], [index for _, index in found]
-        together = [dim for dim, _ in found] == list(range(first, first + len(found)))
-        if not together or len({one.picked for one in several}) > 1 or len({one.axis for one in several}) < len(found):
-            raise self._refusal(node)
-        return first, several
+    def _indices(self, node: fx.Node, indices: Sequence[Any]) -> Indices:
+        """Return the positions that index a value.
 
-    def _read(self, node: fx.Node, x: fx.Node, given: Sequence[Any]) -> PickedValue:
-        """x[rows], x[rows, way], x[mask]: all of x, and zeros where nothing is picked."""
-        first, several = self._indices(node, given)
-        picked, axes = several[0].picked, [int(one.axis or 0) for one in several]
-        if [shape(x)[first + i] for i in range(len(axes))] != [picked.sizes[axis] for axis in axes]:
+        Raises:
+            CompileError: if they index dims that are not adjacent, or come from several masks.
+        """
+        by_dim: list[tuple[int, Positions]] = []
+        dim = 0
+        for index in indices:
+            positions = self._positions_of_index(node, index)
+            by_dim += [(dim + i, coordinate) for i, coordinate in enumerate(positions)]
+            dim += len(positions) if isinstance(index, fx.Node) else 1
+        first = by_dim[0][0]
+        axes = [int(positions.axis or 0) for _, positions in by_dim]
+        adjacent = [dim for dim, _ in by_dim] == list(range(first, first + len(by_dim)))
+        of_one_mask = len({positions.picked for _, positions in by_dim}) == 1
+        if not adjacent or not of_one_mask or len(set(axes)) < len(axes):
             raise self._refusal(node)
-        order, ordered, call = sorted(range(len(axes)), key=axes.__getitem__), tuple(sorted(axes)), self.builder.call
-        if order != list(range(len(axes))):
-            dims = list(range(len(shape(x))))
-            dims[first : first + len(axes)] = [first + i for i in order]
-            x = call(aten.permute.default, x, dims)
+        return Indices(first, by_dim[0][1].picked, axes)
+
+    def _positions_of_index(self, node: fx.Node, index: Any) -> list[Positions]:
+        """Return the coordinates that an index stands for: none for a whole dim, several for a mask."""
+        if index is None:
+            return []
+        if isinstance(index, fx.Node) and value(index).dtype in (torch.bool, torch.uint8):
+            picked = self._picked(index)
+            return [Positions(picked, axis) for axis in picked.axes]
+        if not isinstance(index, Positions) or index.axis is None:
+            raise self._refusal(node)
+        return [index]
+
+    # -- reading and writing at positions
+
+    def _read(self, node: fx.Node, x: fx.Node, given_indices: Sequence[Any]) -> PickedValue:
+        """Emit x[rows], x[rows, way] or x[mask]: all of x, with zeros where nothing is picked."""
+        indices = self._indices(node, given_indices)
+        if not indices.match_sizes_of(x):
+            raise self._refusal(node)
+        axes, first = indices.axes, indices.dim
+        order, ordered = sorted(range(len(axes)), key=axes.__getitem__), tuple(sorted(axes))
+        x = self._permuted(x, first, order)
         size = shape(x)
-        many = prod(size[first : first + len(axes)])
-        x = self.builder.reshape(x, [*size[:first], many, *size[first + len(axes) :]])
-        return PickedValue(self._kept(x, picked, first, ordered), picked, first, ordered)
+        rows = prod(size[first : indices.next_dim])
+        x = self.builder.reshape(x, [*size[:first], rows, *size[indices.next_dim :]])
+        return PickedValue(self._masked(x, indices.picked, first, ordered), indices.picked, first, ordered)
 
-    def _kept(self, x: fx.Node, picked: Picked, dim: int, axes: tuple[int, ...]) -> fx.Node:
-        """``x`` where something is picked, and zeros elsewhere."""
-        chosen = self.builder.reshape(self._any(picked, axes), [n if d == dim else 1 for d, n in enumerate(shape(x))])
-        return self.builder.call(aten.masked_fill.Scalar, x, self.builder.call(aten.logical_not.default, chosen), 0)
+    def _write(self, node: fx.Node, x: fx.Node, given_indices: Sequence[Any], source: Any, *, adds: bool) -> fx.Node:
+        """Emit ``x`` with ``source`` added or written at picked positions."""
+        indices = self._indices(node, given_indices)
+        picked, axes, first = indices.picked, indices.axes, indices.dim
+        if not has_rows_of(source, x, indices) or not indices.match_sizes_of(x):
+            raise self._refusal(node)
+        others = picked.axes_except(axes)
+        if not adds and others and not true_at_most_once(picked.mask, others):
+            raise self._refusal(node, "several rows of what is written may have one place: use index_add_")
+        rows = self._masked(self._spread(source, picked.axes), picked, first, picked.axes)
+        size = shape(rows)
+        rows = self.builder.reshape(rows, [*size[:first], *picked.sizes, *size[first + 1 :]])
+        if others:
+            rows = self.builder.call(aten.sum.dim_IntList, rows, [first + axis for axis in others], False)
+        remaining = picked.axes_except(others)
+        order = [remaining.index(axis) for axis in axes]
+        rows = self._permuted(rows, first, order)
+        if adds:
+            return self.builder.call(aten.add.Tensor, x, rows)
+        mask = self.builder.call(aten.any.dims, picked.mask, others) if others else picked.mask
+        mask = self._permuted(mask, 0, order)
+        mask = self.builder.reshape(mask, [1] * first + indices.sizes + [1] * (len(shape(x)) - indices.next_dim))
+        return self.builder.call(aten.where.self, mask, rows, x)
+
+    def _permuted(self, x: fx.Node, first: int, order: Sequence[int]) -> fx.Node:
+        """Return ``x`` with the dims from ``first`` on in another order."""
+        if list(order) == list(range(len(order))):
+            return x
+        dims = list(range(len(shape(x))))
+        dims[first : first + len(order)] = [first + i for i in order]
+        return self.builder.call(aten.permute.default, x, dims)
+
+    def _masked(self, x: fx.Node, picked: Picked, dim: int, axes: tuple[int, ...]) -> fx.Node:
+        """Return ``x`` with zeros where nothing is picked."""
+        mask = self.builder.reshape(self._any(picked, axes), [n if d == dim else 1 for d, n in enumerate(shape(x))])
+        return self.builder.call(aten.masked_fill.Scalar, x, self.builder.call(aten.logical_not.default, mask), 0)
 
     def _any(self, picked: Picked, axes: tuple[int, ...]) -> fx.Node:
-        """Whether anything is picked at these coordinates, as one dim."""
-        others = [axis for axis in picked.axes if axis not in axes]
-        found = self.builder.call(aten.any.dims, picked.mask, others) if others else picked.mask
-        return self.builder.reshape(found, [prod(picked.sizes[axis] for axis in axes)])
+        """Return whether anything is picked at these coordinates, as one dim."""
+        others = picked.axes_except(axes)
+        mask = self.builder.call(aten.any.dims, picked.mask, others) if others else picked.mask
+        return self.builder.reshape(mask, [prod(picked.sizes[axis] for axis in axes)])
 
     def _spread(self, rows: PickedValue, axes: tuple[int, ...]) -> fx.Node:
-        """``rows`` for all positions of ``axes``."""
+        """Return ``rows`` for all positions of ``axes``."""
         if rows.axes == axes:
             return rows.node
         size, sizes = shape(rows.node), rows.picked.sizes
-        before, behind = list(size[: rows.dim]), list(size[rows.dim + 1 :])
-        held = self.builder.reshape(rows.node, [*before, *(sizes[a] if a in rows.axes else 1 for a in axes), *behind])
-        wide = self.builder.call(aten.expand.default, held, [*before, *(sizes[a] for a in axes), *behind])
-        return self.builder.reshape(wide, [*before, prod(sizes[a] for a in axes), *behind])
+        leading, trailing = list(size[: rows.dim]), list(size[rows.dim + 1 :])
+        narrow_sizes = [sizes[a] if a in rows.axes else 1 for a in axes]
+        narrow = self.builder.reshape(rows.node, [*leading, *narrow_sizes, *trailing])
+        wide = self.builder.call(aten.expand.default, narrow, [*leading, *(sizes[a] for a in axes), *trailing])
+        return self.builder.reshape(wide, [*leading, prod(sizes[a] for a in axes), *trailing])
 
-    def _write(self, node: fx.Node, x: fx.Node, given: Sequence[Any], source: Any, *, adds: bool) -> fx.Node:
-        first, several = self._indices(node, given)
-        picked, axes, call = several[0].picked, [int(one.axis or 0) for one in several], self.builder.call
-        fits = isinstance(source, PickedValue) and source.picked == picked and source.dim == first
-        fits = fits and len(shape(source.node)) == len(shape(x)) - len(axes) + 1
-        sizes = [picked.sizes[axis] for axis in axes]
-        if not fits or list(shape(x)[first : first + len(axes)]) != sizes:
-            raise self._refusal(node)
-        others = [axis for axis in picked.axes if axis not in axes]
-        if not adds and others and not _one_at_most(picked.mask, others):
-            raise self._refusal(node, "several rows of what is written may have one place: use index_add_")
-        made = self._kept(self._spread(source, picked.axes), picked, first, picked.axes)
-        size = shape(made)
-        made = self.builder.reshape(made, [*size[:first], *picked.sizes, *size[first + 1 :]])
-        if others:
-            made = call(aten.sum.dim_IntList, made, [first + axis for axis in others], False)
-        left = [axis for axis in picked.axes if axis in axes]
-        if left != axes:
-            dims = list(range(len(shape(made))))
-            dims[first : first + len(axes)] = [first + left.index(axis) for axis in axes]
-            made = call(aten.permute.default, made, dims)
-        if adds:
-            return call(aten.add.Tensor, x, made)
-        chosen = call(aten.any.dims, picked.mask, others) if others else picked.mask
-        if left != axes:
-            chosen = call(aten.permute.default, chosen, [left.index(axis) for axis in axes])
-        chosen = self.builder.reshape(chosen, [1] * first + sizes + [1] * (len(shape(x)) - first - len(axes)))
-        return call(aten.where.self, chosen, made, x)
+    def _scaled(self, rows: PickedValue, factor: Any) -> PickedValue:
+        return replace(rows, node=self.builder.call(aten.mul.Scalar, rows.node, factor))
 
-    def _apart(self, node: fx.Node, target: Any, args: list[Any]) -> Any:
-        rows: PickedValue = args[0]
-        return PickedValue(self.builder.call(target, rows.node, *args[1:]), rows.picked, rows.dim, rows.axes)
+    # -- operators on picked rows
 
     def _each(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """An operator that computes each row on its own."""
-        read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, _ALL)]
-        if len({x.picked for x in read}) > 1 or node.target is gradient or _counts(node, args, kwargs):
+        """Emit an operator that computes each row by itself."""
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, PICKED_CLASSES)]
+        if len({x.picked for x in inputs}) > 1 or node.target is gradient or counts_rows(node, args, kwargs):
             raise self._refusal(node)
-        picked = read[0].picked
-        held = {x: self._as_rows(node, x) for x in read if not isinstance(x, Count)}
-        axes = tuple(sorted({axis for rows in held.values() for axis in rows.axes})) or picked.axes
-        dims: dict[fx.Node, int] = {}
-        tame = node.target in _TAME
-        beside = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Node)]
-        if not tame and any(map(needs_grad, beside)):
+        picked = inputs[0].picked
+        rows = {x: self._as_rows(node, x) for x in inputs if not isinstance(x, Count)}
+        axes = tuple(sorted({axis for x in rows.values() for axis in x.axes})) or picked.axes
+        finite = node.target in _TAME
+        other_inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Node)]
+        if not finite and any(map(needs_grad, other_inputs)):
             raise self._refusal(node, "its derivative may be no number where no row is picked")
+        spread = {x: self._spread_input(x_rows, axes, masked=not finite) for x, x_rows in rows.items()}
+        dims = {spread[x]: rows[x].dim for x in rows}
 
-        def given(x: Any) -> Any:
-            if isinstance(x, Count):
-                return prod(picked.sizes[axis] for axis in axes)
-            if x not in held:
-                return x
-            spread = self._spread(held[x], axes)
-            if not tame and needs_grad(spread):
-                spread = self._kept(spread, picked, held[x].dim, axes)
-            dims[spread] = held[x].dim
-            return spread
+        def concrete(x: Any) -> Any:
+            return prod(picked.sizes[axis] for axis in axes) if isinstance(x, Count) else spread[x]
 
-        args, kwargs = pytree.tree_map_only(_ALL, given, (args, kwargs))
-        before = len(self.builder.made)
+        args, kwargs = pytree.tree_map_only(PICKED_CLASSES, concrete, (args, kwargs))
+        first_new = len(self.builder.made)
         result = self.again(node, list(args), dict(kwargs))
-        for made in self.builder.made[before:]:
-            self._follow(node, made, dims)
-        known, several = node.meta["val"], isinstance(result, list)
-        pairs = zip(result, known, strict=True) if several else [(result, known)]
-        found = [self._result(node, one, x, dims, picked, axes) for one, x in pairs]
-        if not tame:
-            found = [
-                replace(x, node=self._kept(x.node, picked, x.dim, axes)) if isinstance(x, PickedValue) else x
-                for x in found
-            ]
-        return found if several else found[0]
+        for new in self.builder.made[first_new:]:
+            self._follow(node, new, dims)
+        if isinstance(result, list):
+            results = zip(result, node.meta["val"], strict=True)
+            return [self._result(node, x, like, dims, picked, axes, masked=not finite) for x, like in results]
+        return self._result(node, result, node.meta["val"], dims, picked, axes, masked=not finite)
+
+    def _spread_input(self, rows: PickedValue, axes: tuple[int, ...], *, masked: bool) -> fx.Node:
+        """Return an input for all positions of ``axes``; ``masked``: with zeros where no row is picked."""
+        spread = self._spread(rows, axes)
+        if masked and needs_grad(spread):
+            spread = self._masked(spread, rows.picked, rows.dim, axes)
+        return spread
 
     def _as_rows(self, node: fx.Node, x: PickedValue | Positions) -> PickedValue:
         if isinstance(x, PickedValue):
@@ -306,59 +286,70 @@ class PickedRows:
         numbers = self.builder.call(aten.arange.default, x.picked.sizes[x.axis], device=device)
         return PickedValue(numbers, x.picked, 0, (x.axis,))
 
-    def _follow(self, node: fx.Node, made: fx.Node, dims: dict[fx.Node, int]) -> None:
-        """Note which dim of ``made`` has the rows, if its rule lets them stay apart."""
-        sources = [(i, x) for i, x in enumerate(tensor_inputs(made)) if x in dims]
+    def _follow(self, node: fx.Node, new: fx.Node, dims: dict[fx.Node, int]) -> None:
+        """Record the dim of ``new`` that has the rows.
+
+        Raises:
+            CompileError: if its rule does not keep rows independent.
+        """
+        sources = [(i, x) for i, x in enumerate(tensor_inputs(new)) if x in dims]
         if not sources:
             return
-        if is_getitem(made):
-            dims[made] = dims[made.args[0]]  # type: ignore[index]
+        if is_getitem(new):
+            dims[new] = dims[new.args[0]]  # type: ignore[index]
             return
-        rule = RULES.get(made.target)
-        spec = None if rule is None or made.target in (dropout, noise) else rule.factors(made)
-        names = {spec.inputs[i][dims[x]] for i, x in sources if spec is not None and len(spec.inputs[i]) > dims[x]}
-        if spec is None or len(names) != 1 or not (name := names.pop()) or not spec.whole.isdisjoint(name):
+        rule = RULES.get(new.target)
+        if rule is None or new.target in (dropout, noise):
             raise self._refusal(node)
-        places = {out.index(name) if name in out else -1 for out in spec.outputs}
-        if len(places) != 1 or -1 in places:
+        dim = _dim_of_rows(rule.factors(new), [(i, dims[x]) for i, x in sources])
+        if dim is None:
             raise self._refusal(node)
-        dims[made] = places.pop()
+        dims[new] = dim
 
     def _result(
         self,
         node: fx.Node,
-        made: Any,
-        known: Tensor,
+        result: Any,
+        like: Tensor,
         dims: Mapping[fx.Node, int],
         picked: Picked,
         axes: tuple[int, ...],
+        *,
+        masked: bool,
     ) -> Any:
-        at = [d for d, size in enumerate(known.shape) if isinstance(size, SymInt) and free_unbacked_symbols(size)]
-        if not at:
-            return made
-        source = origin(made)[0]
-        mine = dims.get(made, dims.get(source, at[0] if not tensor_inputs(source) else -1))
-        if at != [mine]:
+        """Return a result as a picked value, if the captured value ``like`` has a size by value."""
+        sized = [d for d, size in enumerate(like.shape) if isinstance(size, SymInt) and free_unbacked_symbols(size)]
+        if not sized:
+            return result
+        source = origin(result)[0]
+        dim = dims.get(result, dims.get(source, sized[0] if not tensor_inputs(source) else -1))
+        if sized != [dim]:
             raise self._refusal(node)
-        return PickedValue(made, picked, mine, axes)
+        if masked:
+            result = self._masked(result, picked, dim, axes)
+        return PickedValue(result, picked, dim, axes)
 
     def _refusal(self, node: fx.Node, why: str = "") -> CompileError:
         return shape_by_value(node.target, self.builder.where, why)
 
 
-def _counts(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether how many are picked is more than a size."""
-    sizes = args[0] if node.target in _SIZES_FIRST else args[1] if node.target in _SIZES_SECOND else []
-    every = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Count)]
-    return len(every) != len([x for x in pytree.tree_leaves(sizes) if isinstance(x, Count)])
+def _reads_or_writes(node: fx.Node, args: Sequence[Any]) -> bool:
+    """Return whether an operator on a whole value reads or writes it at picked positions."""
+    if node.target in (aten.index_select.default, aten.index_add.default):
+        return isinstance(args[2], Positions)
+    return node.target in (aten.index.Tensor, aten.index_put.default)
 
 
-def _one_at_most(mask: fx.Node, axes: Sequence[int]) -> bool:
-    """Whether a mask is true at most once along its last dim: where the indices of a topk are one number."""
-    if mask.target is not aten.eq.Scalar or list(axes) != [len(shape(mask)) - 1]:
-        return False
-    source, output = origin(mask.args[0])  # type: ignore[arg-type]
-    if source.target is not aten.topk.default or output != 1:
-        return False
-    dim = source.args[2] if len(source.args) > 2 else -1
-    return dim in (-1, len(shape(mask)) - 1)
+def _dim_of_rows(factors: Factors, inputs: Sequence[tuple[int, int]]) -> int | None:
+    """Return the dim of an operator's outputs that has rows, or None if rows are not independent.
+
+    ``inputs``: the inputs with rows, each with its dim of rows.
+    """
+    groups = {factors.inputs[i][dim] for i, dim in inputs if len(factors.inputs[i]) > dim}
+    if len(groups) != 1:
+        return None
+    (names,) = groups
+    if not names or not factors.whole.isdisjoint(names):
+        return None
+    dims = {out.index(names) if names in out else -1 for out in factors.outputs}
+    return dims.pop() if len(dims) == 1 and -1 not in dims else None

@@ -1,8 +1,9 @@
-"""DifferentiatedProgram -> DifferentiatedProgram: what a step begins with is waited for where it is first read."""
+"""DifferentiatedProgram -> DifferentiatedProgram: gathers at the start of a step overlap with the first forward."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,71 +19,86 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class GatherEarly:
-    """Parameters that are gathered at the start of a step are on their way while the first forward computes.
+    """Gather parameters at the start of a step while the first forward computes.
 
     Before: once: %all = gather_states([%p, %q], dp);  %w = %all[0];  forward: %y = linear(%x, %w)
     After:  once: %all = gather_early([%p, %q], dp);  %w = %all[0];  forward: %v = arrived(%w);  %y = linear(%x, %v)
     Ensures: a stage reads such a parameter through ``arrived`` alone, which waits for the message in the first
-    microbatch; messages start in the order of their first use. What takes the padding off a parameter that does not
-    divide, a view, stands behind that. What else runs at the start of a step reads no such parameter: else its message
-    is waited for there.
+    microbatch; messages start in the order of their first use. The view that removes the padding of a parameter comes
+    after ``arrived``. No other node at the start of a step reads such a parameter; if one does, its gather stays.
     """
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
-        early = [n for n in program.graph.nodes if n.target is gather_states and _read_later(program, n)]
-        if not early:
-            return program
-        parts = {part for node in early for part in node.users}
-        views = {user for part in parts for user in part.users if user in program.once}
-        graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-        stage, there = dict[fx.Node, int](), dict[fx.Node, fx.Node]()
+        early = [n for n in program.graph.nodes if n.target is gather_states and _read_in_microbatches(program, n)]
+        return _Early(program, early).overlapped() if early else program
 
-        def read(node: fx.Node) -> fx.Node:
-            return there.get(node, new[node])
 
-        def arrive(part: fx.Node, user: fx.Node) -> None:
-            made = graph.create_node("call_function", arrived, (new[part],), name=f"{part.name}_arrived")
-            annotate(made, replace(facts(part), phase=facts(user).phase))
-            there[part], stage[made] = made, program.stage[part]
+class _Early:
+    """A copy of a program whose gathers ``early`` overlap with the first forward.
 
-        def ready(source: fx.Node, user: fx.Node) -> None:
-            if source in views and source not in new:
-                ready(source.all_input_nodes[0], user)
-                new[source] = graph.node_copy(source, read)
-                annotate(new[source], replace(facts(source), phase=facts(user).phase))
-                stage[new[source]] = program.stage[source]
-            elif source in parts and source not in there:
-                arrive(source, user)
+    Attributes:
+        parts: the parameters that they gather.
+        views: views of these, which move into the functions of microbatches.
+        new: the copy of each node.
+        arrived: for each parameter, the node that waits for it.
+    """
 
-        for node in program.graph.nodes:
-            if node in views:
+    def __init__(self, program: DifferentiatedProgram, early: Sequence[fx.Node]) -> None:
+        self.program, self.early = program, early
+        self.parts = {part for node in early for part in node.users}
+        self.views = {user for part in self.parts for user in part.users if user in program.once}
+        self.graph, self.new = fx.Graph(), dict[fx.Node, fx.Node]()
+        self.stage, self.arrived = dict[fx.Node, int](), dict[fx.Node, fx.Node]()
+
+    def overlapped(self) -> DifferentiatedProgram:
+        for node in self.program.graph.nodes:
+            if node in self.views:
                 continue
             for source in node.all_input_nodes:
-                ready(source, node)
-            new[node] = graph.node_copy(node, read)
-            if node in program.stage:
-                stage[new[node]] = program.stage[node]
-            if node in early:
-                new[node].target = gather_early
-        graph.lint()
-        made = program.moved(graph, new, stage)
-        return replace(made, once=made.once - {new[view] for view in views})
+                self._await(source, node)
+            self.new[node] = self.graph.node_copy(node, self._source)
+            if node in self.program.stage:
+                self.stage[self.new[node]] = self.program.stage[node]
+            if node in self.early:
+                self.new[node].target = gather_early
+        self.graph.lint()
+        moved = self.program.moved(self.graph, self.new, self.stage)
+        return replace(moved, once=moved.once - {self.new[view] for view in self.views})
+
+    def _source(self, node: fx.Node) -> fx.Node:
+        return self.arrived.get(node, self.new[node])
+
+    def _await(self, source: fx.Node, user: fx.Node) -> None:
+        """Wait for a parameter, or for the one that ``source`` views, before its first user."""
+        if source in self.views and source not in self.new:
+            self._await(source.all_input_nodes[0], user)
+            self.new[source] = self.graph.node_copy(source, self._source)
+            annotate(self.new[source], replace(facts(source), phase=facts(user).phase))
+            self.stage[self.new[source]] = self.program.stage[source]
+        elif source in self.parts and source not in self.arrived:
+            name = f"{source.name}_arrived"
+            node = self.graph.create_node("call_function", arrived, (self.new[source],), name=name)
+            annotate(node, replace(facts(source), phase=facts(user).phase))
+            self.arrived[source], self.stage[node] = node, self.program.stage[source]
 
 
-def _read_later(program: DifferentiatedProgram, node: fx.Node) -> bool:
-    """Whether all that a message brings is read by the functions of microbatches, its own stage's first."""
-    picks = list(node.users)
-    if node not in program.once or any(pick.target is not operator.getitem for pick in picks):
+def _read_in_microbatches(program: DifferentiatedProgram, node: fx.Node) -> bool:
+    """Return whether only functions of microbatches read the gathered parameters, forwards first."""
+    parts = list(node.users)
+    if node not in program.once or any(part.target is not operator.getitem for part in parts):
         return False
-    users = [_readers(program, pick) for pick in picks]
-    return all(user.op == "call_function" and user not in program.once for found in users for user in found) and all(
-        facts(min(found)).phase == "forward" and value(pick).numel()
-        for pick, found in zip(picks, users, strict=True)
-        if found
-    )
+    return all(_is_read_in_forward(program, part) for part in parts)
+
+
+def _is_read_in_forward(program: DifferentiatedProgram, part: fx.Node) -> bool:
+    """Return whether a parameter is read in microbatches alone, and first in a forward, or not at all."""
+    readers = _readers(program, part)
+    if not all(reader.op == "call_function" and reader not in program.once for reader in readers):
+        return False
+    return not readers or (facts(min(readers)).phase == "forward" and value(part).numel() > 0)
 
 
 def _readers(program: DifferentiatedProgram, part: fx.Node) -> list[fx.Node]:
-    """Who reads a parameter, of which a view may be taken first."""
+    """Return the nodes that read a parameter, or a view of it."""
     views = [user for user in part.users if user in program.once and user.target is aten.slice.Tensor]
-    return [reader for one in (part, *views) for reader in one.users if reader not in views]
+    return [reader for source in (part, *views) for reader in source.users if reader not in views]

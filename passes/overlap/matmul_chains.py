@@ -1,9 +1,9 @@
-"""Products that need a collective, or that a collective needs, and that can become one with it."""
+"""Matmuls that read a gathered value, or that a reduce-scatter sums, and that can be fused with it."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -19,12 +19,12 @@ from ...ops.rank_local import RANKED
 from .items import stored_in
 
 aten = torch.ops.aten
-_BESIDE = frozenset({*STARTS.values(), wait})
+_ASYNCHRONOUS = frozenset({*STARTS.values(), wait})
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """``node`` = ``x`` times a weight, which is [out, in] where it is ``transposed``."""
+    """A matmul: ``node`` = ``x`` times a weight, which is [out, in] if it is ``transposed``, plus a bias."""
 
     node: fx.Node
     x: fx.Node
@@ -34,7 +34,7 @@ class Matmul:
 
 
 def matmul_of(node: fx.Node) -> Matmul | None:
-    """What a node multiplies by a matrix, if that is what it does."""
+    """Return a node as a product with a matrix, or None if it is none."""
     args: Any = node.args
     x, weight, bias = None, None, None
     if node.target in (aten.linear.default, aten.mm.default):
@@ -50,8 +50,15 @@ def matmul_of(node: fx.Node) -> Matmul | None:
 
 @dataclass(frozen=True)
 class Fused:
-    """A ``collective``, the ``products`` that become one with it at the ``place`` of one of them, and the ``views`` and
-    sums between them. ``kept``: of a gather and its views, those that something else reads."""
+    """A collective and the products to fuse with it.
+
+    Attributes:
+        place: the node in whose place the fused node comes.
+        collective: the gather or scatter.
+        products: the products.
+        views: views and sums between them.
+        kept: the gather and those of its views that something else reads.
+    """
 
     place: fx.Node
     collective: fx.Node
@@ -65,83 +72,109 @@ class Fused:
 
 
 class ChainFinder:
+    """Finds gathers with products that read them, and scatters with products that they sum.
+
+    Attributes:
+        place: the position of each node.
+        busy: for each position, the number of starts and waits of communication before it.
+        gradients: the gradients of parameters.
+        results: nodes that something outside of the graph reads.
+        used: nodes of the chains so far.
+    """
+
     def __init__(self, program: DifferentiatedProgram) -> None:
         self.program = program
         self.place = {node: i for i, node in enumerate(program.graph.nodes)}
-        self.busy = list(accumulate((node.target in _BESIDE for node in program.graph.nodes), initial=0))
-        self.settled = set(program.gradients.values())
-        self.fixed = {*program.outputs, *self.settled}
-        self.taken: set[fx.Node] = set()
+        self.busy = list(accumulate((node.target in _ASYNCHRONOUS for node in program.graph.nodes), initial=0))
+        self.gradients = set(program.gradients.values())
+        self.results = {*program.outputs, *self.gradients}
+        self.used: set[fx.Node] = set()
 
-    def found(self) -> list[Fused]:
-        made = []
+    def chains(self) -> list[Fused]:
+        """Return the chains of the program; they share no nodes."""
+        chains = []
+        finders = {all_gather: self._gather, reduce_scatter: self._scatter}
         for node in self.program.graph.nodes:
-            find = {all_gather: self._gather, reduce_scatter: self._scatter}.get(node.target)
-            if find is None or node not in self.program.stage or node in self.program.once or node in self.settled:
+            find = finders.get(node.target)
+            in_microbatch = node in self.program.stage and node not in self.program.once
+            if find is None or not in_microbatch or node in self.gradients:
                 continue
-            fused = find(node)
-            if fused is not None and not self.taken.intersection(fused.members):
-                self.taken.update(fused.members)
-                made.append(fused)
-        return made
+            chain = find(node)
+            if chain is not None and not self.used.intersection(chain.members):
+                self.used.update(chain.members)
+                chains.append(chain)
+        return chains
 
     def _gather(self, node: fx.Node) -> Fused | None:
+        """Return a gather of activations with the products that read it."""
         source = node.all_input_nodes[0]
         if node.args[3] == len(shape(node)) - 1 or stored_in(source) is not None:
             return None
-        rows = [node]
+        rows = [node]  # the gathered value, and its views
         for row in rows:
-            rows += [user for user in row.users if self._same_rows(user, row) and self._together(user, node)]
-        read = [found for row in rows for user in row.users if (found := matmul_of(user)) and found.x is row]
-        read.sort(key=lambda product: self.place[product.node])
-        read = [product for product in read if product.node not in self.settled and self._together(product.node, node)]
-        if not read:
+            rows += [user for user in row.users if self._same_rows(user, row) and self._same_function(user, node)]
+        readers = self._products_of(rows, node)
+        if not readers:
             return None
-        first = read[0].node
-        products = [product for product in read if self._early(product, first, rows)]
-        mine, kept = {product.node for product in products}, set[fx.Node]()
+        first = readers[0].node
+        products = [product for product in readers if self._can_move_up(product, first, rows)]
+        kept = self._kept(rows, {product.node for product in products}, first)
+        return None if kept is None else Fused(first, node, tuple(products), tuple(rows[1:]), frozenset(kept))
+
+    def _products_of(self, rows: Sequence[fx.Node], gather: fx.Node) -> list[Matmul]:
+        """Return the products whose rows are gathered, in graph order."""
+        users = [(row, matmul_of(user)) for row in rows for user in row.users]
+        products = [product for row, product in users if product is not None and product.x is row]
+        products.sort(key=lambda product: self.place[product.node])
+        return [p for p in products if p.node not in self.gradients and self._same_function(p.node, gather)]
+
+    def _kept(self, rows: Sequence[fx.Node], products: Set[fx.Node], first: fx.Node) -> set[fx.Node] | None:
+        """Return the gathered value and views that other nodes read; None if one is read before ``first``."""
+        kept = set[fx.Node]()
         for row in reversed(rows):
-            others = [user for user in row.users if user not in mine and (user not in rows or user in kept)]
-            if row in self.fixed or others:
+            others = [user for user in row.users if user not in products and (user not in rows or user in kept)]
+            if row in self.results or others:
                 kept.add(row)
             if any(self.place[user] < self.place[first] for user in others if user not in rows):
                 return None
-        return Fused(first, node, tuple(products), tuple(rows[1:]), frozenset(kept))
+        return kept
 
-    def _early(self, product: Matmul, first: fx.Node, rows: Sequence[fx.Node]) -> bool:
-        """Whether a product can be computed with the first one that reads the same rows."""
+    def _can_move_up(self, product: Matmul, first: fx.Node, rows: Sequence[fx.Node]) -> bool:
+        """Return whether a product can be computed with the first one that reads the same rows."""
         node, place = product.node, self.place[first]
-        if block_of(node) != block_of(first) or not self._idle(first, node):
+        if block_of(node) != block_of(first) or not self._hides_nothing(first, node):
             return False
-        todo = [n for n in (product.weight, product.bias) if n is not None]
-        for n in todo:
-            if self.place[n] > place:
-                if n.target in RANKED or n.target is operator.getitem:
+        moved_up = [n for n in (product.weight, product.bias) if n is not None]
+        for source in moved_up:
+            if self.place[source] > place:
+                if source.target in RANKED or source.target is operator.getitem:
                     return False
-                todo += n.all_input_nodes
-        return not {first, *rows}.intersection(todo)
+                moved_up += source.all_input_nodes
+        return not {first, *rows}.intersection(moved_up)
 
     def _scatter(self, node: fx.Node) -> Fused | None:
-        summed = node.all_input_nodes[0]
-        if node.args[3] == len(shape(summed)) - 1:
+        """Return a scatter with the products whose sum it scatters."""
+        total = node.all_input_nodes[0]
+        if node.args[3] == len(shape(total)) - 1:
             return None
         between: list[fx.Node] = []
-        products = self._terms(summed, node, between)
+        products = self._terms(total, node, between)
         return Fused(node, node, tuple(products), tuple(between)) if products else None
 
     def _terms(self, node: fx.Node, scatter: fx.Node, between: list[fx.Node]) -> list[Matmul]:
-        """The products whose sum in this order ``node`` is, read by ``scatter`` alone; none if it is anything else."""
-        if len(node.users) > 1 or node in self.fixed or not self._together(node, scatter):
+        """Return the products whose sum in this order ``node`` is, or none if it is anything else.
+
+        Only ``scatter`` may read the sum. Additions and views are appended to ``between``.
+        """
+        if len(node.users) > 1 or node in self.results or not self._same_function(node, scatter):
             return []
         product = matmul_of(node)
         if product is not None:
-            return [product] if self._idle(node, scatter) else []
+            return [product] if self._hides_nothing(node, scatter) else []
         between.append(node)
         if self._same_rows(node, node.all_input_nodes[0] if node.all_input_nodes else node):
             return self._terms(node.all_input_nodes[0], scatter, between)
-        if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
-            return []
-        if any(shape(n) != shape(node) for n in node.all_input_nodes):
+        if not _adds_two(node):
             return []
         left, right = (self._terms(n, scatter, between) for n in node.all_input_nodes)
         if not left or not right or min(len(left), len(right)) > 1:  # another order of sums
@@ -149,15 +182,21 @@ class ChainFinder:
         return left + right if len(right) == 1 else right + left
 
     def _same_rows(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether ``node`` has the rows of ``source``, under other indices."""
+        """Return whether ``node`` has the rows of ``source``, under other indices."""
         return node.target is aten.reshape.default and shape(node)[-1:] == shape(source)[-1:]
 
-    def _together(self, node: fx.Node, other: fx.Node) -> bool:
-        """Whether two nodes run in the same function."""
+    def _same_function(self, node: fx.Node, other: fx.Node) -> bool:
+        """Return whether two nodes run in the same function."""
         stage, once = self.program.stage, self.program.once
-        places = [(stage.get(n), facts(n).phase, n in once) for n in (node, other) if n.op == "call_function"]
-        return len(places) == 2 and places[0] == places[1]
+        functions = [(stage.get(n), facts(n).phase, n in once) for n in (node, other) if n.op == "call_function"]
+        return len(functions) == 2 and functions[0] == functions[1]
 
-    def _idle(self, first: fx.Node, last: fx.Node) -> bool:
-        """Whether no communication that was started is hidden by what moves from one place to the other."""
+    def _hides_nothing(self, first: fx.Node, last: fx.Node) -> bool:
+        """Return whether no communication starts or ends between two nodes."""
         return self.busy[self.place[first]] == self.busy[self.place[last]]
+
+
+def _adds_two(node: fx.Node) -> bool:
+    """Return whether a node adds two different tensors of its own shape."""
+    plain = node.target is aten.add.Tensor and not node.kwargs and len(node.all_input_nodes) == 2
+    return plain and all(shape(source) == shape(node) for source in node.all_input_nodes)

@@ -1,4 +1,4 @@
-"""The order of one function in which communication runs beside computing: a list scheduling that moves little."""
+"""The order of one function in which communication overlaps with computing: list scheduling that moves little."""
 
 from __future__ import annotations
 
@@ -109,34 +109,53 @@ class Order:
     def _state(self, order: list[Item]) -> list[Item]:
         """Move gathers of parameters, and waits for scatters of gradients."""
         place: dict[Item, int] = {item: i for i, item in enumerate(order)}
-        long = list(accumulate(map(_takes_long, order), initial=0))
-        put: dict[int, list[Item]] = defaultdict(list)  # ahead of the item at an index
-        use = {n: min((i for u in _users([n]) if (i := _first(place, u)) >= 0), default=place[n]) for n in self.gathers}
-        before = 0
-        for unit in _units(sorted(self.gathers, key=use.__getitem__)):
-            first = min(use[n] for n in unit)
-            begin = max(before, _a_block_ahead(order, first, {block_of(n) for n in unit}))
+        matmuls_before = list(accumulate(map(_takes_long, order), initial=0))
+        insertions: dict[int, list[Item]] = defaultdict(list)  # before the item at an index
+        self._insert_gathers(order, place, matmuls_before, insertions)
+        self._insert_scatters(order, place, matmuls_before, insertions)
+        ordered: dict[Item, None] = {}
+        moved = {*self.gathers, *self.scatters}
+        for i, item in enumerate([*order, None]):
+            ordered.update(dict.fromkeys(insertions[i]))
+            if item is not None and item not in moved:
+                ordered.setdefault(item)
+        return list(ordered)
+
+    def _insert_gathers(
+        self, order: list[Item], place: dict[Item, int], matmuls_before: list[int], insertions: dict[int, list[Item]]
+    ) -> None:
+        """Start gathers when the block before has its parameters, and wait for them before their first use."""
+        first_use = {n: _first_use(n, place) for n in self.gathers}
+        last_block = 0
+        for unit in _units(sorted(self.gathers, key=first_use.__getitem__)):
+            first = min(first_use[n] for n in unit)
+            begin = max(last_block, _a_block_ahead(order, first, {block_of(n) for n in unit}))
             for node in unit:
-                if long[use[node]] > long[begin]:
-                    put[begin] += [*_needed(node, place, begin), Start(node)]
-                put[use[node]].append(node)
-            before = first
+                if matmuls_before[first_use[node]] > matmuls_before[begin]:
+                    insertions[begin] += [*_needed(node, place, begin), Start(node)]
+                insertions[first_use[node]].append(node)
+            last_block = first
+
+    def _insert_scatters(
+        self, order: list[Item], place: dict[Item, int], matmuls_before: list[int], insertions: dict[int, list[Item]]
+    ) -> None:
+        """Start scatters in their place, and wait for them before those of the next block."""
         units = _units(self.scatters)
         for number, unit in enumerate(units, 1):
             end = place[units[number][0]] if number < len(units) else len(order)
             for node in unit:
-                if long[end] > long[place[node]]:
-                    put[place[node]].append(Start(node))
-                    put[end].append(node)
+                begin = place[node]
+                if matmuls_before[end] > matmuls_before[begin]:
+                    insertions[begin].append(Start(node))
+                    insertions[end].append(node)
                 else:
-                    put[place[node]].append(node)
-        done: dict[Item, None] = {}
-        moved = {*self.gathers, *self.scatters}
-        for i, item in enumerate([*order, None]):
-            done.update(dict.fromkeys(put[i]))
-            if item is not None and item not in moved:
-                done.setdefault(item)
-        return list(done)
+                    insertions[begin].append(node)
+
+
+def _first_use(gather: fx.Node, place: dict[Item, int]) -> int:
+    """Return the index of the first item that reads a gathered parameter, or of the gather itself."""
+    indices = (_first(place, user) for user in _users([gather]))
+    return min((index for index in indices if index >= 0), default=place[gather])
 
 
 def _units(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:

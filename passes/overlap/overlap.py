@@ -12,7 +12,7 @@ from ...core.annotations import annotate, facts
 from ...ir.program import DifferentiatedProgram
 from ...ops.collectives import STARTS, wait
 from ...ops.rank_local import microbatch
-from ..codegen.generate_ranks import before_others
+from ..codegen.stage_cut import ancestors_of_sends
 from .items import Item, Seconds, Start
 from .order import Order
 
@@ -48,7 +48,7 @@ def _functions(program: DifferentiatedProgram, split: frozenset[int]) -> Iterato
         yield nodes
     for stage, nodes in sorted(backward.items(), reverse=True):
         sent = {n for n in nodes if any(program.stage.get(user, stage) != stage for user in n.users)}
-        first = before_others(nodes, sent) if stage in split else set(nodes)
+        first = ancestors_of_sends(nodes, sent) if stage in split else set(nodes)
         yield [n for n in nodes if n in first]
         yield [n for n in nodes if n not in first]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -28,41 +28,56 @@ class FollowStages:
     stages: Mapping[str, tuple[int, ...]]
 
     def __call__(self, program: ShardedProgram, /) -> StagedProgram:
-        of = derivatives(program.program.graph)
+        derivative_of = derivatives(program.program.graph)
         latest: dict[fx.Node, int] = {}
-        while True:  # a derivative that the user wrote is in one stage: that of its last parameter
-            before = dict(latest)
-            stage = self._stages(program, of, latest)
-            if latest == before:
+        while True:  # a user's derivative is in one stage: that of its last parameter
+            previous = dict(latest)
+            stage = self._stages(program, derivative_of, latest)
+            if latest == previous:
                 return StagedProgram(program, self.num_stages, stage)
 
     def _stages(
-        self, program: ShardedProgram, of: Mapping[fx.Node, fx.Node], latest: dict[fx.Node, int]
+        self, program: ShardedProgram, derivative_of: Mapping[fx.Node, fx.Node], latest: dict[fx.Node, int]
     ) -> dict[fx.Node, int]:
+        """Return the stage of each operator. ``latest``: of each user's derivative, the last stage so far."""
         stage: dict[fx.Node, int] = {}
         for node in program.program.graph.nodes:
             if node.op != "call_function":
                 continue
-            sources = tensor_inputs(node)
-            names = [found.name for n in sources if (found := leaf(n)) is not None and found.kind == "parameter"]
-            before = [stage[n] for n in sources if n in stage]
-            if not names and not before:
+            names = _parameter_names(node)
+            input_stages = [stage[n] for n in tensor_inputs(node) if n in stage]
+            if not names and not input_stages:
                 continue
-            earliest = max(before, default=0)
-            if node in of:
-                earliest = max(earliest, latest.get(of[node], 0))
+            earliest = max(input_stages, default=0)
+            derivative = derivative_of.get(node)
+            if derivative is not None:
+                earliest = max(earliest, latest.get(derivative, 0))
             if names and not is_getitem(node):
-                shared = set.intersection(*(set(self.stages[name]) for name in names))
-                later = [s for s in sorted(shared) if s >= earliest]
-                if not later:
-                    raise CompileError(
-                        "QN206",
-                        f"this pass of the model uses {names[0]} after stage {earliest}, which does not hold it",
-                        where=facts(node).where,
-                        fix="compile without pp, or evaluate the model on one device",
-                    )
-                earliest = later[0]
+                earliest = self._stage_with(node, names, earliest)
             stage[node] = earliest
-            if node in of:
-                latest[of[node]] = max(earliest, latest.get(of[node], 0))
+            if derivative is not None:
+                latest[derivative] = max(earliest, latest.get(derivative, 0))
         return stage
+
+    def _stage_with(self, node: fx.Node, names: Sequence[str], earliest: int) -> int:
+        """Return the first stage from ``earliest`` on that holds all these parameters.
+
+        Raises:
+            CompileError: QN206 if none does.
+        """
+        shared = set.intersection(*(set(self.stages[name]) for name in names))
+        stages = [stage for stage in sorted(shared) if stage >= earliest]
+        if not stages:
+            raise CompileError(
+                "QN206",
+                f"this pass of the model uses {names[0]} after stage {earliest}, which does not hold it",
+                where=facts(node).where,
+                fix="compile without pp, or evaluate the model on one device",
+            )
+        return stages[0]
+
+
+def _parameter_names(node: fx.Node) -> list[str]:
+    """Return the names of the parameters that a node reads."""
+    leaves = (leaf(source) for source in tensor_inputs(node))
+    return [source.name for source in leaves if source is not None and source.kind == "parameter"]

@@ -10,7 +10,7 @@ from quintnet_compiler.capture.sizes_by_value import PICKS, shape_by_value, size
 from quintnet_compiler.core.annotations import shape
 from quintnet_compiler.core.errors import Where
 from quintnet_compiler.passes.frontend.normalize import Normalize
-from quintnet_compiler.passes.frontend.picked_rows import Picked, PickedValue
+from quintnet_compiler.passes.frontend.picked_values import Picked, PickedValue
 
 aten = torch.ops.aten
 

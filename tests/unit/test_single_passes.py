@@ -43,7 +43,9 @@ from quintnet_compiler.passes.checks.rewrites.fused import check_fused
 from quintnet_compiler.passes.checks.rewrites.overlap import check_overlap
 from quintnet_compiler.passes.checks.slices import check_slices
 from quintnet_compiler.passes.checks.types import check_types
+from quintnet_compiler.passes.codegen.functions import Functions, written_module
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
+from quintnet_compiler.passes.codegen.stage_cut import StageCut
 from quintnet_compiler.passes.frontend.lower_precision import LowerPrecision
 from quintnet_compiler.passes.lowering.coalesce_collectives import CoalesceCollectives
 from quintnet_compiler.passes.lowering.conversions import Conversions
@@ -265,3 +267,16 @@ def test_a_pass_gets_the_options_of_a_plan_that_it_has_fields_for() -> None:
     assert all(is_dataclass(kind) for kind in passes)
     assert passes[InsertCommunication](setting, None) == InsertCommunication(dict(RULES), False)
     assert passes[Recompute](setting, None) == Recompute("full", False)
+
+
+def test_a_stage_is_cut_and_its_functions_are_generated() -> None:
+    program = _column()
+    cut = StageCut(program, 0, 1)
+    assert not cut.received and not cut.slices and {*cut.forward, *cut.backward} <= set(program.graph.nodes)
+    assert set(cut.results().values()) <= {*cut.forward, *cut.once}
+    sites: list[str] = []
+    leaves = {node for node in program.graph.nodes if node.op == "placeholder"}
+    piece = Functions(sites, written_module).piece(cut.forward, cut.saved_values(), leaves, {})
+    assert piece.outputs == tuple(node.name for node in cut.saved_values())
+    assert set(piece.static) <= {node.name for node in leaves}
+    assert len(sites) == 1 and sites[0].startswith("all_gather[tp]")
