@@ -244,17 +244,14 @@ class PickedRows:
 
     def _each(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Emit an operator that computes each row by itself."""
-        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, PICKED_CLASSES)]
-        if len({x.picked for x in inputs}) > 1 or node.target is gradient or counts_rows(node, args, kwargs):
-            raise self._refusal(node)
+        inputs = self._picked_inputs(node, args, kwargs)
         picked = inputs[0].picked
         rows = {x: self._as_rows(node, x) for x in inputs if not isinstance(x, Count)}
         axes = tuple(sorted({axis for x in rows.values() for axis in x.axes})) or picked.axes
-        finite = node.target in _TAME
-        other_inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Node)]
-        if not finite and any(map(needs_grad, other_inputs)):
-            raise self._refusal(node, "its derivative may be no number where no row is picked")
-        spread = {x: self._spread_input(x_rows, axes, masked=not finite) for x, x_rows in rows.items()}
+        masked = node.target not in _TAME
+        if masked:
+            self._refuse_other_gradients(node, args, kwargs)
+        spread = {x: self._spread_input(x_rows, axes, masked=masked) for x, x_rows in rows.items()}
         dims = {spread[x]: rows[x].dim for x in rows}
 
         def concrete(x: Any) -> Any:
@@ -267,8 +264,25 @@ class PickedRows:
             self._follow(node, new, dims)
         if isinstance(result, list):
             results = zip(result, node.meta["val"], strict=True)
-            return [self._result(node, x, like, dims, picked, axes, masked=not finite) for x, like in results]
-        return self._result(node, result, node.meta["val"], dims, picked, axes, masked=not finite)
+            return [self._result(node, x, like, dims, picked, axes, masked=masked) for x, like in results]
+        return self._result(node, result, node.meta["val"], dims, picked, axes, masked=masked)
+
+    def _picked_inputs(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the inputs of an operator that stand for picked rows.
+
+        Raises:
+            CompileError: if they come from several masks, or their number is used as a number.
+        """
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, PICKED_CLASSES)]
+        if len({x.picked for x in inputs}) > 1 or node.target is gradient or counts_rows(node, args, kwargs):
+            raise self._refusal(node)
+        return inputs
+
+    def _refuse_other_gradients(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> None:
+        """Raise CompileError if inputs that are not picked need a gradient."""
+        others = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Node)]
+        if any(map(needs_grad, others)):
+            raise self._refusal(node, "its derivative may be no number where no row is picked")
 
     def _spread_input(self, rows: PickedValue, axes: tuple[int, ...], *, masked: bool) -> fx.Node:
         """Return an input for all positions of ``axes``; ``masked``: with zeros where no row is picked."""

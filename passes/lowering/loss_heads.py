@@ -181,7 +181,7 @@ class _HeadSearch:
             raise _NoHeadError
         self.dims[node] = input_dims
         items = [user for user in node.users if is_getitem(user)]
-        indices = {origin(user)[1] for user in items} if items else {0}
+        indices = _outputs_in_use(items)
         output_dims = {index: _dim(factors.outputs[index], row) for index in sorted(indices)}
         limit = MAX_RESULTS_PER_ROW * factors.sizes[row]
         narrow = all(values(node)[index].numel() <= limit for index in indices)
@@ -199,6 +199,11 @@ class _HeadSearch:
         self.ends[node] = {index: dim for index, dim in output_dims.items() if dim is not None}
         if len(self.ends[node]) != len(output_dims):
             raise _NoHeadError
+
+
+def _outputs_in_use(items: Sequence[fx.Node]) -> set[int]:
+    """Return the outputs of an operator that are read. ``items``: its getitems, if it has several outputs."""
+    return {origin(item)[1] for item in items} if items else {0}
 
 
 def _row_factor(node: fx.Node, factors: Factors, position: int) -> str:

@@ -1,9 +1,9 @@
-"""Which operator is wrong? Every value of a step, put together from all ranks, beside the unsplit program's."""
+"""Find the first wrong operator: compare every value of a step, joined from all ranks, with the unsplit program's."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from ..compat.torch import pytree
 from ..core import slices
-from ..core.annotations import facts, is_getitem, leaf, needs_grad, origin, value
+from ..core.annotations import Leaf, facts, is_getitem, leaf, needs_grad, origin, value
 from ..core.rng import Key
 from ..core.sharding import P, Shard, Sharding, gradient
 from ..ir.distributed_program import DistributedProgram, StageProgram
@@ -31,10 +31,15 @@ Value = tuple[fx.Node, int]
 
 @dataclass(frozen=True)
 class Culprit:
-    """The first operator whose result differs from the unsplit program's while what goes into it does not.
+    """The first operator whose result differs from the unsplit program's while its inputs do not.
 
-    ``runs``: how it runs on each axis, by which rule's strategy. ``error``: relative to the largest element. ``split``:
-    whether an axis splits anything of it.
+    Attributes:
+        direction: forward or backward.
+        operators: the operator, or those of the backward that may be wrong.
+        where: the line of the user's code.
+        runs: the strategy of its rule on each axis.
+        error: relative to the largest element.
+        split: whether an axis splits its inputs or results.
     """
 
     direction: str
@@ -45,20 +50,20 @@ class Culprit:
     split: bool = True
 
     def __str__(self) -> str:
-        many = " or ".join(self.operators)
-        lines = [f"the first wrong value is made by {many}, in the {self.direction} (error {self.error:.1e})"]
+        operators = " or ".join(self.operators)
+        lines = [f"the first wrong value is made by {operators}, in the {self.direction} (error {self.error:.1e})"]
         lines += [f"  at: {self.where}"] if self.where else []
         lines += [f"  it runs as {self.runs}"] if self.runs else []
-        first = (
+        advice = (
             "so look at its sharding rule first"
             if self.split
             else "no axis splits it, so its sharding is not the cause"
         )
-        return "\n".join([*lines, f"  {first}"])
+        return "\n".join([*lines, f"  {advice}"])
 
 
 class _Collector:
-    """Keeps every value that a rank computes, by microbatch and name."""
+    """Collects every value that a rank computes, by name and microbatch."""
 
     def __init__(self) -> None:
         self.seen: dict[tuple[str, int], Tensor] = {}
@@ -75,11 +80,13 @@ def localize(
     program: DistributedProgram,
     backend: LocalBackend,
     batch: Any,
-    how: Run,
+    run: Run,
     limit: float,
 ) -> Culprit | None:
-    """The first wrong operator of one training step; None if every value that can be compared is right, or the model
-    has derivatives of its own (no autograd beside the program follows those one by one), or a step has several batches.
+    """Return the first wrong operator of one training step; None if every value that can be compared is right.
+
+    None, too, if the model has derivatives of its own, which autograd does not follow one by one, or a step has several
+    batches.
     """
     if program.batches > 1 or any(
         node.target is with_tangent for node in program.source.local.staged.sharded.program.graph.nodes
@@ -87,19 +94,19 @@ def localize(
         return None
     leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     collectors = [_Collector() for _ in range(program.mesh.size)]
-    before = swap_buffers(program, backend)
-    backend.run(program, leaves, replace(how, train=True, check_finite=False), watch=collectors)
-    swap_buffers(program, backend, before)
-    found = _Found(program.source, program, collectors)
+    buffers = swap_buffers(program, backend)
+    backend.run(program, leaves, replace(run, train=True, check_finite=False), watch=collectors)
+    swap_buffers(program, backend, buffers)
+    of_ranks = _RankValues(program.source, program, collectors)
     sharded = program.source.local.staged.sharded
-    values, cotangents = _unsplit(sharded, backend.tensors, leaves, how, backend.device)
+    values, cotangents = _unsplit(sharded, backend.tensors, leaves, run, backend.device)
     for key, expected in values.items():
-        error = found.value(key, expected)
+        error = of_ranks.value_error(key, expected)
         if error > limit:
             return _culprit(sharded, "forward", [key[0]], error)
     floor = 1e-3 * largest(list(cotangents.values()))
     for key, expected in reversed(cotangents.items()):
-        error = found.cotangent(key, expected, floor)
+        error = of_ranks.cotangent_error(key, expected, floor)
         if error > limit:
             return _culprit(sharded, "backward", _users(key) or [key[0]], error)
     return None
@@ -108,70 +115,74 @@ def localize(
 def swap_buffers(
     program: DistributedProgram, backend: LocalBackend, new: Mapping[str, Tensor] = MappingProxyType({})
 ) -> dict[str, Tensor]:
-    """Copies of the buffers that forward changes; from now on they have the values ``new``."""
-    found = {name: backend.tensors[name].clone() for name in program.captured.changed}
+    """Set buffers that forward changes to ``new``, and return copies of all their values before."""
+    old = {name: backend.tensors[name].clone() for name in program.captured.changed}
     for name, x in new.items():
         backend.tensors[name].copy_(x)
-    return found
+    return old
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What all ranks made of the values of the unsplit program."""
+class _RankValues:
+    """The values that all ranks have computed, by the unsplit program's values."""
 
     after: DifferentiatedProgram
     program: DistributedProgram
     collectors: list[_Collector]
 
-    def value(self, key: Value, expected: Tensor) -> float:
-        """How wrong a value is; 0 where it cannot be compared."""
+    def value_error(self, key: Value, expected: Tensor) -> float:
+        """Return the error of a value; 0 if it cannot be compared."""
         local = self.after.local
         node = local.parts.get(key)
-        made = self.after.values.get(origin(node)) if node is not None else None
-        if node is None or made is None or made.op == "placeholder" or node not in local.sharding:
+        computed = self.after.values.get(origin(node)) if node is not None else None
+        if node is None or computed is None or computed.op == "placeholder" or node not in local.sharding:
             return 0.0
-        return self._error(made.name, local.sharding[node], expected)
+        return self._error(computed.name, local.sharding[node], expected)
 
-    def cotangent(self, key: Value, expected: Tensor, floor: float) -> float:
-        """How wrong the gradient of a value is; 0 where it cannot be compared."""
+    def cotangent_error(self, key: Value, expected: Tensor, floor: float) -> float:
+        """Return the error of the gradient of a value; 0 if it cannot be compared."""
         local = self.after.local
         node = local.parts.get(key)
         if node is None or node not in local.sharding:
             return 0.0
-        kinds = tuple(map(gradient, local.sharding[node]))
-        found = leaf(node)
-        if found is None:
-            made = self.after.cotangents.get(origin(node))
-            return 0.0 if made is None else self._error(made.name, kinds, expected, floor)
-        kinds = tuple(map(gradient, self.program.state[found.name].accumulated))
-        terms = [made.name for (name, _), made in self.after.gradients.items() if name == found.name]
-        return self._error(terms[0], kinds, expected, floor) if len(terms) == 1 else 0.0
+        sharding = tuple(map(gradient, local.sharding[node]))
+        source = leaf(node)
+        if source is None:
+            computed = self.after.cotangents.get(origin(node))
+            return 0.0 if computed is None else self._error(computed.name, sharding, expected, floor)
+        sharding = tuple(map(gradient, self.program.state[source.name].accumulated))
+        terms = [term.name for (name, _), term in self.after.gradients.items() if name == source.name]
+        return self._error(terms[0], sharding, expected, floor) if len(terms) == 1 else 0.0
 
-    def _error(self, name: str, kinds: Sharding, expected: Tensor, floor: float = 0.0) -> float:
+    def _error(self, name: str, sharding: Sharding, expected: Tensor, floor: float = 0.0) -> float:
+        """Return the largest error of a value: between ranks that hold the same part, or of the whole."""
         axes = self.program.axes
-        split = [isinstance(kind, Shard) or kind is P for kind in kinds]
+        split = [isinstance(kind, Shard) or kind is P for kind in sharding]
         parts: dict[tuple[int, ...], Tensor] = {}
         worst = 0.0
-        for rank, collector in enumerate(self.collectors):
-            place = self.program.mesh.coordinate(rank)
-            for microbatch in range(self.program.schedule.num_microbatches):
-                x = collector.seen.get((name, microbatch))
-                if x is None:
-                    continue
-                here = [microbatch if axis.role == "time" else place.get(axis.name, 0) for axis in axes]
-                key = tuple(index if cut else 0 for index, cut in zip(here, split, strict=True))
-                if key in parts:  # ranks that should hold the same
-                    worst = max(worst, differs(x, parts[key], floor))
-                parts.setdefault(key, x)
+        for index, x in self._values_of(name):
+            key = tuple(i if cut else 0 for i, cut in zip(index, split, strict=True))
+            if key in parts:  # ranks that should hold the same
+                worst = max(worst, differs(x, parts[key], floor))
+            parts.setdefault(key, x)
         if len(parts) != math.prod(axis.size for axis, cut in zip(axes, split, strict=True) if cut):
             return worst
-        return max(
-            worst, differs(slices.assemble(parts, kinds, [axis.size for axis in axes], expected.shape), expected, floor)
-        )
+        whole = slices.assemble(parts, sharding, [axis.size for axis in axes], expected.shape)
+        return max(worst, differs(whole, expected, floor))
+
+    def _values_of(self, name: str) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield a value of each rank and microbatch, with its index on each axis."""
+        for rank, collector in enumerate(self.collectors):
+            coordinate = self.program.mesh.coordinate(rank)
+            for microbatch in range(self.program.schedule.num_microbatches):
+                x = collector.seen.get((name, microbatch))
+                if x is not None:
+                    axes = self.program.axes
+                    yield [microbatch if axis.role == "time" else coordinate.get(axis.name, 0) for axis in axes], x
 
 
 def _users(key: Value) -> list[fx.Node]:
-    """The operators that take part in the gradient of a value."""
+    """Return the operators whose backward contributes to the gradient of a value."""
     node, index = key
     direct = [u for u in node.users if u.op == "call_function" and not is_getitem(u)]
     picked = [w for u in node.users if is_getitem(u) and u.args[1] == index for w in u.users]
@@ -188,15 +199,15 @@ def _culprit(sharded: ShardedProgram, direction: str, nodes: list[fx.Node], erro
 
 
 def _splits(sharded: ShardedProgram, nodes: list[fx.Node]) -> bool:
-    """Whether an axis gives a rank less than the whole of what goes into one of these operators, or comes out."""
+    """Return whether an axis splits an input or result of these operators."""
     kinds = {kind for node in nodes for s in sharded.strategies[node] for kind in (*s.inputs, *s.outputs)}
     return any(isinstance(kind, Shard) or kind is P for kind in kinds)
 
 
 def _unsplit(
-    sharded: ShardedProgram, tensors: Mapping[str, Tensor], batch: list[Tensor], how: Run, device: torch.device
+    sharded: ShardedProgram, tensors: Mapping[str, Tensor], batch: list[Tensor], run: Run, device: torch.device
 ) -> tuple[dict[Value, Tensor], dict[Value, Tensor]]:
-    """Every value of the program on one device, in order, and the gradient of each, by autograd."""
+    """Return every value of the program on one device, in order, and the gradient of each, by autograd."""
     graph = sharded.program.graph
     env: dict[fx.Node, Any] = {}
     values: dict[Value, Tensor] = {}
@@ -205,27 +216,43 @@ def _unsplit(
         for node in graph.nodes:
             if node.op == "output":
                 continue
-            found = leaf(node) if node.op == "placeholder" else None
-            if found is not None:
-                given = next(inputs) if found.kind == "input" else tensors[found.name].detach()
-                x = given.to(device, value(node).dtype, copy=True)
-                env[node] = x.requires_grad_(found.trainable) if found.trainable else x
+            source = leaf(node) if node.op == "placeholder" else None
+            if source is not None:
+                x = next(inputs) if source.kind == "input" else tensors[source.name].detach()
+                env[node] = _leaf_value(node, source, x, device)
             else:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                if node.target is dropout:
-                    mask = whole_mask(args[0], args[1], Key(how.seed, how.step, kwargs["op"]))
-                    env[node] = args[0] * mask * (0.0 if args[1] == 1 else 1 / (1 - args[1]))
-                elif node.target is noise:
-                    key = Key(how.seed, how.step, args[2])
-                    env[node] = whole_noise(args[1], args[0], key, kwargs["dtype"], kwargs["device"])
-                else:
-                    env[node] = node.target(*args, **kwargs)
+                env[node] = _run_node(node, env, run)
             if not is_getitem(node):
-                made = env[node] if isinstance(env[node], (tuple, list)) else [env[node]]
-                values |= {(node, i): x for i, x in enumerate(made) if isinstance(x, Tensor)}
+                values |= _tensors_of(node, env[node])
         for x in values.values():
             if x.requires_grad and not x.is_leaf:
                 x.retain_grad()
         env[outputs(graph)[0]].backward()
     cotangents = {key: x.grad for key, x in values.items() if x.requires_grad and x.grad is not None}
     return {key: x.detach() for key, x in values.items() if leaf(key[0]) is None}, cotangents
+
+
+def _tensors_of(node: fx.Node, result: Any) -> dict[Value, Tensor]:
+    """Return the tensors among the results of an operator."""
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return {(node, i): x for i, x in enumerate(results) if isinstance(x, Tensor)}
+
+
+def _leaf_value(node: fx.Node, source: Leaf, x: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a leaf's value in the dtype that operators read."""
+    copy = x.to(device, value(node).dtype, copy=True)
+    return copy.requires_grad_(source.trainable) if source.trainable else copy
+
+
+def _run_node(node: fx.Node, env: Mapping[fx.Node, Any], run: Run) -> Any:
+    """Run an operator on whole values. Random numbers are those of the step."""
+    arguments: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    args, kwargs = arguments
+    if node.target is dropout:
+        mask = whole_mask(args[0], args[1], Key(run.seed, run.step, kwargs["op"]))
+        return args[0] * mask * (0.0 if args[1] == 1 else 1 / (1 - args[1]))
+    if node.target is noise:
+        key = Key(run.seed, run.step, args[2])
+        return whole_noise(args[1], args[0], key, kwargs["dtype"], kwargs["device"])
+    target: Any = node.target
+    return target(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Where do a module and its program part? Every value of a step of the module, beside those of the program."""
+"""Find where a module and its program differ: compare every value of a step of the module with the program's."""
 
 from __future__ import annotations
 
@@ -23,38 +23,53 @@ Value = tuple[fx.Node, int]
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """``text``: what is established; ``where``: the line of the module's code."""
+    """A difference. ``text``: what is established; ``where``: the line of the module's code."""
 
     text: str = ""
     where: Where = Where()
 
 
 def first_difference(step: UnsplitStep, owner: Owner, batch: Any, limit: float, *, forward: bool) -> FirstDifference:
-    """The first value that the module makes and the program does not; else (not ``forward``: at once) the first
-    gradient of a value, from the loss on, that differs. Values are found by what is in them."""
-    seen = _Calls(owner.modules)
-    module_step(owner, batch, step.seed if step.draws else None, watch=seen)
-    ours = _Ours(step, limit)
-    step.run(owner.tensors, tensors_of(batch), lambda *_: None, ours.watch)
-    matches = [(call, ours.equal(call.result.detach())) for call in seen.calls]
-    if forward:
-        for call, keys in matches:
-            if not keys:
-                return FirstDifference(
-                    f"the first value that the program does not have is made by {call.name}", call.where
-                )
-        return FirstDifference()
-    floor = 1e-3 * largest([c.result.grad for c, _ in matches if c.result.grad is not None])
-    for call, keys in reversed(matches):
-        expected, found = call.result.grad, {key: g for key in keys if (g := ours.cotangent(key)) is not None}
-        if expected is None or not found or any(differs(g, expected, floor) <= limit for g in found.values()):
-            continue
-        users = _users(next(iter(found)))
-        by = f", by the backward of {' and '.join(dict.fromkeys(str(u.target) for u in users))}" if users else ""
-        place = facts(users[0]).where if len({str(u.target) for u in users}) == 1 else call.where
-        text = f"the first wrong gradient is that of the result of {call.name}{by}"
-        return FirstDifference(text, place if str(place) else call.where)
+    """Return the first value that the module computes and the program does not, if ``forward``.
+
+    Otherwise return the first gradient of a value, from the loss on, that differs. Values are matched by their numbers.
+    """
+    calls = _Calls(owner.modules)
+    module_step(owner, batch, step.seed if step.draws else None, watch=calls)
+    program = _ProgramValues(step, limit)
+    step.run(owner.tensors, tensors_of(batch), lambda *_: None, program.watch)
+    matches = [(call, program.equal(call.result.detach())) for call in calls.calls]
+    return _first_missing_value(matches) if forward else _first_wrong_gradient(matches, program, limit)
+
+
+def _first_missing_value(matches: Sequence[tuple[_ModuleCall, list[Value]]]) -> FirstDifference:
+    for call, keys in matches:
+        if not keys:
+            return FirstDifference(f"the first value that the program does not have is made by {call.name}", call.where)
     return FirstDifference()
+
+
+def _first_wrong_gradient(
+    matches: Sequence[tuple[_ModuleCall, list[Value]]], program: _ProgramValues, limit: float
+) -> FirstDifference:
+    floor = 1e-3 * largest([call.result.grad for call, _ in matches if call.result.grad is not None])
+    for call, keys in reversed(matches):
+        expected = call.result.grad
+        gradients = {key: g for key in keys if (g := program.cotangent(key)) is not None}
+        if expected is None or not gradients:
+            continue
+        if not any(differs(g, expected, floor) <= limit for g in gradients.values()):
+            return _wrong_gradient(call, _users(next(iter(gradients))))
+    return FirstDifference()
+
+
+def _wrong_gradient(call: _ModuleCall, users: Sequence[fx.Node]) -> FirstDifference:
+    """Return that the gradient of a call's result differs. ``users``: the operators whose backward computes it."""
+    targets = list(dict.fromkeys(str(user.target) for user in users))
+    by = f", by the backward of {' and '.join(targets)}" if targets else ""
+    place = facts(users[0]).where if len(targets) == 1 else call.where
+    text = f"the first wrong gradient is that of the result of {call.name}{by}"
+    return FirstDifference(text, place if str(place) else call.where)
 
 
 @dataclass(frozen=True)
@@ -67,7 +82,7 @@ class _ModuleCall:
 
 
 class _Calls(TorchFunctionMode):
-    """Keeps what every call of torch returns, and its gradient."""
+    """Records the result of every call of torch, and its gradient."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -75,13 +90,13 @@ class _Calls(TorchFunctionMode):
         self.paths = {id(m): path for module in modules for path, m in module.named_modules()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        results = [x for x in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(x, Tensor)]
+        result = func(*args, **(kwargs or {}))
+        results = [x for x in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(x, Tensor)]
         for x in results:
             if x.is_floating_point() and x.requires_grad and not x.is_leaf:
                 x.retain_grad()
                 self.calls.append(_ModuleCall(_name(func), self._where(), x))
-        return made
+        return result
 
     def _where(self) -> Where:
         frame: Any = sys._getframe(2)
@@ -100,7 +115,7 @@ def _name(func: Any) -> str:
 
 
 @dataclass
-class _Ours:
+class _ProgramValues:
     """The values of the program, and their gradients."""
 
     step: UnsplitStep
@@ -113,34 +128,34 @@ class _Ours:
             self.seen[node.name] = value
 
     def equal(self, expected: Tensor) -> list[Value]:
-        """Where the program has this value."""
+        """Return the program's values that are equal to this one."""
         if not self.values:
             self._fill()
         size = float(expected.double().norm())
-        near = self.limit * max(expected.numel(), 1) ** 0.5
-        alike = [
+        tolerance = self.limit * max(expected.numel(), 1) ** 0.5
+        candidates = [
             (key, x)
             for key, (x, norm) in self.values.items()
-            if x.shape == expected.shape and abs(norm - size) <= near * max(size, norm)
+            if x.shape == expected.shape and abs(norm - size) <= tolerance * max(size, norm)
         ]
-        return [key for key, x in alike if differs(x, expected) <= self.limit]
+        return [key for key, x in candidates if differs(x, expected) <= self.limit]
 
     def _fill(self) -> None:
         local = self.step.program.local
         for key, part in local.parts.items():
-            made = self.step.program.values.get(origin(part))
-            x = self.seen.get(made.name) if made is not None else None
+            computed = self.step.program.values.get(origin(part))
+            x = self.seen.get(computed.name) if computed is not None else None
             if x is not None and leaf(key[0]) is None:
                 self.values[key] = x, float(x.double().norm())
 
     def cotangent(self, key: Value) -> Tensor | None:
         local = self.step.program.local
-        made = self.step.program.cotangents.get(origin(local.parts[key]))
-        return None if made is None else self.seen.get(made.name)
+        computed = self.step.program.cotangents.get(origin(local.parts[key]))
+        return None if computed is None else self.seen.get(computed.name)
 
 
 def _users(key: Value) -> list[fx.Node]:
-    """The operators that take part in the gradient of a value."""
+    """Return the operators whose backward contributes to the gradient of a value."""
     node, index = key
     direct = [u for u in node.users if u.op == "call_function" and not is_getitem(u)]
     picked = [w for u in node.users if is_getitem(u) and u.args[1] == index for w in u.users]

@@ -24,8 +24,13 @@ _OWN = ("_parameters", "_buffers", "_modules")
 
 @dataclass(frozen=True)
 class ModuleChanges:
-    """What a run changed: tensors by name (before, after), attributes by the path of the module, and whose random
-    numbers were drawn (``"python"``, ``"numpy"``, ``"torch"``)."""
+    """Changes of a run.
+
+    Attributes:
+        tensors: tensors by name, before and after.
+        attributes: attributes, by the path of the module.
+        draws: the generators from which random numbers were drawn (``"python"``, ``"numpy"``, ``"torch"``).
+    """
 
     tensors: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     attributes: tuple[str, ...] = ()
@@ -33,10 +38,15 @@ class ModuleChanges:
 
 
 class Untouched:
-    """A context in which modules may change whatever is theirs; on leaving it ``changes`` says what they changed, and
-    all is put back. Memory is copied when it is written (buffers, which kernels may write to without saying so: at
-    once). ``objects``: what reaches further Python state, such as a loss function. ``dtypes``: of all floating-point
-    values that operators made."""
+    """A context that undoes all changes of modules when it is left.
+
+    Memory is copied when it is written; buffers, which kernels may write to without saying so, at once. ``objects``
+    reach further Python state, such as a loss function.
+
+    Attributes:
+        changes: the changes, after the context is left.
+        dtypes: the dtypes of all floating-point results of operators.
+    """
 
     def __init__(
         self,
@@ -91,30 +101,35 @@ class Untouched:
             self.stack.close()
 
     def _restore_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        changed: dict[str, tuple[Tensor, Tensor]] = {}
+        """Put back the values of tensors; return those that changed, before and after."""
+        changed = dict(self._replaced_tensors())
+        for name, x in self.tensors.items():
+            now, original = x.detach(), self.kept.original(x)
+            memory = self.memory.get(name)
+            if memory is not None and local_of(x).data_ptr() != local_of(memory).data_ptr():  # .data was assigned
+                x.data = memory
+                original = memory.clone() if original is None else original
+            if original is None or _same(original, now):
+                continue
+            changed[name] = original, now.clone()
+            with torch.no_grad():
+                x.detach().copy_(original)
+        return changed
+
+    def _replaced_tensors(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+        """Yield parameters and buffers that are other tensors now, with other values: before and after."""
         names = {id(x): name for name, x in self.tensors.items()}
         for key, (path, module) in self.parts.items():
             for kind in ("_buffers", "_parameters"):
-                before, after = self.settings[key][1][kind], vars(module)[kind]
-                for name, x in after.items():
-                    old = before.get(name)
-                    if x is not old and isinstance(x, Tensor) and isinstance(old, Tensor):
-                        was = self.kept.before(old)
-                        was = old.detach().clone() if was is None else was
-                        if not _same(was, x):
-                            changed[names.get(id(old), f"{path}.{name}" if path else name)] = was, x.detach()
-        for name, x in self.tensors.items():
-            now, was = x.detach(), self.kept.before(x)
-            held = self.memory.get(name)
-            if held is not None and local_of(x).data_ptr() != local_of(held).data_ptr():  # .data was assigned
-                x.data = held
-                was = held.clone() if was is None else was
-            if was is None or _same(was, now):
-                continue
-            changed[name] = was, now.clone()
-            with torch.no_grad():
-                x.detach().copy_(was)
-        return changed
+                old_tensors = self.settings[key][1][kind]
+                for name, x in vars(module)[kind].items():
+                    old = old_tensors.get(name)
+                    if x is old or not isinstance(x, Tensor) or not isinstance(old, Tensor):
+                        continue
+                    original = self.kept.original(old)
+                    original = old.detach().clone() if original is None else original
+                    if not _same(original, x):
+                        yield names.get(id(old), f"{path}.{name}" if path else name), (original, x.detach())
 
     def _restore_settings(self) -> Iterator[str]:
         for key, (path, module) in self.parts.items():
@@ -173,28 +188,29 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not x.is_meta and id(x) not in self.copies:
             self.copies[id(x)] = x.detach().clone()
 
-    def before(self, x: Tensor) -> Tensor | None:
+    def original(self, x: Tensor) -> Tensor | None:
         return self.copies.get(id(x))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.watching and schema(func).is_mutable:
-            for given, value in zip(schema(func).arguments, args, strict=False):
-                if given.alias_info is not None and given.alias_info.is_write:
-                    self._written(value)
-            for given in schema(func).arguments:
-                if given.alias_info is not None and given.alias_info.is_write and given.name in kwargs:
-                    self._written(kwargs[given.name])
+            self._copy_written(schema(func).arguments, args, kwargs)
         result = func(*args, **kwargs)
         for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, Tensor) and x.is_floating_point():
                 self.dtypes.add(x.dtype)
         return result
 
-    def _written(self, value: Any) -> None:
-        for x in pytree.tree_leaves(value):
-            for mine in self.watched.get(_memory(x), ()) if isinstance(x, Tensor) else ():
-                self.keep(mine)
+    def _copy_written(self, parameters: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Copy the watched tensors whose memory a call is about to write."""
+        positional = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
+        values = {**positional, **kwargs}
+        for parameter in parameters:
+            if parameter.alias_info is None or not parameter.alias_info.is_write or parameter.name not in values:
+                continue
+            for x in pytree.tree_leaves(values[parameter.name]):
+                for watched in self.watched.get(_memory(x), ()) if isinstance(x, Tensor) else ():
+                    self.keep(watched)
 
 
 def _memory(x: Tensor) -> int:

@@ -85,27 +85,30 @@ class Sight:
         return Sight(self.causal, window, chunk)
 
     def seen(self, block: Block) -> Seen | None:
-        """How much of a block is seen: ``all`` of it, up to its ``diagonal``, or ``some``; None: nothing.
+        """Return how much of a block is seen: ``all``, up to its ``diagonal``, or ``some``; None: nothing.
 
         >>> [Sight(True, 0).seen(Block(4, 4, col, 4)) for col in (0, 4, 5, 8)]
         ['all', 'diagonal', 'some', None]
         """
         row_end, col_end = block.ends
-        least, most = block.row - (col_end - 1), row_end - 1 - block.col  # of i - j
-        if (self.causal and most < 0) or (self.window and least >= self.window):
+        smallest, largest = block.row - (col_end - 1), row_end - 1 - block.col  # of i - j
+        if (self.causal and largest < 0) or (self.window and smallest >= self.window):
             return None
         if self.chunk:
-            rows, cols = (range(first // self.chunk, (end - 1) // self.chunk + 1)
-                          for first, end in zip((block.row, block.col), block.ends, strict=True))  # fmt: skip
-            if rows.start >= cols.stop or cols.start >= rows.stop:
+            rows, cols = self._chunks(block.row, row_end), self._chunks(block.col, col_end)
+            if min(rows.stop, cols.stop) <= max(rows.start, cols.start):
                 return None
             if len(rows) > 1 or len(cols) > 1:
                 return "some"
-        if self.window and most >= self.window:
+        if self.window and largest >= self.window:
             return "some"
-        if not self.causal or least >= 0:
+        if not self.causal or smallest >= 0:
             return "all"
         return "diagonal" if (block.row, block.rows) == (block.col, block.cols) else "some"
+
+    def _chunks(self, first: int, end: int) -> range:
+        """Return the chunks of the positions from ``first`` up to ``end``."""
+        return range(first // self.chunk, (end - 1) // self.chunk + 1)
 
     def spans(self, block: Block) -> Iterator[AttentionSpan]:
         """What is seen of a block: of each chunk the queries that see any of its keys, and the keys that any of them

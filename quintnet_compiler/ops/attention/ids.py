@@ -121,26 +121,29 @@ class Row:
         return of_document, of_group
 
     def _runs(self, ids: Sequence[Tensor | None]) -> list[IdRun]:
-        """Maximal runs of equal ids, of which neighbours with few positions are one; without those that no one sees."""
-        given = [x for x in ids if x is not None]
+        """Return maximal runs of equal ids without those that no query sees. Short neighbours become one run."""
         length = next(len(x) for x in (self.segments, self.groups, self.padding) if x is not None)
         changes = torch.zeros(max(0, length - 1), dtype=torch.bool)
-        for x in given:
-            changes |= x[1:] != x[:-1]
+        for x in ids:
+            if x is not None:
+                changes |= x[1:] != x[:-1]
         firsts = [0, *(changes.nonzero().flatten() + 1).tolist()]
-        made: list[IdRun] = []
         columns = [[None] * len(firsts) if x is None else x[firsts].tolist() for x in (*ids, None)[:3]]
-        for i, (first, document, group, seen) in enumerate(zip(firsts, *columns, strict=True)):
-            end = firsts[i + 1] if i + 1 < len(firsts) else length
-            joined = frozenset([group] if group is not None and group >= 0 else [])
-            run = IdRun(first, end, frozenset([document or 0]), joined, seen is not False, True)
-            before = made[-1] if made else None
-            if before is not None and max(before.end - before.first, end - first) < self.few:
-                made[-1] = IdRun(before.first, end, before.documents | run.documents, before.groups | run.groups,
-                               before.seen and run.seen, False)  # fmt: skip
+        runs: list[IdRun] = []
+        for first, end, document, group, seen in zip(firsts, [*firsts[1:], length], *columns, strict=True):
+            groups = frozenset([group] if group is not None and group >= 0 else [])
+            run = IdRun(first, end, frozenset([document or 0]), groups, seen is not False, True)
+            if runs and max(runs[-1].end - runs[-1].first, end - first) < self.few:
+                runs[-1] = _merged(runs[-1], run)
             else:
-                made.append(run)
-        return [run for run in made if run.seen or not run.alike]
+                runs.append(run)
+        return [run for run in runs if run.seen or not run.alike]
+
+
+def _merged(first: IdRun, second: IdRun) -> IdRun:
+    """Return two neighbouring runs as one."""
+    documents, groups = first.documents | second.documents, first.groups | second.groups
+    return IdRun(first.first, second.end, documents, groups, first.seen and second.seen, False)
 
 
 def _at(runs: Sequence[IdRun], position: int) -> int:

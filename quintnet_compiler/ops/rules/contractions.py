@@ -71,7 +71,7 @@ def lu_solve(node: fx.Node) -> Factors:
 
 
 def einsum(node: fx.Node) -> Factors:
-    """The equation is a rule. A letter that one tensor has twice (a diagonal) is whole."""
+    """Read the equation as a rule; a letter that one tensor has twice (a diagonal) is whole."""
     equation = argument(node, "equation").replace(" ", "")
     operands = tensor_inputs(node)
     inputs, arrow, output = equation.partition("->")
@@ -83,24 +83,27 @@ def einsum(node: fx.Node) -> Factors:
         notation = Notation.parse(text, linear=[[i] for i in range(len(operands))])
         return notation.fit([shape(n) for n in operands], [shape(node)])
     except ValueError:
-        terms = [*inputs.split(","), output]
-        sizes: dict[str, int] = {}
-        tensors = [_letters(term, shape(n), sizes) for term, n in zip(terms, (*operands, node), strict=True)]
-        twice = {letter for term in terms for letter in term.replace("...", "") if term.count(letter) > 1}
-        alike = all(
-            tuple(sizes[name] for (name,) in dims) == shape(n)
-            for dims, n in zip(tensors, (*operands, node), strict=True)
-        )
-        linear = tuple((i,) for i in range(len(operands)))
-        whole = frozenset(twice if twice and alike else sizes)  # of dims that broadcast nothing is said
-        return Factors(tuple(tensors[:-1]), (tensors[-1],), sizes, whole, linear=linear if alike else ())
+        return _einsum_with_diagonals([*inputs.split(","), output], (*operands, node))
+
+
+def _einsum_with_diagonals(terms: Sequence[str], tensors: Sequence[fx.Node]) -> Factors:
+    """Return the factors of an einsum that is no rule. ``terms``: those of the operands and of the result."""
+    sizes: dict[str, int] = {}
+    dims = [_letters(term, shape(n), sizes) for term, n in zip(terms, tensors, strict=True)]
+    repeated = {letter for term in terms for letter in term.replace("...", "") if term.count(letter) > 1}
+    broadcasts = any(
+        tuple(sizes[name] for (name,) in tensor) != shape(n) for tensor, n in zip(dims, tensors, strict=True)
+    )
+    whole = frozenset(repeated if repeated and not broadcasts else sizes)  # nothing is known of dims that broadcast
+    linear = () if broadcasts else tuple((i,) for i in range(len(tensors) - 1))
+    return Factors(tuple(dims[:-1]), (dims[-1],), sizes, whole, linear=linear)
 
 
 def _letters(term: str, dims: Sequence[int], sizes: dict[str, int]) -> Dims:
-    """The letter of each dim, whose size goes into ``sizes``; those of ``...`` are b0, b1, ... from its right."""
-    before, dots, behind = term.partition("...")
-    count = len(dims) - len(before) - len(behind)
-    names = [*before, *(f"b{i}" for i in reversed(range(count if dots else 0))), *behind]
+    """Return the letter of each dim, and add its size to ``sizes``; dims of ``...`` are b0, b1, ... from the right."""
+    leading, dots, trailing = term.partition("...")
+    count = len(dims) - len(leading) - len(trailing)
+    names = [*leading, *(f"b{i}" for i in reversed(range(count if dots else 0))), *trailing]
     for name, size in zip(names, dims, strict=True):
         sizes[name] = max(size, sizes.get(name, 1))
     return tuple((name,) if size == sizes[name] else () for name, size in zip(names, dims, strict=True))

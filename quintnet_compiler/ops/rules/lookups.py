@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -128,34 +129,41 @@ def gather(node: fx.Node) -> Factors:
 
 
 def scatter(node: fx.Node) -> Factors:
-    """scatter, scatter_reduce (x, dim, index, source): whole along dim, and wherever the three differ in size. Of
-    scatter_add, what is added along dim may be split, as ranks then have terms of numbers with fractions."""
+    """Return the factors of scatter and scatter_reduce (x, dim, index, source).
+
+    Dims are whole along dim, and where the three differ in size. The numbers that scatter_add adds along dim may be
+    split if they are floating-point: ranks then have terms of a sum.
+    """
     x, *others = tensor_inputs(node)
     if not shape(x) or not all(map(shape, others)):
         return opaque(node)
     (along,) = chosen_dims(argument(node, "dim"), len(shape(x)))
     dims, sizes = named(shape(x))
+    unlike = [d for d, size in enumerate(shape(x)) if d == along or any(shape(other)[d] != size for other in others)]
+    inputs: list[list[tuple[str, ...]]] = [list(dims) for _ in (x, *others)]
     whole: set[str] = set()
-    ins: list[list[tuple[str, ...]]] = [list(dims) for _ in (x, *others)]
-    for d, size in enumerate(shape(x)):
-        if d != along and all(shape(other)[d] == size for other in others):
-            continue
+    for d in unlike:
         whole.add(f"d{d}")
         for k, other in enumerate(others):
-            ins[k + 1][d] = (name := f"i{k}_{d}",)
+            name = f"i{k}_{d}"
+            inputs[k + 1][d] = (name,)
             sizes[name] = shape(other)[d]
             whole.add(name)
     adds = argument(node, "reduce") in (None, "sum")
     linear = ((0, 2),) if len(others) == 2 and adds else ()
-    flat = (
-        node.target is torch.ops.aten.scatter_add.default and [shape(n) for n in others] == [shape(others[0])[:1]] * 2
-    )
-    if not flat or not is_float(value(x)):
-        return Factors(tuple(map(tuple, ins)), (tuple(dims),), sizes, frozenset(whole), linear=linear)
-    ins[2] = ins[1]
+    if not _adds_numbers_to_row(node, others) or not is_float(value(x)):
+        return Factors(tuple(map(tuple, inputs)), (tuple(dims),), sizes, frozenset(whole), linear=linear)
+    inputs[2] = inputs[1]
     del sizes["i1_0"]
     return Factors(
-        tuple(map(tuple, ins)), (tuple(dims),), sizes, frozenset({"d0"}), linear=linear, additive=frozenset({0})
+        tuple(map(tuple, inputs)), (tuple(dims),), sizes, frozenset({"d0"}), linear=linear, additive=frozenset({0})
+    )
+
+
+def _adds_numbers_to_row(node: fx.Node, others: Sequence[fx.Node]) -> bool:
+    """Return whether scatter_add adds a row of numbers at a row of indices."""
+    return (
+        node.target is torch.ops.aten.scatter_add.default and [shape(n) for n in others] == [shape(others[0])[:1]] * 2
     )
 
 

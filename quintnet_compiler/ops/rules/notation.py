@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, Literal
 
 from torch import fx
@@ -29,19 +30,24 @@ Dims = tuple[tuple[str, ...], ...]  # for each dim its factors, outermost first;
 
 @dataclass(frozen=True)
 class Factors:
-    """What a rule says of one node.
+    """The factors of one operator's dims.
 
-    ``sizes``: the size of each factor. ``whole``: factors that must not be split. ``linear``: groups of inputs in
-    which the operator is linear, the others held fixed. ``additive``: inputs that are added to a contraction (a
-    bias): they enter a partial sum as partial. ``contiguous``: factors that may be split only from the outside
-    (a rank must hold a run of indices). ``settled``: sum factors over which the operator itself adds up (or takes the
-    largest of) what ranks have, so that its outputs are whole. ``joint``: pairs that one axis may split at once,
-    because the operator brings together what belongs together; where the second is ``whole`` on its own, only once,
-    from the outside, and before anything else splits one of them. ``dual``: pairs of positions (of inputs, then of
-    outputs) where the second is the gradient of the first, so that its type is the gradient's. ``even``: factors of
-    which a further axis must give all ranks as much (a run of what an axis before it has split). ``padded``: factors of
-    which an axis before left padding at the end, on some ranks. ``whole_gradients``: whether the backward rounds the
-    gradient that arrives, which must not be a term of a sum.
+    Attributes:
+        inputs: the factors of each dim of each input; ``outputs``: of each output.
+        sizes: the size of each factor.
+        whole: factors that must not be split.
+        linear: groups of inputs in which the operator is linear, the others held fixed.
+        additive: inputs that are added to a contraction (a bias): they enter a partial sum as partial.
+        contiguous: factors that may be split only from the outside (a rank must hold a range of indices).
+        settled: sum factors over which the operator itself sums, or takes the maximum, over ranks: its outputs are
+            whole.
+        joint: pairs that one axis may split at once, because the operator exchanges what belongs together. If the
+            second is ``whole``, only once, from the outside, and before another axis splits one of them.
+        dual: pairs of positions (of inputs, then of outputs) where the second is the gradient of the first, and has
+            the gradient's type.
+        even: factors that a further axis must split evenly (a range of what an earlier axis has split).
+        padded: factors that an earlier axis has padded at the end, on some ranks.
+        whole_gradients: whether the backward rounds the gradient that arrives, which must not be a term of a sum.
     """
 
     inputs: tuple[Dims, ...]
@@ -66,27 +72,30 @@ class Factors:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every factor once, outputs first."""
-        found = (f for dims in (*self.outputs, *self.inputs) for dim in dims for f in dim)
-        return tuple(dict.fromkeys(found))
+        """Return every factor once, outputs first."""
+        factors = (f for dims in (*self.outputs, *self.inputs) for dim in dims for f in dim)
+        return tuple(dict.fromkeys(factors))
 
     @property
     def product(self) -> tuple[int, int, int, int] | None:
-        """(batch, rows, columns, depth) of a product that sums over the factors that two inputs share and no output
-        has; None where there are none. The first of these inputs has the rows, the last the columns."""
-        made = _names(self.outputs)
+        """Return (batch, rows, columns, depth) of a product, or None if the operator is none.
+
+        A product sums over factors that two inputs share and no output has. The first of these inputs has the rows, the
+        last the columns.
+        """
+        outputs = _names(self.outputs)
         inputs = [_names([dims]) for i, dims in enumerate(self.inputs) if i not in self.additive]
-        shared = {f for i, one in enumerate(inputs) for other in inputs[i + 1 :] for f in one & other}
-        summed = shared - made
+        shared = {f for a, b in combinations(inputs, 2) for f in a & b}
+        summed = shared - outputs
         if not summed:
             return None
-        first, *_, last = (one for one in inputs if one & summed)
-        batch, rows = made & first & last, (made & first) - last
-        groups = (batch, rows, made - batch - rows, summed)
+        first, *_, last = (factors for factors in inputs if factors & summed)
+        batch, rows = outputs & first & last, (outputs & first) - last
+        groups = (batch, rows, outputs - batch - rows, summed)
         return tuple(math.prod(self.sizes[f] for f in group) for group in groups)  # type: ignore[return-value]
 
     def offset(self, dims: Dims, factor: str) -> tuple[int, int] | None:
-        """(dim, product of the factors outside it in that dim) of ``factor``; None where ``dims`` lacks it."""
+        """Return the dim of ``factor`` and the product of the factors outside it there; None if ``dims`` lacks it."""
         for position, dim in enumerate(dims):
             if factor in dim:
                 return position, math.prod(self.sizes[f] for f in dim[: dim.index(factor)])
@@ -133,12 +142,7 @@ class Notation:
         named = {part for tensor in (*inputs, *outputs) for token in tensor for part in _parts(token)}
         for tensor in (*inputs, *outputs):
             _check_tensor(text, tensor, leading="..." in named)
-        for factor in (*whole.split(), *contiguous.split()):
-            if factor not in named:
-                raise ValueError(f"rule {text!r}: {factor!r} is not a factor of it")
-        for position in (*additive, *(i for group in linear for i in group)):
-            if not 0 <= position < len(inputs):
-                raise ValueError(f"rule {text!r}: there is no input {position}")
+        _check_options(text, named, len(inputs), [*whole.split(), *contiguous.split()], [additive, *linear])
         groups = tuple(tuple(group) for group in linear)
         fixed = {*whole.split(), *(name for name in named if name.isdigit())}
         return Notation(
@@ -147,56 +151,70 @@ class Notation:
 
     @property
     def work(self) -> Work | None:
-        """A product, where it sums over factors that two inputs share and is linear in each of them, or adds a bias.
-        Else a pass over memory; but what an operator does with a dim that it needs whole, a rule does not say: None."""
-        made, last = {f for dims in self.outputs for token in dims for f in _parts(token)}, len(self.inputs)
+        """Return a product, if it sums over factors that two inputs share and is linear in each or adds a bias.
+
+        Otherwise a pass over memory, or None if a dim must be whole: the rule does not say what happens there.
+        """
+        outputs, last = {f for dims in self.outputs for token in dims for f in _parts(token)}, len(self.inputs)
         alone = {group[0] for group in self.linear if len(group) == 1}
         factors = set(range(last)) - self.additive if self.additive else alone
-        times = Counter(f for i in factors for f in {f for token in self.inputs[i] for f in _parts(token)} - made)
+        times = Counter(f for i in factors for f in {f for token in self.inputs[i] for f in _parts(token)} - outputs)
         if any(count > 1 for count in times.values()):
             return "matmul"
         return None if self.whole else "memory"
 
-    def fit(self, given: Sequence[Sequence[int]], made: Sequence[Sequence[int]]) -> Factors:
-        """The factors for tensors of these shapes; inputs that come last in the rule may be missing.
+    def fit(self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Factors:
+        """Return the factors of tensors of these shapes; the last inputs of the rule may be missing.
 
         Raises:
             ValueError: if the shapes do not fit.
         """
-        inputs = self.inputs[: len(given)]
-        if len(inputs) != len(given) or len(self.outputs) != len(made):
-            raise ValueError(f"rule {self.text!r} does not fit {len(given)} inputs and {len(made)} outputs")
-        sides = zip((*inputs, *self.outputs), (*given, *made), strict=True)
-        expanded = [(self._names(tokens, dims), dims) for tokens, dims in sides]
-        sizes: dict[str, int] = {}
-        for names, dims in expanded:
-            for name, size in zip(names, dims, strict=True):
-                if name[0] == "(" or name.isdigit():
-                    continue
-                if sizes.get(name, 1) != 1 and size not in (1, sizes[name]):
-                    raise ValueError(f"rule {self.text!r}: factor {name} is both {sizes[name]} and {size}")
-                sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
-        self._complete(sizes, [pair for names, dims in expanded for pair in zip(names, dims, strict=True)])
-        for names, dims in expanded[len(given) :]:
-            for name, size in zip(names, dims, strict=True):
-                if size != _size(name, sizes):
-                    raise ValueError(f"rule {self.text!r}: factor {name} is {_size(name, sizes)}, but 1 in the result")
-        specs = [
-            tuple(_parts(name) if size == _size(name, sizes) else () for name, size in zip(names, dims, strict=True))
-            for names, dims in expanded
-        ]
+        count = len(inputs)
+        if len(self.inputs) < count or len(self.outputs) != len(outputs):
+            raise ValueError(f"rule {self.text!r} does not fit {count} inputs and {len(outputs)} outputs")
+        pairs = self._pairs(count, [*inputs, *outputs])
+        sizes = self._sizes([pair for tensor in pairs for pair in tensor])
+        self._check_results(sizes, [pair for tensor in pairs[count:] for pair in tensor])
+        dims = [tuple(_parts(name) if size == _size(name, sizes) else () for name, size in tensor) for tensor in pairs]
         return Factors(
-            tuple(specs[: len(given)]),
-            tuple(specs[len(given) :]),
+            tuple(dims[:count]),
+            tuple(dims[count:]),
             sizes,
             _spread(self.whole, sizes),
-            tuple(group for group in self.linear if all(i < len(given) for i in group)),
-            frozenset(i for i in self.additive if i < len(given)),
+            tuple(group for group in self.linear if all(i < count for i in group)),
+            frozenset(i for i in self.additive if i < count),
             _spread(self.contiguous, sizes),
         )
 
+    def _pairs(self, num_inputs: int, shapes: Sequence[Sequence[int]]) -> list[list[tuple[str, int]]]:
+        """Return the name and size of each dim of each tensor."""
+        tensors = zip((*self.inputs[:num_inputs], *self.outputs), shapes, strict=True)
+        return [list(zip(self._names(tokens, dims), dims, strict=True)) for tokens, dims in tensors]
+
+    def _sizes(self, pairs: Sequence[tuple[str, int]]) -> dict[str, int]:
+        """Return the size of each factor. ``pairs``: the name and size of each dim.
+
+        Raises:
+            ValueError: if a factor has two sizes other than 1.
+        """
+        sizes: dict[str, int] = {}
+        for name, size in pairs:
+            if name[0] == "(" or name.isdigit():
+                continue
+            if sizes.get(name, 1) != 1 and size not in (1, sizes[name]):
+                raise ValueError(f"rule {self.text!r}: factor {name} is both {sizes[name]} and {size}")
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
+        self._complete(sizes, pairs)
+        return sizes
+
+    def _check_results(self, sizes: Mapping[str, int], pairs: Sequence[tuple[str, int]]) -> None:
+        """Raise ValueError if a dim of a result is broadcast."""
+        for name, size in pairs:
+            if size != _size(name, sizes):
+                raise ValueError(f"rule {self.text!r}: factor {name} is {_size(name, sizes)}, but 1 in the result")
+
     def _complete(self, sizes: dict[str, int], dims: Sequence[tuple[str, int]]) -> None:
-        """Add the sizes that numbers and dims of several factors say."""
+        """Add the sizes that follow from numbers and from dims of several factors."""
         sizes |= {part: int(part) for name, _ in dims for part in _parts(name) if part.isdigit()}
         for _ in dims:
             for name, size in dims:
@@ -220,6 +238,18 @@ class Notation:
         return names
 
 
+def _check_options(
+    text: str, named: Set[str], num_inputs: int, factors: Sequence[str], groups: Sequence[Sequence[int]]
+) -> None:
+    """Raise ValueError if options name a factor or an input that a rule lacks."""
+    for factor in factors:
+        if factor not in named:
+            raise ValueError(f"rule {text!r}: {factor!r} is not a factor of it")
+    for position in (position for group in groups for position in group):
+        if not 0 <= position < num_inputs:
+            raise ValueError(f"rule {text!r}: there is no input {position}")
+
+
 def _check_tensor(text: str, tensor: Sequence[str], *, leading: bool) -> None:
     if "..." in tensor[1:]:
         raise ValueError(f"rule {text!r}: '...' may only come first")
@@ -241,7 +271,7 @@ _DIM = re.compile(r"\([^()]*\)|\S+")
 
 
 def _parts(token: str) -> tuple[str, ...]:
-    """The factors of a dim, outermost first; a dim of size 1 has none.
+    """Return the factors of a dim, outermost first; a dim of size 1 has none.
 
     >>> _parts("(3 h d)"), _parts("k"), _parts("1")
     (('3', 'h', 'd'), ('k',), ())
@@ -255,7 +285,7 @@ def _size(token: str, sizes: Mapping[str, int]) -> int:
 
 
 def _spread(names: frozenset[str], sizes: Mapping[str, int]) -> frozenset[str]:
-    """``...`` stands for all dims that it covers."""
+    """Replace ``...`` by all dims that it stands for."""
     if "..." not in names:
         return names
     return names - {"..."} | {name for name in sizes if re.fullmatch(r"b\d+", name)}
@@ -263,9 +293,14 @@ def _spread(names: frozenset[str], sizes: Mapping[str, int]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Rule:
-    """How ``target`` may be sharded. ``shape_arg``: the position of an argument that is the output's shape, which
-    becomes the local shape on each rank. ``text`` and ``options``: what :func:`rule` was given, for rules in notation.
-    ``work``: what it is priced as; None: a line of :mod:`..catalog` or torch's tags say it.
+    """A sharding rule of ``target``.
+
+    Attributes:
+        target: the operator.
+        factors: returns the factors of a call.
+        shape_arg: the position of an argument that is the output's shape, which becomes the local shape on each rank.
+        text: the notation, and ``options`` its options, of rules in notation.
+        work: the kind of work for prices; None: see :mod:`..catalog`, or torch's tags.
     """
 
     target: Any
@@ -287,7 +322,7 @@ def rule(
     shape_arg: int | None = None,
     work: Work | None = None,
 ) -> Rule:
-    """A sharding rule in factor notation, like an einsum: a factor that the result lacks is summed over.
+    """Return a sharding rule in factor notation, like an einsum: a factor that the result lacks is summed over.
 
     Args:
         target: the operator, such as ``torch.ops.aten.linear.default``; ``torch.ops.lib.op`` or ``"lib::op"`` where it
@@ -323,18 +358,18 @@ def rule(
 
 
 def table(*rules: Rule | Iterable[Rule]) -> dict[Any, Rule]:
-    """Rules by operator.
+    """Return rules by operator.
 
     Raises:
         ValueError: if an operator has two.
     """
-    found: dict[Any, Rule] = {}
+    by_target: dict[Any, Rule] = {}
     for entry in rules:
-        for one in [entry] if isinstance(entry, Rule) else entry:
-            if one.target in found:
-                raise ValueError(f"two rules for {one.target}")
-            found[one.target] = one
-    return found
+        for rule in [entry] if isinstance(entry, Rule) else entry:
+            if rule.target in by_target:
+                raise ValueError(f"two rules for {rule.target}")
+            by_target[rule.target] = rule
+    return by_target
 
 
 def user_rules(rules: Iterable[Rule]) -> Mapping[Any, Rule]:
