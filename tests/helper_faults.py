@@ -85,7 +85,7 @@ def _sums_lost(right: Any) -> Any:
         before, after = sharding.gradient(target), sharding.gradient(source)
         if comm_ops.lower_conversion(before, after)[0] is comm_ops.reduce_scatter:
             axis, size = node.args[1], node.args[2]
-            return reductions.move(builder, x, axis, size, R, after, precision)
+            return reductions.emit_conversion(builder, x, axis, size, R, after, precision)
         return right(builder, x, node, source, target, parameter, precision)
 
     return back
@@ -212,16 +212,16 @@ def _rank(by: int) -> Make:
 
 FAULTS = [
     # conversions and their transposes
-    Fault(reductions, "move_back", "forgets to add up the ranks' terms", _sums_lost),
-    Fault(reductions, "move_back", "the value's types instead of the gradient's",
+    Fault(reductions, "emit_conversion_backward", "forgets to add up the ranks' terms", _sums_lost),
+    Fault(reductions, "emit_conversion_backward", "the value's types instead of the gradient's",
           _transposed_wrongly(lambda a, b: (I if a is R else a, b))),
-    Fault(reductions, "move_back", "a partial value for a replicated one",
+    Fault(reductions, "emit_conversion_backward", "a partial value for a replicated one",
           _transposed_wrongly(lambda a, b: (a, R if b is P else b))),
-    Fault(reductions, "move_back", "along another dim",
+    Fault(reductions, "emit_conversion_backward", "along another dim",
           _transposed_wrongly(lambda a, b: (_other_dim(a), _other_dim(b)))),
-    Fault(reductions, "seed_of", "twice the loss", lambda right: lambda builder, loss, precision: builder.call(
+    Fault(reductions, "loss_seed", "twice the loss", lambda right: lambda builder, loss, precision: builder.call(
         aten.mul.Scalar, right(builder, loss, precision), 2.0)),
-    Fault(reductions, "of_parameters", "no conversion is a parameter's", lambda right: lambda local: {}),
+    Fault(reductions, "parameter_conversions", "no conversion is a parameter's", lambda right: lambda local: {}),
     Fault(sharding, "gradient", "a replicated value's is replicated", _answer({R: I})),
     Fault(sharding, "gradient", "a partial value's is partial", _answer({P: P})),
     Fault(sharding, "gradient", "an invariant value's is partial", _answer({I: P})),

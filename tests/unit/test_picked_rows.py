@@ -10,7 +10,10 @@ from quintnet_compiler.capture.sizes_by_value import PICKS, shape_by_value, size
 from quintnet_compiler.core.annotations import shape
 from quintnet_compiler.core.errors import Where
 from quintnet_compiler.passes.frontend.normalize import Normalize
-from quintnet_compiler.passes.frontend.picked_values import Picked, PickedValue
+from quintnet_compiler.passes.frontend.picked_rows import PickedRows
+from quintnet_compiler.passes.frontend.picked_values import Picked, PickedValue, Positions
+
+from .graphs import builder, leaf
 
 aten = torch.ops.aten
 
@@ -42,3 +45,14 @@ def test_what_stands_for_picked_rows() -> None:
     assert PickedValue(node, Picked(node), 0, (0,)).picked == Picked(node)
     error = shape_by_value(aten.nonzero.default, Where("", "line"), "why")
     assert error.code == "QN101" and "aten.nonzero.default" in str(error) and ": why" in str(error)
+
+
+def test_positions_of_a_mask_are_told_apart_by_their_axis() -> None:
+    to = builder()
+    mask = leaf(to, "input", "mask", 3, 2)
+    rows = PickedRows(to, lambda *_: None)
+    node = torch.fx.Graph().call_function(aten.nonzero.default, (mask,))
+    positions = rows(node, [mask], {})
+    assert isinstance(positions, Positions) and positions.axis is None and positions.picked.sizes == (3, 2)
+    node = torch.fx.Graph().call_function(aten.unbind.int, (mask, 1))
+    assert rows(node, [positions, 1], {}) == [Positions(positions.picked, axis) for axis in (0, 1)]
