@@ -30,7 +30,7 @@ MIN_TILED_POSITIONS = 1024  # shorter documents are as fast with a mask as in ti
 
 
 @dataclass(frozen=True)
-class _Call:
+class _AttentionCall:
     """An attention operator on local inputs.
 
     Attributes:
@@ -129,7 +129,7 @@ class LowerAttention:
             return self._tiled(call)
         return self._masked(call)
 
-    def _call(self, node: fx.Node, inputs: Sequence[fx.Node]) -> _Call:
+    def _call(self, node: fx.Node, inputs: Sequence[fx.Node]) -> _AttentionCall:
         q, k, v, *id_nodes = inputs
         names = [name for name in IDS if argument(node, name) is not None]
         mask = argument(node, "mask")
@@ -139,9 +139,9 @@ class LowerAttention:
             if isinstance(kind := s.outputs[0], Shard) and kind.dim == QUERIES
         ]
         ids = dict(zip(names, id_nodes, strict=True))
-        return _Call(node, q, k, v, ids, argument(node, "scale"), mask, Sight.parse(mask), splits)
+        return _AttentionCall(node, q, k, v, ids, argument(node, "scale"), mask, Sight.parse(mask), splits)
 
-    def _ring(self, attention: _Call, axis: Axis) -> fx.Node:
+    def _ring(self, attention: _AttentionCall, axis: Axis) -> fx.Node:
         """Emit ring attention: keys and values travel around ``axis``.
 
         Raises:
@@ -161,7 +161,7 @@ class LowerAttention:
         out = self.builder.getitem(call(ring_attention, q, axis.name, axis.size, k, v, *options), 0)
         return out if plan is None else call(return_runs, out, axis.name, axis.size, QUERIES, plan)
 
-    def _needs_tiles(self, attention: _Call) -> bool:
+    def _needs_tiles(self, attention: _AttentionCall) -> bool:
         """Return whether to compute tiles: the mask is large, or documents are long enough to skip tiles between them.
 
         Tiles know runs of positions. Padding after all of them continues the count; padding in between cannot.
@@ -172,14 +172,14 @@ class LowerAttention:
         long_documents = "segments" in attention.ids and attention.key_positions >= MIN_TILED_POSITIONS
         return in_runs and (attention.mask_bytes() > self.tile_bytes or long_documents)
 
-    def _tiled(self, attention: _Call) -> fx.Node:
+    def _tiled(self, attention: _AttentionCall) -> fx.Node:
         positions = attention.padded_positions
         splits = [list(column) for column in zip(*attention.splits, strict=True)][:3] or [[], [], []]
         options = [*self._ids_on_host(attention), attention.scale, attention.mask, self.tile_bytes]
         out = self.builder.call(tiled_attention, attention.q, attention.k, attention.v, *options, positions, *splits)
         return self.builder.getitem(out, 0)
 
-    def _masked(self, attention: _Call) -> fx.Node:
+    def _masked(self, attention: _AttentionCall) -> fx.Node:
         """Emit a kernel with a mask. Queries that see no key get zeros."""
         call, k, v = self.builder.call, attention.k, attention.v
         mask = self._mask(attention)
@@ -192,7 +192,7 @@ class LowerAttention:
         out = self._kernel(attention.q, k, v, mask, False, scale=attention.scale)
         return out if blind is None else call(aten.masked_fill.Scalar, out, blind, 0.0)
 
-    def _ids_on_host(self, attention: _Call) -> list[fx.Node | None]:
+    def _ids_on_host(self, attention: _AttentionCall) -> list[fx.Node | None]:
         return [self.on_host(attention.ids[name]) if name in attention.ids else None for name in IDS]
 
     def _kernel(self, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, causal: Any, **options: Any) -> fx.Node:
@@ -210,7 +210,7 @@ class LowerAttention:
         out = call(aten.scaled_dot_product_attention.default, q, k, v, mask, 0.0, causal, **options)
         return call(aten.slice.Tensor, out, 3, 0, width) if width < widest else out
 
-    def _mask(self, attention: _Call) -> fx.Node:
+    def _mask(self, attention: _AttentionCall) -> fx.Node:
         """Emit :func:`quintnet_compiler.ops.attention.operator.visible` for the queries of this rank."""
         call, ids = self.builder.call, attention.ids
         cols = call(aten.arange.default, attention.key_positions, dtype=torch.int64, device=value(attention.q).device)
@@ -228,7 +228,7 @@ class LowerAttention:
             conditions.append(self.builder.reshape(padding, [shape(padding)[0], 1, 1, attention.key_positions]))
         return self._all(conditions)
 
-    def _rows(self, attention: _Call) -> fx.Node:
+    def _rows(self, attention: _AttentionCall) -> fx.Node:
         """Return the positions of queries, [queries]."""
         call, positions = self.builder.call, shape(attention.node)[QUERIES]
         rows = call(aten.arange.default, attention.query_positions, dtype=torch.int64, device=value(attention.q).device)
@@ -237,7 +237,7 @@ class LowerAttention:
             rows = call(rows_of, attention.q, QUERIES, positions, *columns)
         return rows
 
-    def _position_conditions(self, attention: _Call, rows: fx.Node, cols: fx.Node) -> list[fx.Node]:
+    def _position_conditions(self, attention: _AttentionCall, rows: fx.Node, cols: fx.Node) -> list[fx.Node]:
         """Return masks [queries, keys] of causality, of a window and of chunks."""
         call, reshape, sight, count = (
             self.builder.call,
@@ -255,7 +255,7 @@ class LowerAttention:
             conditions.append(call(aten.eq.Tensor, reshape(row_chunks, [count, 1]), col_chunks))
         return conditions
 
-    def _ids_of_pairs(self, attention: _Call, ids: fx.Node, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def _ids_of_pairs(self, attention: _AttentionCall, ids: fx.Node, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Return the ids of queries and of keys, which broadcast to [batch, 1, queries, keys]."""
         of_queries = self.builder.call(aten.index_select.default, ids, 1, rows) if attention.splits else ids
         batch, reshape = shape(ids)[0], self.builder.reshape
