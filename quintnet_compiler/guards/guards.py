@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ..compat.torch import version, without_torch_function
 from ..compat.torch_func import count_function_modes, default_device, function_modes
-from ..compat.torch_settings import switches_of_torch
 from ..compat.torch_hooks import have_no_hooks
+from ..compat.torch_settings import switches_of_torch
 from .attribute_reads import Read
 from .by_name import (
     NamedSpace,
