@@ -171,7 +171,7 @@ def _own_numbers(blocks: Blocks) -> frozenset[Setting]:
 
 
 def _built(block: nn.Module, numbers: frozenset[Setting]) -> Hashable:
-    """What a block consists of. Devices do not count: blocks that do not run need no values."""
+    """Return what a block consists of. Devices do not count: blocks that do not run need no values."""
     parts = tuple((path, type(part)) for path, part in block.named_modules())
     tensors = [*block.named_parameters(), *block.named_buffers()]
     shapes = tuple((name, tuple(x.shape), x.stride(), x.dtype, x.requires_grad) for name, x in tensors)

@@ -85,8 +85,11 @@ def modes_left() -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """While inside, the user's modes that see calls of torch's functions are off, and so is the meta device as the
-    default one, on which a module may have been built: a program is that of the module outside of them."""
+    """Turn the user's modes that see calls of torch's functions off while inside.
+
+    So is the meta device as the default one, on which a module may have been built: a program is that of the module
+    outside of them.
+    """
     meta = torch.device("meta")
     with only_function_modes(lambda mode: not is_users_mode(mode) and default_device([mode]) != meta):
         yield
@@ -146,8 +149,12 @@ def _switched_by_inference_mode() -> Iterator[None]:
 
 
 def refuse_modes(device: torch.device) -> None:
-    """Raises: CompileError QN105 inside a region of autocast, whose casts no program has, and inside a mode of the
-    user's that changes calls of torch's functions, which no program makes."""
+    """Refuse modes around a program that would change what the module computes.
+
+    Raises:
+        CompileError: QN105 inside a region of autocast, whose casts no program has, and inside a mode of the user's
+            that changes calls of torch's functions, which no program makes.
+    """
     if torch.is_autocast_enabled(device.type):
         raise CompileError(
             "QN105",

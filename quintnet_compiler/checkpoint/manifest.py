@@ -224,5 +224,5 @@ def files_checked(written: WrittenFiles, share: Share = Share()) -> Iterator[Non
     """
     check_sizes(written)
     pieces = [piece for name in sorted(written.digests) for piece in written.pieces_of_file(name)]
-    with compared(share.of(pieces)):
+    with compared(share.share_of(pieces)):
         yield

@@ -39,7 +39,7 @@ class ParameterPlace:
     positions: Sequence[Tensor]
 
     def part(self, local: Tensor) -> SavedPart:
-        return SavedPart.cut(local, self.shape, self._runs)
+        return SavedPart.of_runs(local, self.shape, self._runs)
 
     @cached_property
     def _runs(self) -> list[Runs]:
@@ -143,6 +143,21 @@ def merged(notes: Sequence[Note]) -> Note:
     return merged_note
 
 
+def _saved_options(note: Note, name: str, group: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the options that the checkpoint has for a parameter.
+
+    Raises:
+        CheckpointError: QN602 if it has none, or has those of another kind of optimizer.
+    """
+    if name not in note["of"]:
+        raise CheckpointError("QN602", f"the checkpoint's optimizer does not have {name}")
+    options: dict[str, Any] = note["options"][note["of"][name]]
+    if not note["class"] and options.keys() != group.keys() - {"params"}:
+        others = ", ".join(sorted(options.keys() ^ (group.keys() - {"params"})))
+        raise CheckpointError("QN602", f"the options of a {kind} are others than the checkpoint's: {shown(others)}")
+    return options
+
+
 def restored(
     optimizer: torch.optim.Optimizer,
     places: Mapping[str, ParameterPlace],
@@ -172,12 +187,7 @@ def restored(
     used = {_memory(place.parameter) for place in places.values()}
     shapes = StateShapes(_inner(optimizer))
     for name, group in _named(optimizer, places, "QN602"):
-        if name not in note["of"]:
-            raise CheckpointError("QN602", f"the checkpoint's optimizer does not have {name}")
-        options = note["options"][note["of"][name]]
-        if not note["class"] and options.keys() != group.keys() - {"params"}:
-            other = ", ".join(sorted(options.keys() ^ (group.keys() - {"params"})))
-            raise CheckpointError("QN602", f"the options of a {kind} are others than the checkpoint's: {shown(other)}")
+        options = _saved_options(note, name, group, kind)
         other, before = seen.setdefault(id(group), (name, options))
         if before != options:
             raise CheckpointError(
@@ -206,12 +216,12 @@ def restored(
     absent = [(i, group) for i, group in enumerate(optimizer.param_groups) if id(group) not in seen]
     unsaid: list[int] = []
     for index, group in absent:
-        options = _options_elsewhere(optimizer, index, note, others)
-        if options is None:
+        options_elsewhere = _options_elsewhere(optimizer, index, note, others)
+        if options_elsewhere is None:
             unsaid.append(index)
             continue
-        require_options(_inner(optimizer), options, group)
-        changes.append((group, options))
+        require_options(_inner(optimizer), options_elsewhere, group)
+        changes.append((group, options_elsewhere))
 
     def finish() -> None:
         for index in unsaid:

@@ -32,11 +32,11 @@ class SavedPart:
     @classmethod
     def of(cls, local: Tensor, shape: Sequence[int], positions: Sequence[Tensor]) -> SavedPart:
         """``positions``: for each dim, the global indices that ``local`` holds."""
-        return cls.cut(local, shape, [runs_of(found) for found in positions])
+        return cls.of_runs(local, shape, [runs_of(found) for found in positions])
 
     @classmethod
-    def cut(cls, local: Tensor, shape: Sequence[int], runs: Sequence[Runs]) -> SavedPart:
-        """``runs``: for each dim, those of the global indices that ``local`` holds."""
+    def of_runs(cls, local: Tensor, shape: Sequence[int], runs: Sequence[Runs]) -> SavedPart:
+        """Return the part that holds ``local``. ``runs``: for each dim, those of the global indices that it holds."""
         boxes = {}
         for corner in itertools.product(*map(_placed, runs)):
             box = local

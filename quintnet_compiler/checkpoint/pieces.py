@@ -41,7 +41,7 @@ class Share:
     number: int = 0
     shares: int = 1
 
-    def of(self, items: Sequence[T]) -> Sequence[T]:
+    def share_of(self, items: Sequence[T]) -> Sequence[T]:
         """Return this share of ``items``: a run of them, as what follows on a disk is read faster."""
         first, last = (len(items) * number // self.shares for number in (self.number, self.number + 1))
         return items[first:last]
@@ -238,10 +238,12 @@ def shared(work: Callable[[Sequence[T]], object], items: Sequence[T]) -> None:
 
 @contextlib.contextmanager
 def in_threads(work: Callable[[Sequence[T]], object], items: Sequence[T]) -> Iterator[None]:
-    """Call ``work`` with shares of ``items`` in threads, while a ``with`` block runs. An error of a thread is raised
-    instead of one of the block."""
+    """Call ``work`` with shares of ``items`` in threads, while a ``with`` block runs.
+
+    An error of a thread is raised instead of one of the block.
+    """
     with threads() as pool:
-        parts = [Share(number, _THREADS).of(items) for number in range(_THREADS)]
+        parts = [Share(number, _THREADS).share_of(items) for number in range(_THREADS)]
         running = [pool.submit(work, part) for part in parts if part]
         try:
             yield
@@ -267,7 +269,7 @@ def cut(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _hash(piece: Iterable[memoryview]) -> str:
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for part in piece:
-        found.update(part)
-    return found.hexdigest()
+        digest.update(part)
+    return digest.hexdigest()

@@ -20,7 +20,7 @@ from ..weights.files import Weights, open_weights, refuse_all, shown
 from ..weights.meta_buffers import computed_buffers
 from ..weights.names import Assignment, assign, is_hugging_face
 from ..weights.sources import Source, runs_of
-from .reading.together import together
+from .reading.together import raised_together
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def read_parts(subject: WeightsSubject, sources: Mapping[str, Sequence[Source]])
 
 def everywhere(backend: Backend, code: str) -> contextlib.AbstractContextManager[None]:
     """Raise on every rank of a program what a block raises on one: see :func:`.reading.together.together`."""
-    return together(backend.told, code)
+    return raised_together(backend.told, code)
 
 
 def _checked(subject: WeightsSubject, folder: Path, weights: Weights, allowed: Allowed) -> dict[str, list[Source]]:

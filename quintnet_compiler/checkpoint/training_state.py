@@ -174,12 +174,12 @@ def read(
             they had been checked: parameters have no values then.
     """
 
-    def plan(chosen: Chosen) -> Callable[[], Restored]:
+    def planned_load(chosen: Chosen) -> Callable[[], Restored]:
         restoring = _Restoring(subject, chosen)
-        planned = attempted(lambda: restoring.plan(optimizer))
+        planned = attempted(lambda: restoring.plan_load(optimizer))
         return lambda: restoring.load_all(planned, accept)
 
-    return with_newest(subject.backend.told, folder, step, plan)
+    return with_newest(subject.backend.told, folder, step, planned_load)
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class _Restoring:
     subject: WeightsSubject
     chosen: Chosen
 
-    def plan(self, optimizer: torch.optim.Optimizer | None) -> _LoadPlan:
+    def plan_load(self, optimizer: torch.optim.Optimizer | None) -> _LoadPlan:
         """Compare this rank's program and optimizer with the checkpoint. Nothing is changed.
 
         Raises:
@@ -213,7 +213,7 @@ class _Restoring:
         if optimizer is not None:
             room, finish = self._optimizer_room(optimizer, places)
             targets |= room
-        return _LoadPlan(targets, self._stored.plan(targets), finish)
+        return _LoadPlan(targets, self._stored.plan_reading(targets), finish)
 
     def load_all(self, planned: Callable[[], _LoadPlan], accept: Accept | None) -> Restored:
         """Check everything, then read tensors to where they go.
@@ -281,7 +281,9 @@ class _Restoring:
             CheckpointError: QN602 if they differ.
         """
         with everywhere(self.subject.backend, "QN601"):
-            pairs = torn_ties(targets, self._aliases, self._saved, lambda parts: self._stored.plan(parts).read())
+            pairs = torn_ties(
+                targets, self._aliases, self._saved, lambda parts: self._stored.plan_reading(parts).read()
+            )
             torn = [
                 f"{alias.removeprefix(MODEL)} and {kept.removeprefix(MODEL)} are tied in the model, and differ here"
                 for alias, kept in pairs

@@ -73,15 +73,19 @@ count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """Return the modes that see calls of torch's functions now, the innermost last; instead: an error of any kind for
-    what they change."""
+    """Return the modes that see calls of torch's functions now, the innermost last.
+
+    Instead: an error of any kind for what they change.
+    """
     modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return modes
 
 
 def default_device(modes: Sequence[TorchFunctionMode]) -> torch.device | None:
-    """Return the device that the innermost of ``modes`` that is torch's own for devices names, None if there is none;
-    instead: torch.get_default_device(), which does not say who names it."""
+    """Return the device that the innermost of ``modes`` names that is torch's own for devices; None: there is none.
+
+    Instead: torch.get_default_device(), which does not say who names it.
+    """
     return next((torch.device(mode.device) for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
 
 

@@ -54,8 +54,11 @@ accumulation_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_pos
 
 
 def have_no_hooks(places: Iterable[tuple[Mapping[str, Any], str]], requires_grad: bool) -> bool:
-    """Whether the parameters at ``places``, a mapping and a key each, have this flag and never had a hook; instead:
-    their ``requires_grad``, and ``backward_hooks``. Hot: for each parameter before each step, so without a call."""
+    """Return whether the parameters at ``places``, a mapping and a key each, have this flag and never had a hook.
+
+    Instead: their ``requires_grad``, and ``backward_hooks``. Hot: for each parameter before each step, so without a
+    call.
+    """
     for space, key in places:
         parameter = space[key]
         if parameter.requires_grad is not requires_grad or parameter._backward_hooks is not None:
@@ -76,8 +79,10 @@ def share_hooks(source: Tensor, target: Tensor) -> None:
 
 @contextlib.contextmanager
 def module_calls_traced() -> Iterator[None]:
-    """While inside, torch.fx traces calls of modules by the ``nn.Module.__call__`` that there is now, and not by the
-    one that there was when torch was imported; instead: a class of modules in the place of each."""
+    """Let torch.fx trace calls of modules by the ``nn.Module.__call__`` that there is now, while inside.
+
+    It takes the one that there was when torch was imported. Instead: a class of modules in the place of each.
+    """
     with mock.patch.object(_symbolic_trace, "_orig_module_call", nn.Module.__call__):
         yield
 
@@ -109,8 +114,10 @@ def made_before_calls(hook: Any) -> str:
 
 
 def make_again(hook: Any, module: nn.Module) -> None:
-    """Make such an attribute of the parameters and buffers that a module has now, which stay as they are; instead: the
-    call of the hook, which changes the buffers of a spectral norm."""
+    """Make such an attribute of the parameters and buffers that a module has now, which stay as they are.
+
+    Instead: the call of the hook, which changes the buffers of a spectral norm.
+    """
     if isinstance(hook, SpectralNorm):
         setattr(module, hook.name, hook.compute_weight(module, do_power_iteration=False))
     else:

@@ -59,8 +59,11 @@ _SWITCHES = (
 
 
 def switches_of_torch() -> tuple[Any, ...]:
-    """Return what scripts change on the way and forward may ask for: deterministic algorithms, the precision of
-    matrix products, backends; instead: the public attributes, which take 30 times as long to read, in each step."""
+    """Return what scripts change on the way and forward may ask for.
+
+    These are deterministic algorithms, the precision of matrix products, and backends. Instead: the public attributes,
+    which take 30 times as long to read, in each step.
+    """
     try:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # it was set in another way, and has no such name

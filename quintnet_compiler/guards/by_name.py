@@ -127,8 +127,10 @@ def is_constant(value: Any) -> bool:
 
 
 def special_spaces(kinds: Iterable[type]) -> list[NamedSpace]:
-    """Return the classes that define ``kinds``, by the methods that Python or autograd calls without reading an
-    attribute of an object: of the users' classes, and of ``nn.Module``."""
+    """Return the users' classes that define ``kinds``, and ``nn.Module``, by methods that are called without a read.
+
+    Python and autograd call these without reading an attribute of an object.
+    """
     bases = {id(base): base for kind in kinds for base in kind.__mro__ if is_users(base) or base is nn.Module}
     return [_of_names(base, _OF_FUNCTIONS if issubclass(base, Function) else _SPECIAL) for base in bases.values()]
 
@@ -139,8 +141,10 @@ def _of_names(kind: type, names: frozenset[str]) -> NamedSpace:
 
 
 def torch_spaces(names: Set[str], parts: Iterable[nn.Module]) -> list[NamedSpace]:
-    """Return torch's own functions and methods of tensors that have ``names``, or that the ``forward`` of a module of
-    torch's looks up, as somebody may put others in their place."""
+    """Return torch's own functions and methods of tensors that somebody may have replaced.
+
+    These have ``names``, or the ``forward`` of a module of torch's looks them up.
+    """
     forwards = {forward for part in parts if isinstance(forward := type(part).forward, types.FunctionType)}
     codes = [forward.__code__ for forward in forwards if is_library(forward.__code__)]
     names = names | {name for code in codes for name in code.co_names}

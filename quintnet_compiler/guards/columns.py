@@ -314,9 +314,11 @@ class Modes:
     values: tuple[Any, ...]
 
     def hold(self) -> bool:
+        """Return whether it returns the same now."""
         return self.read() == self.values
 
     def broken(self) -> list[str]:
+        """Say what it returned then, and returns now."""
         now = self.read()
         return [] if now == self.values else [f"the modes of torch are {now} and were {self.values}"]
 

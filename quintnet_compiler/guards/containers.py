@@ -20,14 +20,13 @@ from .python_state import MISSING, OWN, PLAIN, SlotFields, shown, slot_names
 
 
 class ContainerReading(NamedTuple):
-    """How a container gives what it holds: the ``values`` of ``holder(container)``, and their ``names`` if they have
-    any."""
+    """Functions that give what a container holds: ``values`` of ``holder(container)``, and ``names`` if it has any."""
 
     values: Callable[[Any], Iterable[Any]]
     names: Callable[[Any], Iterable[Any]] | None = None
     holder: Callable[[Any], Any] | None = None  # None: the container itself
 
-    def pairs(self, owner: Any) -> list[tuple[Any, Any]]:
+    def named_values(self, owner: Any) -> list[tuple[Any, Any]]:
         """Return what ``owner`` holds, each with its name; its number if it has none."""
         holder = owner if self.holder is None else self.holder(owner)
         values = list(self.values(holder))
@@ -55,7 +54,7 @@ def _target(reference: weakref.ref[Any]) -> list[Any]:
 
 
 def _named_fields(owner: Any) -> dict[str, Any]:
-    """The attributes of an object by their names, without those of torch's own where it is a module."""
+    """Return the attributes of an object by their names, without those of torch's own where it is a module."""
     fields = getattr(owner, "__dict__", None)
     named = dict(fields) if isinstance(fields, dict) else {}
     if slot_names(type(owner)):
@@ -154,7 +153,7 @@ class ContainerSnapshot:
             values = [type(x) if name in self.unread and isinstance(x, (int, float)) else x for name, x in pairs]
         return values, names
 
-    def pairs(self) -> list[tuple[Any, Any]]:
+    def named_values(self) -> list[tuple[Any, Any]]:
         """Return what the container holds now that may have been read, each with its name, or its number."""
         values, names = self._read()
         return _named(names, values)
@@ -186,7 +185,7 @@ class ContainerSnapshot:
         names = self.changes()
         if names is None:
             return [f"{self.label} holds other objects than it did"]
-        now = self.pairs()
+        now = self.named_values()
         rows = [(name, x, then) for (name, x), then in zip(now, self.held, strict=True) if name in names]
         return [f"{self.label}[{name!r}] is {shown(x)} and was {shown(then)}" for name, x, then in rows]
 

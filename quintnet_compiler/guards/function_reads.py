@@ -99,9 +99,7 @@ class Walk:
 
     def follow(self, value: Any, owner: type | None = None) -> None:
         """Follow a function, a bound method, a partial, or a module's ``forward``."""
-        self.computes_names |= any(value is lookup for lookup in _LOOK_UP)
-        if getattr(value, "__name__", "") in _UNSEEN_READS and isinstance(value, (types.FunctionType, *METHODS_OF_C)):
-            self.names.add(value.__name__)
+        self._note_lookup(value)
         if isinstance(value, functools.partial):
             for argument in (value.func, *value.args, *value.keywords.values()):
                 self.follow(argument)
@@ -119,6 +117,12 @@ class Walk:
         elif isinstance(call := getattr(type(value), "__call__", None), types.FunctionType):  # noqa: B004
             self._function(call, type(value))
 
+    def _note_lookup(self, value: Any) -> None:
+        """Note a function that looks attributes up by a name that it is given, or past the methods of a class."""
+        self.computes_names |= any(value is lookup for lookup in _LOOK_UP)
+        if getattr(value, "__name__", "") in _UNSEEN_READS and isinstance(value, (types.FunctionType, *METHODS_OF_C)):
+            self.names.add(value.__name__)
+
     def _function(self, function: types.FunctionType, owner: type | None) -> None:
         code = function.__code__
         if id(function) in self._followed or is_library(code):
@@ -130,10 +134,15 @@ class Walk:
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.follow(default)
         self.computes_names |= computes_names(code)
-        if any(kind == "global" and name in _READ_ALL for name, kind in _names(code)):
+        self._names_in(function, owner)
+
+    def _names_in(self, function: types.FunctionType, owner: type | None) -> None:
+        """Take what the code of ``function``, a method of ``owner`` if it is one, names."""
+        names = list(_names(function.__code__))
+        if any(kind == "global" and name in _READ_ALL for name, kind in names):
             for name in list(function.__globals__):
                 self._global(name, function.__globals__)
-        for name, kind in _names(code):
+        for name, kind in names:
             if kind == "global":
                 self._global(name, function.__globals__)
                 continue

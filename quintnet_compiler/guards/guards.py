@@ -168,7 +168,7 @@ def guards_of(source: TraceReads, unread: Mapping[int, Unread] = types.MappingPr
     fixed = (constants, Parts.of(rows.parts), rows.trained(), Modes(global_modes, source.modes))
     plain, same = PlainValues.of(rows.plain), SameObjects(tuple(rows.same))
     switches = Modes(switches_of_torch, switches_of_torch())
-    return Guards(source, unread, plain, same, rows.kinds(), switches, rows.absent(), containers, fixed)
+    return Guards(source, unread, plain, same, rows.class_guards(), switches, rows.absent(), containers, fixed)
 
 
 @dataclass
@@ -188,13 +188,7 @@ class _Rows:
 
     def collect(self) -> None:
         source = self.source
-        for read in {(id(read.owner), read.name): read for read in source.reads}.values():
-            self._attribute(read)
-        for read in source.missing:
-            self._missing(read)
-        for variable in source.variables:
-            self._variable(variable)
-        self.absences += [(unset.name, unset.space, unset.name) for unset in source.unset]
+        self._observed_reads()
         kinds = [type(owner) for _, owner in self._owners()] + [x for _, x in source.spaces if isinstance(x, type)]
         modules = [module for _, module in self._modules()]
         for space in (*self._named_spaces(), *special_spaces(kinds), *torch_spaces(source.names, modules)):
@@ -202,15 +196,29 @@ class _Rows:
         self.held += [(function.__name__, function) for function in source.functions]
         self.held += class_namespaces(source.spaces) if source.whole_classes else []
         for owner in source.whole:
-            label = type(owner).__name__
-            self.held += [(f"{label}.{name}", x) for name, x in zip(names_of(owner), fields_of(owner), strict=True)]
-            self.held.append((label, _readable(owner)))
+            self._whole(owner)
         for label, module in self._modules():
             self._module(label, module)
         for label, module in self.hidden:
             self._tensors_of(label, module)
 
-    def kinds(self) -> Kinds:
+    def _observed_reads(self) -> None:
+        """Collect the attributes and variables that were seen to be read."""
+        for read in {(id(read.owner), read.name): read for read in self.source.reads}.values():
+            self._attribute(read)
+        for read in self.source.missing:
+            self._missing(read)
+        for variable in self.source.variables:
+            self._variable(variable)
+        self.absences += [(unset.name, unset.space, unset.name) for unset in self.source.unset]
+
+    def _whole(self, owner: Any) -> None:
+        """Collect all attributes of an object of which any may have been read."""
+        label = type(owner).__name__
+        self.held += [(f"{label}.{name}", x) for name, x in zip(names_of(owner), fields_of(owner), strict=True)]
+        self.held.append((label, _readable(owner)))
+
+    def class_guards(self) -> Kinds:
         """Return guards of the classes of modules, and of the objects whose attributes were read."""
         return Kinds.of(self._owners())
 

@@ -67,7 +67,7 @@ def children(
         return []
     reading = reading_of(value)
     if reading is not None:
-        pairs = reading.pairs(value)
+        pairs = reading.named_values(value)
     elif whole(value) or not is_observable(value):
         pairs = list(zip(names_of(value), fields_of(value), strict=True))
     else:
@@ -78,8 +78,11 @@ def children(
 
 
 def _is_closed(value: Any, whole: Callable[[Any], bool]) -> bool:
-    """Return whether nothing is looked into of ``value``: of a module, unless all its attributes may have been read; of
-    a function in C, unless it is the method of an object, as ``config.get`` of a dict."""
+    """Return whether nothing is looked into of ``value``.
+
+    Of a module, unless all its attributes may have been read; of a function in C, unless it is the method of an object,
+    as ``config.get`` of a dict.
+    """
     if isinstance(value, types.BuiltinFunctionType):
         return isinstance(value.__self__, (types.ModuleType, type, type(None)))
     return isinstance(value, _CLOSED) and not (isinstance(value, nn.Module) and whole(value))

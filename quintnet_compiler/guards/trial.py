@@ -81,7 +81,7 @@ class Trial:
         """Everywhere that a value is held, with its name there: snapshots of containers, and namespaces."""
         places: list[tuple[Any, Any]] = []
         for snapshot in self.guards.containers.snapshots:
-            places += [(snapshot, name) for name, x in snapshot.pairs() if x is value]
+            places += [(snapshot, name) for name, x in snapshot.named_values() if x is value]
         return places + [(space, name) for _, space, name, x in self.guards.same.rows if x is value]
 
     def _set(self, space: MutableMapping[Any, Any], name: Any, value: Any) -> None:

@@ -69,7 +69,7 @@ def test_a_file_is_hashed_piece_by_piece(small: None) -> None:
 
 @pytest.mark.parametrize("shares", range(1, 9))
 def test_shares_are_runs_which_together_are_all(shares: int) -> None:
-    parts = [pieces.Share(number, shares).of(range(5)) for number in range(shares)]
+    parts = [pieces.Share(number, shares).share_of(range(5)) for number in range(shares)]
     assert [item for part in parts for item in part] == list(range(5))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 

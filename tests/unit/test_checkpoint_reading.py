@@ -15,7 +15,7 @@ from quintnet_compiler.checkpoint.parts import SavedPart
 from quintnet_compiler.checkpoint.pieces import Digest
 from quintnet_compiler.checkpoint.reading.open_files import Damaged, VanishedError
 from quintnet_compiler.checkpoint.reading.stored_tensors import StoredTensors
-from quintnet_compiler.checkpoint.reading.together import attempted, together
+from quintnet_compiler.checkpoint.reading.together import attempted, raised_together
 from quintnet_compiler.checkpoint.stores.disk_reading import open_folder_to_read
 from quintnet_compiler.checkpoint.tensor_file import buffers
 from quintnet_compiler.core.errors import CheckpointError
@@ -33,7 +33,7 @@ def _messages_of(*others: Exception | None) -> Callable[[str], tuple[str, ...]]:
             texts.append(text)
             return (text,)
 
-        with pytest.raises((CheckpointError, VanishedError)), together(tell, "QN601"):
+        with pytest.raises((CheckpointError, VanishedError)), raised_together(tell, "QN601"):
             raise error
     return lambda text: (text, *texts)
 
@@ -48,16 +48,16 @@ def test_what_one_rank_raises_all_raise(mine: Exception | None, other: Exception
     again = isinstance(other, VanishedError)
     words = "was removed|not what was written" if again else "another model|Input/output error"
     kind = VanishedError if again else CheckpointError
-    with pytest.raises(kind, match=words), together(_messages_of(None, other), "QN601"):
+    with pytest.raises(kind, match=words), raised_together(_messages_of(None, other), "QN601"):
         if mine is not None:
             raise mine
 
 
 def test_the_first_rank_that_failed_is_named() -> None:
-    with pytest.raises(CheckpointError) as raised, together(_messages_of(None, REFUSED, REFUSED), "QN601"):
+    with pytest.raises(CheckpointError) as raised, raised_together(_messages_of(None, REFUSED, REFUSED), "QN601"):
         pass
     assert (raised.value.code, raised.value.fix) == ("QN602", "load another") and "(rank 2)" in str(raised.value)
-    with together(_messages_of(None, None), "QN601"):
+    with raised_together(_messages_of(None, None), "QN601"):
         pass
 
 
@@ -85,7 +85,7 @@ def test_a_part_is_read_from_the_boxes_that_overlap_it(tmp_path: Path) -> None:
         with open_folder_to_read(tmp_path) as files:
             tensors = StoredTensors(WrittenFiles(files, digests), index)
             assert tensors.metadata["x"].size == (6, 4) and tensors.metadata["unread"].size == (0,)
-            tensors.plan({"x": SavedPart.of(local, (6, 4), [torch.arange(1, 4), columns])}).read()
+            tensors.plan_reading({"x": SavedPart.of(local, (6, 4), [torch.arange(1, 4), columns])}).read()
         return local
 
     assert torch.equal(read(), whole[1:4, columns])

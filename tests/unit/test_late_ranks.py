@@ -76,7 +76,7 @@ def ranks(tmp_path: Path, waiting: Waiting) -> list[Heartbeat]:
     made = [Heartbeat(lambda: store, rank, 2, tmp_path, PATIENCE) for rank in range(2)]
     _in_a_step(made[0], 5, waiting.thread)
     made[1].now = CollectiveCall(4, "step", "", (), 3, ("train.py", 37))
-    made[1].place = False, "data.py:20 in read"
+    made[1].place, made[1].looked = (False, "data.py:20 in read"), 4
     made[1]._write()
     return made
 

@@ -85,8 +85,11 @@ def _counted() -> bool:
 
 
 class _TraceSearch:
-    """Looks for what is of a trace among what functions keep. A cache may hold many thousands of expressions or names:
-    ``plain`` are the types that were seen to have no parts and no attributes, so that a second object costs nothing."""
+    """A search for what is of a trace among what functions keep.
+
+    A cache may hold many thousands of expressions or names: ``plain`` are the types that were seen to have no parts and
+    no attributes, so that a second object costs nothing.
+    """
 
     def __init__(self) -> None:
         self.plain: set[type] = set()

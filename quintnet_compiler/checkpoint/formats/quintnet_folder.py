@@ -14,7 +14,7 @@ from ..optimizer_state import decoded_state, encoded_state, plain
 from ..parts import SavedPart
 from ..reading.choice import Chosen, with_newest
 from ..reading.stored_tensors import StoredTensors
-from ..reading.together import together
+from ..reading.together import raised_together
 from ..stores.disk_folder import DiskFolder
 from ..training_state import MODEL, OPTIMIZER, Destination, Snapshot, write
 from .contents import Contents, OptimizerContents
@@ -41,8 +41,8 @@ def _contents(chosen: Chosen) -> Contents:
     """
     stored = StoredTensors(chosen.files, chosen.index)
     wholes = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in stored.metadata.items()}
-    with together(_alone, "QN601"):
-        stored.plan({name: SavedPart.whole(x) for name, x in wholes.items()}).read()
+    with raised_together(_alone, "QN601"):
+        stored.plan_reading({name: SavedPart.whole(x) for name, x in wholes.items()}).read()
     note = chosen.state
     model = {name.removeprefix(MODEL): x for name, x in wholes.items() if name.startswith(MODEL)}
     model |= {other: model[kept] for other, kept in note["run"].get("tied", {}).items() if kept in model}

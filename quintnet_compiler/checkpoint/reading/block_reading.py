@@ -56,7 +56,7 @@ def regions(pieces: Sequence[FilePiece], blocks: Iterable[RowBlock]) -> list[Reg
         if block.begins_at < block.ends_at:
             by_piece[block.begins_at // PIECE].append(block)
     numbers = sorted(by_piece)
-    shares = (Share(number, MOST_REGIONS).of(numbers) for number in range(MOST_REGIONS))
+    shares = (Share(number, MOST_REGIONS).share_of(numbers) for number in range(MOST_REGIONS))
     return [Region(pieces, [block for number in share for block in by_piece[number]]) for share in shares if share]
 
 

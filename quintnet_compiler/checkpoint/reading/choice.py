@@ -218,7 +218,7 @@ def _read_share(
         written = read_manifest(files, int(number))
         with files_checked(written, share):
             index = read_index(written)
-            check_tensors(written, index, share.of(sorted(written.digests)))
+            check_tensors(written, index, share.share_of(sorted(written.digests)))
             chosen = Chosen(written, read_state(written, int(number)), index)
             candidate = _Candidate(chosen, plan(chosen))
         contents = hashlib.sha256(repr(sorted(written.digests.items())).encode()).hexdigest()

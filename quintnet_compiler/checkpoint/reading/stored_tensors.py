@@ -52,7 +52,7 @@ class StoredTensors:
         """Return what torch.distributed.checkpoint plans with."""
         return {name: _metadata(entry) for name, entry in self.index.items()}
 
-    def plan(self, parts: Mapping[str, SavedPart]) -> ReadPlan:
+    def plan_reading(self, parts: Mapping[str, SavedPart]) -> ReadPlan:
         """Return how to fill ``parts``, of tensors with the same shapes. The headers of files are read.
 
         Raises:
@@ -67,14 +67,14 @@ class StoredTensors:
                 box = stored[tuple(item.storage_index.offset)]
                 into = part.box(item.dest_index)[_slices(item.dest_offsets, item.lengths)]
                 wanted[box.file].append((box.key, entry.dtype, _slices(item.storage_offsets, item.lengths), into))
-        found: list[Region] = []
+        all_regions: list[Region] = []
         for file, wishes in wanted.items():
             header = read_header(self.checkpoint.verified(file))
             rows: list[RowBlock] = []
             for key, dtype, slices, into in wishes:
                 rows += blocks(header[key].carried(dtype), slices, into.detach())
-            found += regions(self.checkpoint.pieces_of_file(file), rows)
-        return ReadPlan(self.checkpoint, found)
+            all_regions += regions(self.checkpoint.pieces_of_file(file), rows)
+        return ReadPlan(self.checkpoint, all_regions)
 
 
 def _metadata(entry: IndexEntry) -> TensorStorageMetadata:

@@ -16,7 +16,7 @@ _VANISHED = "vanished"  # in the place of an error's id
 
 
 @contextlib.contextmanager
-def together(tell_all: TellAll, code: str) -> Iterator[None]:
+def raised_together(tell_all: TellAll, code: str) -> Iterator[None]:
     """Raise on every rank what the block raises on one.
 
     Args:
@@ -56,8 +56,8 @@ def attempted(call: Callable[[], T]) -> Callable[[], T]:
     except Exception as error:
         failure = error
 
-        def fail() -> T:
+        def raise_failure() -> T:
             raise failure
 
-        return fail
+        return raise_failure
     return lambda: result
