@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -204,10 +205,11 @@ def _text(captured: Captured) -> list[str]:
 def _guarded(captured: Captured) -> Any:
     known = captured.guards
     assert known is not None
-    plain = known.plain
-    rows = sorted(zip(plain.labels, plain.names, map(repr, plain.values), strict=True))
+    plain = (*itertools.chain.from_iterable(known.plain.rows), *known.plain.in_place)
+    rows = sorted({(label, name, repr(value)) for label, _, name, value in plain})
     trained = next(guard for guard in known.fixed if isinstance(guard, Trained))
-    return rows, sorted(known.same.labels), sorted(known.absent.labels), sorted(trained.flags.names)
+    same, absent = ([label for label, *_ in guard.rows] for guard in (known.same, known.absent))
+    return rows, sorted(same), sorted(absent), sorted(trained.flags.names)
 
 
 def _captures(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[Captured, Captured, bool]:
