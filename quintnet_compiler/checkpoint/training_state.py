@@ -184,7 +184,7 @@ def read(
 
 @dataclass(frozen=True)
 class _LoadPlan:
-    """What is read into a program, and its optimizer.
+    """A plan of reading a checkpoint into a program and its optimizer.
 
     ``targets``: parts to fill, by stored names. ``finish``: gives the optimizer its state when they are.
     """
@@ -282,7 +282,7 @@ class _Restoring:
         """
         with everywhere(self.subject.backend, "QN601"):
             pairs = torn_ties(
-                targets, self._aliases, self._saved, lambda parts: self._stored.plan_reading(parts).read()
+                targets, self._aliases, self._saved, lambda parts: self._stored.plan_reading(parts).fill_parts()
             )
             torn = [
                 f"{alias.removeprefix(MODEL)} and {kept.removeprefix(MODEL)} are tied in the model, and differ here"
@@ -298,7 +298,7 @@ class _Restoring:
             VanishedError: on every rank, if another checkpoint is to be looked for.
         """
         with everywhere(self.subject.backend, "QN601"):
-            tensors.read()
+            tensors.fill_parts()
 
 
 def _nothing_to_finish() -> None:

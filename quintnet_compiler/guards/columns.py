@@ -174,6 +174,7 @@ class Absent:
     by_name: dict[str, list[Space]] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Group the rows by their names."""
         object.__setattr__(self, "by_name", {})
         for _, space, name in self.rows:
             self.by_name.setdefault(name, []).append(space)
@@ -283,6 +284,7 @@ class Flags:
     frozen: tuple[tuple[Space, str], ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Separate the places of what is trained from those of the others."""
         places = list(zip(self.spaces, self.keys, strict=True))
         frozen = map(not_, self.values)
         object.__setattr__(self, "trained", tuple(compress(places, self.values)))

@@ -94,7 +94,7 @@ class Walk:
 
     @property
     def reads_unseen(self) -> bool:
-        """Whether attributes are read past the methods of an object's class."""
+        """True if attributes are read past the methods of an object's class."""
         return not self.names.isdisjoint(_UNSEEN_READS)
 
     def follow(self, value: Any, owner: type | None = None) -> None:

@@ -85,7 +85,7 @@ def test_a_part_is_read_from_the_boxes_that_overlap_it(tmp_path: Path) -> None:
         with open_folder_to_read(tmp_path) as files:
             tensors = StoredTensors(WrittenFiles(files, digests), index)
             assert tensors.metadata["x"].size == (6, 4) and tensors.metadata["unread"].size == (0,)
-            tensors.plan_reading({"x": SavedPart.of(local, (6, 4), [torch.arange(1, 4), columns])}).read()
+            tensors.plan_reading({"x": SavedPart.of(local, (6, 4), [torch.arange(1, 4), columns])}).fill_parts()
         return local
 
     assert torch.equal(read(), whole[1:4, columns])

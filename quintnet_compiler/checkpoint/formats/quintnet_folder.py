@@ -42,7 +42,7 @@ def _contents(chosen: Chosen) -> Contents:
     stored = StoredTensors(chosen.files, chosen.index)
     wholes = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in stored.metadata.items()}
     with raised_together(_alone, "QN601"):
-        stored.plan_reading({name: SavedPart.whole(x) for name, x in wholes.items()}).read()
+        stored.plan_reading({name: SavedPart.whole(x) for name, x in wholes.items()}).fill_parts()
     note = chosen.state
     model = {name.removeprefix(MODEL): x for name, x in wholes.items() if name.startswith(MODEL)}
     model |= {other: model[kept] for other, kept in note["run"].get("tied", {}).items() if kept in model}

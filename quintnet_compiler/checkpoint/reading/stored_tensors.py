@@ -23,12 +23,12 @@ from .block_reading import Region, read_regions, regions
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What is read for some parts."""
+    """The regions of files to read for some parts."""
 
     checkpoint: WrittenFiles
     regions: Sequence[Region]
 
-    def read(self) -> None:
+    def fill_parts(self) -> None:
         """Fill the parts.
 
         Raises:
