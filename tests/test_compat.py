@@ -72,6 +72,8 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
             importlib.import_module("torch.nn.attention.flex_attention"),
         ),
         "_no_grad_trunc_normal_": nn.init,
+        "_orig_module_call": importlib.import_module("torch.fx._symbolic_trace"),
+        "_is_fastpath_enabled": torch.backends.mha,
         "_reset_parameters": nn.MultiheadAttention(1, 1),
         "_keys_to_ignore_on_load_unexpected": _LLAMA,
         "_keys_to_ignore_on_save": _LLAMA,

@@ -98,13 +98,14 @@ def test_calls_do_not_grow_with_the_number_of_parameters(axes: dict[str, int], o
 
 def test_a_step_makes_few_calls() -> None:
     """What is known before a step is not looked for in it. It was 289 calls of Python's and C's functions when this was
-    written; before, with a batch that was flattened four times and results whose owners were searched, 454."""
+    written; before, with a batch that was flattened four times and results whose owners were searched, 454. Guards of
+    torch's switches, which forward may ask for, are 14 of them."""
     program = _compiled(8, {})
     for _ in range(2):
         program.step(_batch())
         program.zero_grad()
     batch = _batch()
-    assert 100 < _calls(lambda: program.step(batch)).total() < 340
+    assert 100 < _calls(lambda: program.step(batch)).total() < 360
 
 
 def test_guards_of_gpt2_take_as_long_as_a_few_thousand_comparisons() -> None:

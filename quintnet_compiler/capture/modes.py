@@ -172,6 +172,9 @@ def refuse_modes(device: torch.device) -> None:
         )
 
 
+_NOT_THE_USERS = (code_origin.PACKAGE, code_origin.TORCH)  # what replaces functions while it traces is no user's
+
+
 def refuse_replaced(func: Any, caller: types.FrameType | None) -> None:
     """Refuse a function of the user's that torch takes for its own, as it was put in the place of that one.
 
@@ -185,7 +188,7 @@ def refuse_replaced(func: Any, caller: types.FrameType | None) -> None:
     Raises:
         CompileError: QN105.
     """
-    if not isinstance(func, types.FunctionType) or func.__code__.co_filename.startswith(code_origin.TORCH):
+    if not isinstance(func, types.FunctionType) or func.__code__.co_filename.startswith(_NOT_THE_USERS):
         return
     if caller is not None and caller.f_code is handle_torch_function.__code__:
         caller = caller.f_back

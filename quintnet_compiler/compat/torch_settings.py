@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._functorch import config as functorch_config
+from torch.backends import mha
 from torch.fx.experimental import _config as shapes_config
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -49,12 +50,11 @@ def settings_of_torch() -> list[str]:
 
 
 _SWITCHES = (
-    torch.get_deterministic_debug_mode,
+    torch._C._get_deterministic_algorithms, torch._C._get_deterministic_algorithms_warn_only,
     torch._C._get_cudnn_enabled, torch._C._get_cudnn_benchmark, torch._C._get_cudnn_deterministic,
     torch._C._get_mkldnn_enabled,
     torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled,
     torch._C._get_cudnn_sdp_enabled,
-    torch.backends.mha.get_fastpath_enabled,
 )  # fmt: skip
 
 
@@ -65,10 +65,10 @@ def switches_of_torch() -> tuple[Any, ...]:
     which take 30 times as long to read, in each step.
     """
     try:
-        precision = torch.get_float32_matmul_precision()
+        precision = torch._C._get_float32_matmul_precision()
     except RuntimeError:  # it was set in another way, and has no such name
         precision = "other"
-    return (precision, *[read() for read in _SWITCHES])
+    return (precision, mha._is_fastpath_enabled, *[read() for read in _SWITCHES])
 
 
 def _digest(config: Any) -> str:

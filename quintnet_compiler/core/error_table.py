@@ -210,8 +210,8 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         "QN303": ErrorEntry(
             "a rank does not answer",
             "A rank was stopped (SIGSTOP) or sent no heartbeat for too long, while the others wait for it. The message "
-            "names it, and where the others' stacks are. (One that a debugger holds is waited for, as long as "
-            "collective_timeout says.)",
+            "names it, and where the others' stacks are. One that a debugger holds is waited for, as long as "
+            "collective_timeout says.",
             "Continue the rank, or end it: with restarts= all ranks start again from their checkpoint.",
         ),
         "QN304": ErrorEntry(

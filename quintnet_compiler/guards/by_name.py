@@ -16,12 +16,13 @@ from .function_reads import is_library, is_library_module
 from .python_state import CODE, PLAIN
 
 _LIBRARY_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-# what Python looks up in the class of an object, and not in the object
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+# what Python looks up in the class of an object that is there, and not in the object
 _SPECIAL = frozenset(
     name
     for kind in (int, float, complex, str, list, dict, set, types.FunctionType, type(iter(())))
     for name in dir(kind)
-    if name.startswith("__") and callable(getattr(kind, name, None))
+    if name.startswith("__") and callable(getattr(kind, name, None)) and name not in _CONSTRUCTORS
 ) | {
     *("__getattr__", "__delattr__", "__missing__", "__enter__", "__exit__", "__bool__", "__index__", "__fspath__"),
     *("__matmul__", "__rmatmul__", "__imatmul__", "__itruediv__", "__torch_function__", "__array__"),
@@ -82,9 +83,6 @@ def is_users(kind: type) -> bool:
     """Return whether a class was not made by an installed package, by torch or by Python itself."""
     module = sys.modules.get(kind.__module__)
     return module is not None and (kind.__module__ == "__main__" or not is_library_module(module))
-
-
-_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 
 
 def special_methods(kind: type) -> Iterator[types.FunctionType]:
