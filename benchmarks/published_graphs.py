@@ -284,7 +284,7 @@ def main() -> None:
         try:
             one = price(run)
         except CompileError as error:
-            refused[f"{run.id}: {error.id} {error.message}"] += 1
+            refused[f"{run.id}: {error.code} {error.message}"] += 1
             continue
         found.append(one)
         devices[one.id] = run.device

@@ -43,8 +43,8 @@ CPU = torch.device("cpu")
 aten = torch.ops.aten
 # They make no difference to any of the victims: what they would change is not in these.
 HARMLESS = {
-    "move_back: the value's types instead of the gradient's",
-    "of_parameters: no conversion is a parameter's",
+    "emit_conversion_backward: the value's types instead of the gradient's",
+    "parameter_conversions: no conversion is a parameter's",
     "leaf_strategies: parts are lost",
     "refine: nothing is gone",
     "hops: in the other order",
@@ -54,7 +54,7 @@ HARMLESS = {
     "fit: what is whole may be split",
 }
 SAMPLE = {
-    "move_back: forgets to add up the ranks' terms",
+    "emit_conversion_backward: forgets to add up the ranks' terms",
     "gradient: a partial value's is partial",
     "strategies: what lacks the factor is invariant",
     "_linear: half the bias' gradient",

@@ -247,7 +247,7 @@ def _in_process(axes: dict[str, int], options: dict[str, Any], lengths: Sequence
         wrong = error.code
     whole = {name: p.full_tensor() for name, p in program.named_parameters() if not p.is_meta}  # type: ignore[attr-defined]
     programs = [one for rows in program._programs._any_length.values() for one in rows.values()]  # type: ignore[attr-defined]
-    return losses, whole, held, wrong, sum(len(one.made) for one in programs)
+    return losses, whole, held, wrong, sum(len(one.symbolic) for one in programs)
 
 
 @pytest.mark.parametrize(
