@@ -94,7 +94,7 @@ class Asks(Net):
 SWITCHES: dict[str, Callable[[Any], None]] = {
     "deterministic algorithms": torch.use_deterministic_algorithms,
     "precision of products": lambda on: torch.set_float32_matmul_precision("high" if on else "highest"),
-    "a backend": lambda on: setattr(torch.backends.cudnn, "benchmark", on),
+    "a backend": torch._C._set_cudnn_benchmark,  # also where torch.testing froze the public flag
 }
 
 
