@@ -71,7 +71,7 @@ def read_parts(subject: WeightsSubject, sources: Mapping[str, Sequence[Source]])
 
 
 def everywhere(backend: Backend, code: str) -> contextlib.AbstractContextManager[None]:
-    """Raise on every rank of a program what a block raises on one: see :func:`.reading.together.together`."""
+    """Raise on every rank of a program what a block raises on one: see :func:`.reading.together.raised_together`."""
     return raised_together(backend.told, code)
 
 

@@ -42,6 +42,7 @@ _LOOK_UP = (vars, dir, getattr, hasattr, inspect, type.__getattribute__, *_LOOKU
 # What reads attributes past the methods of an object's class, by which other reads are recorded.
 _UNSEEN_READS = frozenset({"__getattribute__", "__get__", "getattr_static", "getmembers_static"})
 METHODS_OF_C = (types.WrapperDescriptorType, types.MethodWrapperType, types.MethodDescriptorType)
+_FORMATS = ("format", "format_map")  # "{0.name}".format(x) reads an attribute
 _NAME = re.compile(r"[^\W\d]\w*")
 _KINDS = (types.BuiltinFunctionType, *METHODS_OF_C, types.ModuleType, type)
 _READ_ALL = ("globals", "eval", "exec")  # may read any variable of the function's module
@@ -185,20 +186,26 @@ class Walk:
 
 def computes_names(code: types.CodeType) -> bool:
     """Return whether code, or a function inside it, looks up an attribute by a name that is not text in it, as far as
-    it can be told from the code: with ``getattr``, ``hasattr``, ``vars``, ``dir``, ``__dict__``, or functions of
-    ``inspect`` and the like."""
+    it can be told from the code: with ``getattr``, ``hasattr``, ``vars``, ``dir``, ``__dict__``, functions of
+    ``inspect`` and the like, or ``format`` of text that is no constant."""
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG", "RESUME")]
-    for index, step in enumerate(steps):
-        name = step.argval
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and (name == "__dict__" or name in _LOOKUPS):
-            return True
-        if step.opname in ("IMPORT_NAME", "IMPORT_FROM") and name in _ALL_NAMES:
-            return True
-        if step.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
-            continue
-        if name in _ALL_NAMES or (name in ("getattr", "hasattr") and not _is_given_text(steps[index + 1 :])):
-            return True
+    if any(_computes_name(steps, index) for index in range(len(steps))):
+        return True
     return any(computes_names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
+
+
+def _computes_name(steps: Sequence[dis.Instruction], index: int) -> bool:
+    """Return whether one step of code begins such a look-up."""
+    step, name = steps[index], steps[index].argval
+    if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and (name == "__dict__" or name in _LOOKUPS):
+        return True
+    if name in _FORMATS and step.opname.startswith("LOAD_") and steps[index - 1].opname != "LOAD_CONST":
+        return True
+    if step.opname in ("IMPORT_NAME", "IMPORT_FROM") and name in _ALL_NAMES:
+        return True
+    if step.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
+        return False
+    return name in _ALL_NAMES or (name in ("getattr", "hasattr") and not _is_given_text(steps[index + 1 :]))
 
 
 def _is_given_text(steps: Sequence[dis.Instruction]) -> bool:

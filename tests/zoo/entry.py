@@ -15,7 +15,9 @@ VOCAB, LENGTH, IMAGE = 64, 8, 5  # the token that stands for an image
 
 class InDouble(TorchFunctionMode):
     """Norms, softmax, rotary tables and losses that a model casts to float32 stay in float64, so that rounding hides
-    nothing."""
+    nothing. It is entered around programs, too, which is refused for modes that are not torch's."""
+
+    __module__ = "torch.overrides"
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
