@@ -85,7 +85,10 @@ def _cycles(axes: dict[str, int], count: int, folder: Path | None) -> list[Held]
 )
 def test_programs_leave_no_files_threads_or_groups(axes: dict[str, int], count: int, tmp_path: Path) -> None:
     for held in quintnet.launch(_cycles, Mesh(**axes).size, (axes, count, tmp_path), timeout=240):
-        assert {one[:3] for one in held[2:]} == {held[2][:3]}, held
+        early, late = ([sample[:3] for sample in part] for part in (held[2:-2], held[-2:]))
+        most = tuple(map(max, zip(*early, strict=True)))
+        least = tuple(map(min, zip(*late, strict=True)))  # a thread that is about to end may be in one of them
+        assert all(now <= then for now, then in zip(least, most, strict=True)), held
 
 
 def _close_one_of_two() -> list[float]:
