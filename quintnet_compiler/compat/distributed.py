@@ -188,7 +188,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds that ranks of a group wait for each other; instead: none, ``init_process_group`` keeps it."""
     backends: str = dist.get_backend_config(group)
     kinds = [part.partition(":")[0] for part in backends.split(",")]
-    options: Any = group._get_backend(torch.device("cpu" if "cpu" in kinds else kinds[0])).options
+    options: Any = getattr(_backend_of(group, "cpu" if "cpu" in kinds else kinds[0]), "options", None)
     return float((options._timeout if options is not None else dist.default_pg_timeout).total_seconds())
 
 
@@ -197,9 +197,17 @@ def wait_as_long(group: dist.ProcessGroup, seconds: float) -> None:
     that a DeviceMesh does not make. gloo and NCCL can be told; other backends keep what they have."""
     backends: str = dist.get_backend_config(group)
     for part in backends.split(","):
-        backend: Any = group._get_backend(torch.device(part.partition(":")[0]))
+        backend: Any = _backend_of(group, part.partition(":")[0])
         if hasattr(backend, "_set_default_timeout"):
             backend._set_default_timeout(timedelta(seconds=seconds))
+
+
+def _backend_of(group: dist.ProcessGroup, kind: str) -> Any:
+    """Return the backend of a group for a kind of device; None: the group is written in Python, and has none."""
+    try:
+        return group._get_backend(torch.device(kind))
+    except RuntimeError:
+        return None
 
 
 def store_of_world() -> Any:
