@@ -69,10 +69,13 @@ def main() -> None:
     guards = capture(model, {"input_ids": ids, "labels": ids}).guards
     assert guards is not None and guards.hold()
     seconds = min(timeit.repeat(guards.hold, number=CALLS, repeat=REPEATS)) / CALLS
-    for guard in (guards.plain, guards.same, guards.absent, *guards.fixed, guards.containers):
+    for guard in guards._all:
         part = min(timeit.repeat(guard.hold, number=CALLS, repeat=REPEATS)) / CALLS
         print(f"{part * 1e6:5.1f} us  {type(guard).__name__}")
-    print(f"{seconds * 1e6:.0f} us")
+    loop = min(
+        timeit.repeat("for number in numbers: pass", "numbers = list(range(1000))", number=CALLS, repeat=REPEATS)
+    )
+    print(f"{seconds * 1e6:.0f} us; a loop over 1,000 numbers {loop / CALLS * 1e6:.1f} us")
 
 
 if __name__ == "__main__":
