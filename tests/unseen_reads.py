@@ -23,6 +23,7 @@ sys.modules[settings.__name__] = settings
 raw = object.__getattribute__
 static = inspect.getattr_static
 TEXT = "{0.k}"
+FORMAT = TEXT.format
 member = OwnSlots.__dict__["k"]
 
 
@@ -189,6 +190,7 @@ UNSEEN_READS = {
     "a module by its path": _module(lambda h: sys.modules["quintnet_test_settings"].k),
     "a match": _class(_matches),
     "a format": Holder(_of_class(OfClass, Derived), lambda h: float(TEXT.format(OfClass)), _class(len).put),
+    "a bound format": Holder(_of_class(OfClass, Derived), lambda h: float(FORMAT(OfClass)), _class(len).put),
     "a bound method of a dict": Holder(lambda k: {"k": k}.get, lambda h: h("k"), lambda h, v: h.__self__.update(k=v)),
     "a weak proxy": Holder(
         lambda k: (lambda box: {"box": box, "proxy": weakref.proxy(box)})(Box(k)),

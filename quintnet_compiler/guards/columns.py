@@ -271,7 +271,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Flags:
-    """Which parameters require gradients: ``spaces[i][keys[i]]`` (others may be there than there were).
+    """The flags ``requires_grad`` of parameters: ``spaces[i][keys[i]]`` (others may be there than there were).
 
     ``trained``: the places of those that do; ``frozen``: of the others.
     """

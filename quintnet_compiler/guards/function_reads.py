@@ -120,7 +120,8 @@ class Walk:
 
     def _note_lookup(self, value: Any) -> None:
         """Note a function that looks attributes up by a name that it is given, or past the methods of a class."""
-        self.computes_names |= any(value is lookup for lookup in _LOOK_UP)
+        formats = isinstance(getattr(value, "__self__", None), str) and getattr(value, "__name__", "") in _FORMATS
+        self.computes_names |= formats or any(value is lookup for lookup in _LOOK_UP)
         if getattr(value, "__name__", "") in _UNSEEN_READS and isinstance(value, (types.FunctionType, *METHODS_OF_C)):
             self.names.add(value.__name__)
 

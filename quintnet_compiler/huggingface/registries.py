@@ -54,14 +54,12 @@ def traced_as_few_nodes(model: nn.Module, *, as_shipped: bool = False) -> Iterat
 @contextlib.contextmanager
 def without_caches(model: nn.Module) -> Iterator[None]:
     """Let Hugging Face modules of ``model`` make no cache of keys and values while inside, as no trace does."""
-    configs = [config for config in _configs(model) if getattr(config, "use_cache", False)]
-    try:
-        for config in configs:
-            config.use_cache = False
+    with contextlib.ExitStack() as stack:
+        for config in _configs(model):
+            if hasattr(config, "use_cache"):
+                stack.callback(setattr, config, "use_cache", config.use_cache)
+                config.use_cache = _CHOICES["use_cache"]
         yield
-    finally:
-        for config in configs:
-            config.use_cache = True
 
 
 # Attributes of a configuration while it is captured: the name under which a function of ours is registered, and no

@@ -1,4 +1,4 @@
-"""What fails on one rank fails on all of them."""
+"""Errors of one rank, raised on every rank."""
 
 from __future__ import annotations
 
