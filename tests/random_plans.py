@@ -168,7 +168,7 @@ def random_program(
         check_chunked(local, chunked)
     differentiated = run(Differentiate(), chunked)
     if dice.random() < 0.5:
-        differentiated = run(Recompute(dice.choice(["selective", "full"])), differentiated)
+        differentiated = run(Recompute(dice.choice(["selective", "full", "fused"])), differentiated)
     elif differentiated.again:
         differentiated = run(Recompute("none", reshard_after_forward=False), differentiated)
     check_backward(differentiated)

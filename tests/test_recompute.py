@@ -186,3 +186,17 @@ def test_masks_are_drawn_again_as_they_were() -> None:
             curves.append(float(program.step(batch)))
             optimizer.step()
     assert curves[:3] == curves[3:6] == curves[6:] and len(set(curves[:3])) == 3
+
+
+@pytest.mark.parametrize("axes", [{"dp": 1}, {"pp": 2}], ids=str)
+def test_compiled_losses_save_logits_and_no_log_probabilities(axes: dict[str, int]) -> None:
+    """Log-probabilities have 32 bits, logits 16: they are the largest values of language models."""
+    saved = {}
+    for backend in ("eager", "inductor"):
+        program = quintnet.compile(
+            build("hf_llama").float(), Mesh(**axes), CASES["hf_llama"].batch(8), loss_fn=CASES["hf_llama"].loss_fn,
+            precision="bf16", backend=backend,
+        )  # fmt: skip
+        saved[backend] = set(program._primary().program.stages[-1].saved)
+    assert any("log_softmax" in name for name in saved["eager"])
+    assert not any("log_softmax" in name for name in saved["inductor"])

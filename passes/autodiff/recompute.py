@@ -38,7 +38,8 @@ class Recompute:
     Attributes:
         blocks: ``"full"``: recompute all of a block; ``"selective"``: values that cost no more than passes over memory;
             ``"fused"``: values that cost next to nothing where pointwise operators are fused with their users (as in
-            TorchInductor); ``"auto"``: as much as the ``budget`` requires; ``"none"``.
+            TorchInductor), also those of no block, such as losses'; ``"auto"``: as much as the ``budget`` requires;
+            ``"none"``.
         reshard_after_forward: whether values that each microbatch gathers are gathered again: parameters (which are
             saved whole otherwise), and activations, of which ranks then save slices (Korthikanti et al. 2022).
         budget: the memory that saved values may take.
@@ -52,7 +53,7 @@ class Recompute:
     budget: Budget | None = None
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
-        inside = set[fx.Node]() if self.blocks == "none" else _in_blocks(program)
+        inside = self._candidates(program)
         parameters, gathered = _gathered(program)
         again = program.again | dequantised(program) | (gathered if self.reshard_after_forward else set())
         if self.blocks == "selective":
@@ -64,6 +65,13 @@ class Recompute:
             inside = within_budget(program, inside, again, self.budget)
         copied = inside | again
         return _Copying(program, copied).run() if copied else program
+
+    def _candidates(self, program: DifferentiatedProgram) -> set[fx.Node]:
+        """Return forward nodes that may be recomputed with their block."""
+        if self.blocks == "none":
+            return set()
+        nodes = {node for node in _repeatable(program) if _stays_in_block(program, node)}
+        return nodes if self.blocks == "fused" else {node for node in nodes if block_of(node) is not None}
 
 
 class _Copying:
@@ -124,11 +132,6 @@ class _Copying:
         return copy
 
 
-def _in_blocks(program: DifferentiatedProgram) -> set[fx.Node]:
-    """Return forward nodes that only their own block reads."""
-    return {node for node in _repeatable(program) if _stays_in_block(program, node)}
-
-
 def _repeatable(program: DifferentiatedProgram) -> Iterator[fx.Node]:
     """Yield forward nodes that may be recomputed for each microbatch."""
     for node in program.graph.nodes:
@@ -140,8 +143,9 @@ def _repeatable(program: DifferentiatedProgram) -> Iterator[fx.Node]:
 
 
 def _stays_in_block(program: DifferentiatedProgram, node: fx.Node) -> bool:
+    """Return whether only its own block, or what is in no block as itself, reads a node in the forward."""
     block, stage = block_of(node), program.stage.get(node)
-    if block is None or stage is None or node in program.outputs:
+    if stage is None or node in program.outputs:
         return False
     users = [user for user in node.users if user.op == "call_function" and not _is_backward(user)]
     return all(block_of(user) == block and program.stage.get(user) == stage for user in users)

@@ -20,6 +20,7 @@ from ...ops.collectives import COMMUNICATION
 aten = torch.ops.aten
 nx = lazy_loader.load("networkx")  # slow to import, and few plans recompute
 SOURCE, SINK = "saved", "needed"
+REDUCTION_SHARE = 0.25  # what repeating a fused reduction costs, of saving its result: it reads values in a cache
 TICK_SECONDS = 1e-12  # the unit of capacities, and the price of a byte among cheap values
 Seconds = Callable[[fx.Node], float]  # of recomputing a node; inf: it must be saved
 
@@ -33,12 +34,12 @@ class RecomputeCut:
     bytes: int
 
 
-def groups_of(program: DifferentiatedProgram, inside: set[fx.Node]) -> Mapping[tuple[int, Block], list[fx.Node]]:
-    """Return ``inside`` by stage and repeated block, in the graph's order."""
-    groups: dict[tuple[int, Block], list[fx.Node]] = defaultdict(list)
+def groups_of(program: DifferentiatedProgram, inside: set[fx.Node]) -> Mapping[tuple[int, Block | None], list[fx.Node]]:
+    """Return ``inside`` by stage and repeated block (None: what is in no block), in the graph's order."""
+    groups: dict[tuple[int, Block | None], list[fx.Node]] = defaultdict(list)
     for node in program.graph.nodes:
-        if node in inside and (block := block_of(node)) is not None:
-            groups[program.stage[node], block].append(node)
+        if node in inside:
+            groups[program.stage[node], block_of(node)].append(node)
     return groups
 
 
@@ -53,14 +54,15 @@ def cheap_values(program: DifferentiatedProgram, inside: set[fx.Node]) -> set[fx
 
 
 def fused_values(program: DifferentiatedProgram, inside: set[fx.Node]) -> set[fx.Node]:
-    """Return the same, but only pointwise operators and views that kernels of the backward fuse with their users.
+    """Return the same, but only values that kernels of the backward compute beside their users.
 
-    Matmuls are not fused with the operators that they read.
+    These are pointwise operators, views, and normalizations that are compiled as pointwise operators and reductions
+    (``_log_softmax``). Matmuls are not fused with the operators that they read.
     """
     groups = groups_of(program, inside).values()
     backward = {n for n in program.graph.nodes if n.op == "call_function" and facts(n).phase == "backward"}
     available = {source for node in backward for source in node.all_input_nodes} - inside
-    price = {node: math.inf if _in_memory(node) else 0.0 for node in inside}
+    price = {node: _seconds_if_fused(node) for node in inside}
     return {node for nodes in groups for node in cut(nodes, price.__getitem__, TICK_SECONDS, available).again}
 
 
@@ -129,9 +131,15 @@ def _is_expensive(node: fx.Node) -> bool:
     return operator.target in COMMUNICATION or takes_long(operator)
 
 
-def _in_memory(node: fx.Node) -> bool:
-    """Return whether a value that the backward recomputes would have to be written to memory."""
-    return not _is_view(node) and (not _tagged(node, torch.Tag.pointwise) or _read_from_memory(node))
+def _seconds_if_fused(node: fx.Node) -> float:
+    """Return the price of recomputing a value in kernels of the backward; inf if it would be written to memory."""
+    if _is_view(node):
+        return 0.0
+    if _read_from_memory(node):
+        return math.inf
+    if facts_of(origin(node)[0].target).fused_as == "reduction":
+        return REDUCTION_SHARE * TICK_SECONDS * _bytes(node)
+    return 0.0 if _is_fused(node, torch.Tag.pointwise) else math.inf
 
 
 def _read_from_memory(node: fx.Node) -> bool:
@@ -140,15 +148,17 @@ def _read_from_memory(node: fx.Node) -> bool:
     if any(_is_view(user) and _read_from_memory(user) for user in users):
         return True
     readers = [user for user in users if not _is_view(user) and facts(user).phase == "backward"]
-    return not all(_tagged(user, torch.Tag.pointwise, torch.Tag.reduction) for user in readers)
+    return not all(_is_fused(user, torch.Tag.pointwise, torch.Tag.reduction) for user in readers)
 
 
 def _is_view(node: fx.Node) -> bool:
     return memory_of(node) is not node
 
 
-def _tagged(node: fx.Node, *tags: torch.Tag) -> bool:
-    return not set(tags).isdisjoint(getattr(origin(node)[0].target, "tags", ()))
+def _is_fused(node: fx.Node, *tags: torch.Tag) -> bool:
+    """Return whether compilers fuse a node's operator: it has one of ``tags``, or consists of such operators."""
+    operator = origin(node)[0].target
+    return facts_of(operator).fused_as is not None or not set(tags).isdisjoint(getattr(operator, "tags", ()))
 
 
 def _is_tuple(node: fx.Node) -> bool:

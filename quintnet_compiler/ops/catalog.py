@@ -10,7 +10,9 @@ in the list of 16 bits, as their kernels keep statistics in float32 (torch.autoc
 costs passes over memory and gives the same to the last bit of the result); of batch norms, statistics are buffers,
 which stay float32. Lookups are in that list, too (torch.autocast has them in none): what is added to a row has 16 bits,
 and so has the sum; the gradient of the table is added up in float32. ``recompute``: ``keep`` if computing it again
-takes longer than a few passes over memory; ``save``: it never is, as it is small and the host may have to wait for it.
+takes longer than a few passes over memory; ``save``: it never is, as it is small and the host may have to wait for it;
+``pointwise`` or
+``reduction``: compilers take it apart into operators of these kinds, which they fuse with their neighbours.
 
 Derivatives are traced from autograd.
 """
@@ -20,25 +22,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 
 from .rules.notation import Work
 from .rules.table import RULES
 
+FusedAs = Literal["pointwise", "reduction"]
+FUSED: tuple[FusedAs, ...] = get_args(FusedAs)
 _NAMESPACES = ("aten", "quintnet")  # a user's own operator of the same name is another
 _TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
 
 
 @dataclass(frozen=True)
 class OperatorFacts:
-    """A line of the table. ``autocast``: 16, 32, or None; ``keep``: not cheap to compute again; ``save``: never is."""
+    """A line of the table. ``autocast``: 16, 32, or None; ``keep``: not cheap to compute again; ``save``: never is;
+    ``fused_as``: what compilers take it apart into, beyond what torch's tags say."""
 
     work: Work | None = None
     autocast: int | None = None
     keep: bool = False
     save: bool = False
+    fused_as: FusedAs | None = None
 
 
 def facts_of(target: Any) -> OperatorFacts:
@@ -75,6 +81,7 @@ def _read(table: str) -> Mapping[str, OperatorFacts]:
                 None if bits == "-" else int(bits),
                 again in ("keep", "save"),
                 again == "save",
+                again if again in FUSED else None,
             )
             for name, work, bits, again in rows
         }
@@ -150,7 +157,7 @@ OPERATORS = _read(
     local_experts                                         memory     -   -
     local_noise                                           memory     -   -
     log_sigmoid_forward                                   memory     -   -
-    _log_softmax_backward_data                            memory     -   -
+    _log_softmax_backward_data                            memory     -   reduction
     loss_scale                                            memory     -   -
     mean                                                  memory     -   -
     microbatch                                            memory     -   -
@@ -160,7 +167,7 @@ OPERATORS = _read(
     native_group_norm_backward                            memory     -   -
     native_layer_norm_backward                            memory     -   -
     nll_loss2d_backward                                   memory     -   -
-    nll_loss_backward                                     memory     -   -
+    nll_loss_backward                                     memory     -   pointwise
     nll_terms                                             memory     -   -
     nll_terms_backward                                    memory     -   -
     padding_of                                            memory     -   -
@@ -189,6 +196,7 @@ OPERATORS = _read(
     _unsafe_index_put                                     memory     -   -
     _weight_norm_interface                                memory     -   -
     acos                                                  -          32  -
+    _to_copy                                              -          -   pointwise
     addbmm                                                -          16  -
     addmm                                                 -          16  keep
     addmv                                                 -          16  -
@@ -233,7 +241,7 @@ OPERATORS = _read(
     log10                                                 -          32  -
     log1p                                                 -          32  -
     log2                                                  -          32  -
-    _log_softmax                                          -          32  -
+    _log_softmax                                          -          32  reduction
     log_softmax                                           -          32  -
     logaddexp                                             -          32  -
     logcumsumexp                                          -          32  -

@@ -20,6 +20,7 @@ from ...ir.generated import GeneratedModule
 from ...ops.scaled_products import CASTS, CONSISTS_OF
 from .cudagraphs import CudaGraphs, Graphs
 from .layouts import ByLayout
+from .pointwise_losses import POINTWISE_LOSSES
 from .segments import MAX_VARIANTS, Function, Segment, Stepper, split
 
 Engine = Callable[[GeneratedModule, str], Function]  # takes a generated function and its name in messages
@@ -132,8 +133,9 @@ def compiled(module: fx.GraphModule, args: Sequence[Tensor]) -> Function | None:
 
     # on GPUs, scales and casts to 8 bits, which read a value several times, are fused with the operator before them
     fused_casts = CONSISTS_OF if any(x.is_cuda for x in args) else {}
+    table = {**decompositions(), **POINTWISE_LOSSES, **fused_casts}
     with torch.no_grad():
-        traced = make_fx(flat, decomposition_table={**decompositions(), **fused_casts}, tracing_mode="fake")(*args)
+        traced = make_fx(flat, decomposition_table=table, tracing_mode="fake")(*args)
     if not can_fuse(traced.graph):
         return None
     fakes = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
