@@ -36,7 +36,7 @@ def test_collectives_of_two_ranks_and_a_layout_of_four(launcher: Launcher) -> No
 
 @pytest.mark.slow
 def test_collectives_layouts_files_and_a_rank_that_ends(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    faults = {"ends": nccl_ranks.FAULTS["ends"]}
+    faults = {work: nccl_ranks.FAULTS[work] for work in ("other", "ends")}
     monkeypatch.setattr(nccl_ranks, "FAULTS", faults)
     monkeypatch.setattr(nccl_ranks, "SHORT", 200.0)
     monkeypatch.setattr(nccl_ranks, "LONG", 200.0)
@@ -48,8 +48,8 @@ def test_collectives_layouts_files_and_a_rank_that_ends(launcher: Launcher, monk
         "8 collectives of 2 ranks, started",
         *sampled,
         "NaN in a parameter",
-        "a batch of other rows on one rank",
         "a checkpoint of dp, zero 3, read by tp",
+        "a batch of other rows on one rank",
         "a rank ends",
     ]
 

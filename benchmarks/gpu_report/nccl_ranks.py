@@ -12,7 +12,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,7 +23,7 @@ from .rank_processes import Ended, Launcher
 from .setting import Setting
 
 WHAT = "several ranks of NCCL on one device"
-LAST = "ranks? 1 "  # how errors name the last of two
+LAST = r"ranks? 1\b"  # how errors name the last of two
 FIRST = (2, 30)  # NCCL's version that lets ranks share a device
 SECONDS = 225.0  # less than the part's limit: what does not begin in time is told of
 SHORT, LONG = 50.0, 110.0  # limits of one work
@@ -51,8 +51,29 @@ WAYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "sockets": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
     }
 )
-FAULTS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {"ends": ("a rank ends", r"QN302|QN402"), "away": ("a rank does not come", r"QN402")}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of the last of two ranks.
+
+    Attributes:
+        what: the fault, as the report names it.
+        code: a pattern of the error ids that may end rank 0.
+        own_code: the error id that the last rank raises itself; "" if it raises none.
+    """
+
+    what: str
+    code: str
+    own_code: str = ""
+
+
+FAULTS: Mapping[str, Fault] = MappingProxyType(
+    {
+        "other": Fault("a batch of other rows on one rank", r"QN102|QN302", "QN102"),
+        "ends": Fault("a rank ends", r"QN302|QN402"),
+        "away": Fault("a rank does not come", r"QN402"),
+    }
 )
 
 
@@ -123,20 +144,17 @@ def _checks(launcher: Launcher, work: str, size: int, limit: float, until: float
 
 
 def _fault(launcher: Launcher, work: str, until: float) -> Iterator[Entry]:
-    """Rank 0 must be ended with an error that names the other one."""
-    what, codes = FAULTS[work]
+    """Rank 0 must be ended with an error that names the other one, which says what is its own."""
+    fault = FAULTS[work]
     left = until - time.monotonic()
     if left < SHORT / 2:
-        yield NotRun(what, "no time was left")
+        yield NotRun(fault.what, "no time was left")
         return
     ended = launcher.run(work, 2, min(SHORT, left), awaited=[0])
-    told = [line.strip() for line in ended.texts[0].splitlines() if re.search(rf"{codes}|{LAST}", line)]
-    good = (
-        bool(ended.codes[0])
-        and re.search(codes, ended.texts[0]) is not None
-        and re.search(LAST, " ".join(told)) is not None
-    )
-    yield Check(what, good, f"{ended.seconds:.1f} s; {' '.join(told)}"[:600])
+    lines = [line.strip() for line in ended.texts[0].splitlines() if re.search(rf"{fault.code}|{LAST}", line)]
+    names_it = all(re.search(pattern, " ".join(lines)) for pattern in (fault.code, LAST))
+    good = bool(ended.codes[0]) and names_it and fault.own_code in ended.texts[-1]
+    yield Check(fault.what, good, f"{ended.seconds:.1f} s; {' '.join(lines)}"[:600])
 
 
 def _said(ended: Ended) -> str:
