@@ -37,8 +37,15 @@ _TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
 
 @dataclass(frozen=True)
 class OperatorFacts:
-    """A line of the table. ``autocast``: 16, 32, or None; ``keep``: not cheap to compute again; ``save``: never is;
-    ``fused_as``: what compilers take it apart into, beyond what torch's tags say."""
+    """A line of the table.
+
+    Attributes:
+        work: what its price depends on, or None.
+        autocast: the bits in which mixed precision computes it: 16, 32, or None.
+        keep: whether it is not cheap to compute again.
+        save: whether it is never computed again.
+        fused_as: what compilers take it apart into, beyond what torch's tags say.
+    """
 
     work: Work | None = None
     autocast: int | None = None

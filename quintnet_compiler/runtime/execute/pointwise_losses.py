@@ -14,7 +14,7 @@ MEAN = 1  # torch's number for reduction="mean"
 
 
 def nll_loss_backward(
-    grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, total: Tensor
+    grad: Tensor, x: Tensor, labels: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, total: Tensor
 ) -> Tensor:
     """Return the gradient of :func:`torch.nn.functional.nll_loss` as a pointwise expression.
 
@@ -23,7 +23,7 @@ def nll_loss_backward(
     Args:
         grad: of the loss: [], or [N] if it is not reduced.
         x: log-probabilities [N, C] or [C], of which only the shape, dtype and device matter.
-        target: classes [N] or [].
+        labels: classes [N] or [].
         weight: of classes [C].
         reduction: 0 (none), 1 (mean) or 2 (sum).
         ignore_index: a class whose rows have no gradient.
@@ -34,15 +34,15 @@ def nll_loss_backward(
     """
     if reduction == MEAN:
         grad = grad / total
-    if x.dim() == 1 and target.dim():
-        target = target[0]
-    target = target.unsqueeze(-1)
+    if x.dim() == 1 and labels.dim():
+        labels = labels[0]
+    labels = labels.unsqueeze(-1)
     if 0 < grad.dim() < x.dim():
         grad = grad.unsqueeze(-1)
     if weight is not None:
         grad = grad * weight
-    is_class = torch.arange(x.shape[-1], device=x.device) == target
-    return torch.where(is_class & (target != ignore_index), -grad, 0).to(x.dtype)
+    is_class = torch.arange(x.shape[-1], device=x.device) == labels
+    return torch.where(is_class & (labels != ignore_index), -grad, 0).to(x.dtype)
 
 
 POINTWISE_LOSSES: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(
