@@ -15,10 +15,10 @@ from torch import fx
 from ..core.annotations import copies, is_getitem, num_bytes, shape, tensor_inputs, value, values
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
-from ..ops.catalog import work_of
 from ..ops.collectives import shard_pad, shard_slice, share
 from ..ops.cross_entropy import nll_terms, nll_terms_backward
 from ..ops.rank_local import embedding_rows, embedding_rows_backward, loss_scale, padding_of, rows_of
+from ..ops.rules.work import work_of
 from .calibration import Calibration, Point, interpolated, matmul_seconds
 from .hardware import CPU
 from .operators import aten, attention_flops, traffic

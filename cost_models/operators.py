@@ -18,7 +18,6 @@ from ..ops.attention.blocks import Sight
 from ..ops.attention.ring_plan import ring_plan
 from ..ops.attention.seen_keys import SeenKeys, seen_by
 from ..ops.attention.tiled import tiled_attention, tiled_attention_backward
-from ..ops.catalog import work_of
 from ..ops.collectives import (
     all_gather_matmul,
     matmul_reduce_scatter,
@@ -31,6 +30,7 @@ from ..ops.filters_of_rows import grouped_convolution, grouped_convolution_weigh
 from ..ops.rank_local import embedding_rows
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
+from ..ops.rules.work import work_of
 from ..ops.scaled_products import scaled_matmul
 from .kernels import Kernel, merged_bytes
 

@@ -17,7 +17,7 @@ from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.cost_models.hardware import H100
 from quintnet_compiler.cost_models.operators import RINGS, attention_flops, launches_of, ring_steps
 from quintnet_compiler.ops.attention.operator import attention
-from quintnet_compiler.ops.catalog import work_of
+from quintnet_compiler.ops.rules.work import work_of
 from quintnet_compiler.simulation.priced import ProgramPrices
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from torch import fx
 from ...core.annotations import annotate, copied_from, facts, is_getitem, leaf, memory_of, origin, value
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
-from ...ops.catalog import facts_of
+from ...ops.catalog import spec_of
 from ...ops.collectives import all_gather
 from ...ops.rank_local import microbatch
 from ...ops.scaled_products import parameter_of
@@ -138,7 +138,7 @@ def _repeatable(program: DifferentiatedProgram) -> Iterator[fx.Node]:
         forward = node.op == "call_function" and not _is_backward(node)
         if not forward or node.target is microbatch or node in program.once:
             continue
-        if not facts_of(origin(node)[0].target).save:
+        if not spec_of(origin(node)[0].target).save:
             yield node
 
 

@@ -14,8 +14,9 @@ from torch import fx
 from ...core.annotations import facts, leaf, memory_of, num_bytes, origin, values
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import Block, block_of
-from ...ops.catalog import facts_of, work_of
+from ...ops.catalog import spec_of
 from ...ops.collectives import COMMUNICATION
+from ...ops.rules.work import work_of
 
 aten = torch.ops.aten
 nx = lazy_loader.load("networkx")  # slow to import, and few plans recompute
@@ -123,7 +124,7 @@ class _Network:
 def takes_long(node: fx.Node) -> bool:
     """Return whether a node takes longer than a pass over memory on this rank: a matmul, attention, sorting."""
     fused = work_of(node.target) == "attention" and node.target not in COMMUNICATION
-    return fused or facts_of(node.target).keep
+    return fused or spec_of(node.target).keep
 
 
 def _is_expensive(node: fx.Node) -> bool:
@@ -137,7 +138,7 @@ def _seconds_if_fused(node: fx.Node) -> float:
         return 0.0
     if _read_from_memory(node):
         return math.inf
-    if facts_of(origin(node)[0].target).fused_as == "reduction":
+    if spec_of(origin(node)[0].target).fused_as == "reduction":
         return REDUCTION_SHARE * TICK_SECONDS * _bytes(node)
     return 0.0 if _is_fused(node, torch.Tag.pointwise) else math.inf
 
@@ -158,7 +159,7 @@ def _is_view(node: fx.Node) -> bool:
 def _is_fused(node: fx.Node, *tags: torch.Tag) -> bool:
     """Return whether compilers fuse a node's operator: it has one of ``tags``, or consists of such operators."""
     operator = origin(node)[0].target
-    return facts_of(operator).fused_as is not None or not set(tags).isdisjoint(getattr(operator, "tags", ()))
+    return spec_of(operator).fused_as is not None or not set(tags).isdisjoint(getattr(operator, "tags", ()))
 
 
 def _is_tuple(node: fx.Node) -> bool:

@@ -16,10 +16,10 @@ from ...core.annotations import facts, is_getitem, leaf, needs_grad, shape, valu
 from ...core.errors import CompileError
 from ...ir.builder import GraphBuilder
 from ...ir.program import Program, outputs
-from ...ops.catalog import work_of
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ...ops.experts.expert_linear import expert_linear
 from ...ops.experts.scaled_groups import scaled_expert_linear
+from ...ops.rules.work import work_of
 from ...ops.scaled_products import (
     FORWARD,
     OF_INPUT,

@@ -13,7 +13,7 @@ from ...core.errors import CompileError
 from ...core.precision import Precision
 from ...ir.builder import GraphBuilder
 from ...ir.program import Program, outputs
-from ...ops.catalog import facts_of
+from ...ops.catalog import spec_of
 from .narrow_leaves import narrow_leaves
 
 aten = torch.ops.aten
@@ -102,7 +102,7 @@ class _PrecisionLowering:
 
     def _fixed(self, node: fx.Node) -> torch.dtype | None:
         """The dtype in which an operator computes whatever it reads."""
-        bits = facts_of(node.target).autocast
+        bits = spec_of(node.target).autocast
         if node.target is aten._to_copy.default or bits == 32 or node.kwargs.get("dtype") is FULL:
             return FULL
         limit = torch.finfo(self.low).max

@@ -14,9 +14,9 @@ from torch import fx
 from ...compat.torch import schema
 from ...core.annotations import facts, is_getitem, origin, shape, tensor_inputs
 from ...ir.program import Axis, ShardedProgram
-from ...ops.catalog import work_of
 from ...ops.collectives import COMMUNICATION, lower_conversion
 from ...ops.rules.notation import Factors
+from ...ops.rules.work import work_of
 from ..strategies.rule_book import RuleBook, refine
 from .batch_factors import batch_dependent
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from ..core.errors import CompileError
-from ..ops.catalog import work_of
+from ..ops.rules.work import work_of
 from .places import LEAF, WHERE
 
 _aten = torch.ops.aten

@@ -1,5 +1,5 @@
-"""What is known of operators by their names, beside their sharding rules: prices and mixed precision read it, and
-activation checkpointing.
+"""The specs of operators (:class:`.op_spec.OpSpec`): columns that the table below gives by name, and traits
+(:mod:`.traits`) of single overloads.
 
 ``work``, of operators without a rule (backward operators, operators of decompositions): ``matmul`` (its size:
 :data:`..cost_models.operators.SIZES`), ``attention``, ``view`` (moves nothing) or ``memory`` (bound by the bytes that
@@ -11,8 +11,8 @@ costs passes over memory and gives the same to the last bit of the result); of b
 which stay float32. Lookups are in that list, too (torch.autocast has them in none): what is added to a row has 16 bits,
 and so has the sum; the gradient of the table is added up in float32. ``recompute``: ``keep`` if computing it again
 takes longer than a few passes over memory; ``save``: it never is, as it is small and the host may have to wait for it;
-``pointwise`` or
-``reduction``: compilers take it apart into operators of these kinds, which they fuse with their neighbours.
+``pointwise`` or ``reduction``: compilers take it apart into operators of these kinds, which they fuse with their
+neighbours.
 
 Derivatives are traced from autograd.
 """
@@ -20,85 +20,57 @@ Derivatives are traced from autograd.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
-import torch
+from torch import fx
 
+from .op_spec import FUSED, OpSpec
 from .rules.notation import Work
-from .rules.table import RULES
+from .traits import TRAITS
 
-FusedAs = Literal["pointwise", "reduction"]
-FUSED: tuple[FusedAs, ...] = get_args(FusedAs)
 _NAMESPACES = ("aten", "quintnet")  # a user's own operator of the same name is another
-_TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
 
 
-@dataclass(frozen=True)
-class OperatorFacts:
-    """A line of the table.
-
-    Attributes:
-        work: what its price depends on, or None.
-        autocast: the bits in which mixed precision computes it: 16, 32, or None.
-        keep: whether it is not cheap to compute again.
-        save: whether it is never computed again.
-        fused_as: what compilers take it apart into, beyond what torch's tags say.
-    """
-
-    work: Work | None = None
-    autocast: int | None = None
-    keep: bool = False
-    save: bool = False
-    fused_as: FusedAs | None = None
+def spec_of(target: Any) -> OpSpec:
+    """Return the spec of an operator (an overload); the default one if nothing is declared of it."""
+    spec = _WITH_TRAITS.get(target)
+    return spec if spec is not None else _of_name(target)
 
 
-def facts_of(target: Any) -> OperatorFacts:
-    """What is known of an operator (an overload); nothing, if it has no line."""
-    name = _name(target)
-    return OPERATORS.get(name, _UNKNOWN) if name else _UNKNOWN
+def spec(node: fx.Node) -> OpSpec:
+    """Return the spec of the operator that a node calls; the default one for other nodes."""
+    return spec_of(node.target)
 
 
-def work_of(target: Any) -> Work | None:
-    """What an operator is priced as: what its rule (or that of another overload) says, its line, or torch's tags.
-
-    None: nobody says it.
-    """
-    name = _name(target)
-    if name is None:
-        return None
-    if name in _RULED:
-        return _RULED[name]
-    tagged = _TAGS.intersection(target.tags)
-    return facts_of(target).work or ("memory" if tagged else None)
-
-
-def _name(target: Any) -> str | None:
-    """Of an operator of torch or of this package, without its overload."""
+def name_of(target: Any) -> str | None:
+    """Return the name of an operator of torch or of this package, without its overload; None for others."""
     return str(target.overloadpacket.__name__) if getattr(target, "namespace", None) in _NAMESPACES else None
 
 
-def _read(table: str) -> Mapping[str, OperatorFacts]:
+def _of_name(target: Any) -> OpSpec:
+    name = name_of(target)
+    return OPERATORS.get(name, _DEFAULT) if name else _DEFAULT
+
+
+def _read(table: str) -> Mapping[str, OpSpec]:
     rows = [line.split() for line in table.strip().splitlines()]
     return MappingProxyType(
         {
-            name: OperatorFacts(
-                None if work == "-" else cast(Work, work),
-                None if bits == "-" else int(bits),
-                again in ("keep", "save"),
-                again == "save",
-                again if again in FUSED else None,
+            name: OpSpec(
+                work=None if work == "-" else cast(Work, work),
+                autocast=None if bits == "-" else int(bits),
+                keep=again in ("keep", "save"),
+                save=again == "save",
+                fused_as=again if again in FUSED else None,
             )
             for name, work, bits, again in rows
         }
     )
 
 
-_RULED: Mapping[str, Work] = MappingProxyType(
-    {name: one.work for one in RULES.values() if one.work is not None and (name := _name(one.target)) is not None}
-)
-_UNKNOWN = OperatorFacts()
+_DEFAULT = OpSpec()
 OPERATORS = _read(
     # name, work, autocast, recompute
     """
@@ -297,4 +269,7 @@ OPERATORS = _read(
     var_mean                                              -          32  -
     xlogy                                                 -          32  -
     """
+)
+_WITH_TRAITS: Mapping[Any, OpSpec] = MappingProxyType(
+    {target: replace(_of_name(target), **traits) for target, traits in TRAITS.items()}
 )

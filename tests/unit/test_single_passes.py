@@ -29,7 +29,7 @@ from quintnet_compiler.ir.program import (
     StagedProgram,
     Strategy,
 )
-from quintnet_compiler.ops.catalog import facts_of
+from quintnet_compiler.ops.catalog import spec_of
 from quintnet_compiler.ops.collectives import COMMUNICATION, convert, wait
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
@@ -128,8 +128,8 @@ def test_what_computes_in_16_bits() -> None:
     lowered = LowerPrecision(Precision(compute=torch.bfloat16))(made)
     dtypes = {node.name: node.meta["val"].dtype for node in lowered.graph.nodes if "val" in node.meta}
     assert dtypes["linear"] is torch.bfloat16 and "aten._to_copy" in _targets(lowered)
-    assert facts_of(torch.ops.aten.linear.default).autocast == 16
-    assert facts_of(torch.ops.aten.log_softmax.int).autocast == 32 and facts_of(len).autocast is None
+    assert spec_of(torch.ops.aten.linear.default).autocast == 16
+    assert spec_of(torch.ops.aten.log_softmax.int).autocast == 32 and spec_of(len).autocast is None
     assert _targets(LowerPrecision(Precision())(made)) == _targets(made)
 
 

@@ -1,0 +1,31 @@
+"""The kind of work that an operator is, for prices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..catalog import name_of, spec_of
+from .notation import Work
+from .table import RULES
+
+_TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
+_OF_RULES: Mapping[str, Work] = MappingProxyType(
+    {name: rule.work for rule in RULES.values() if rule.work is not None and (name := name_of(rule.target)) is not None}
+)
+
+
+def work_of(target: Any) -> Work | None:
+    """Return what an operator is priced as, by its rule (or that of another overload), its spec, or torch's tags.
+
+    None: none of them says it.
+    """
+    name = name_of(target)
+    if name is None:
+        return None
+    if name in _OF_RULES:
+        return _OF_RULES[name]
+    return spec_of(target).work or ("memory" if _TAGS.intersection(target.tags) else None)
