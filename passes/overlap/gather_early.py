@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from ...core.annotations import annotate, facts, value
+from ...core.annotations import annotate, facts, is_getitem, value
 from ...ir.program import DifferentiatedProgram
 from ...ops.collectives import gather_early, gather_states
 from ...ops.rank_local import arrived
@@ -85,7 +85,7 @@ class _Early:
 def _read_in_microbatches(program: DifferentiatedProgram, node: fx.Node) -> bool:
     """Return whether only functions of microbatches read the gathered parameters, forwards first."""
     parts = list(node.users)
-    if node not in program.once or any(part.target is not operator.getitem for part in parts):
+    if node not in program.once or not all(map(is_getitem, parts)):
         return False
     return all(_is_read_in_forward(program, part) for part in parts)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...core.annotations import facts, shape
+from ...core.annotations import facts, is_getitem, shape
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
 from ...ops.collectives import STARTS, all_gather, reduce_scatter, wait
@@ -147,7 +147,7 @@ class ChainFinder:
         moved_up = [n for n in (product.weight, product.bias) if n is not None]
         for source in moved_up:
             if self.place[source] > place:
-                if source.target in RANKED or source.target is operator.getitem:
+                if source.target in RANKED or is_getitem(source):
                     return False
                 moved_up += source.all_input_nodes
         return not {first, *rows}.intersection(moved_up)

@@ -60,6 +60,7 @@ from .places import OWN, where_of
 from .repeat_blocks import numbers_are_read, reads_of_all, with_all_blocks
 from .sparse_gradients import check_dense
 from .step_module import Call, LossFn, StepModule
+from ..core.annotations import is_getitem
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
 MANY = 8  # equal blocks, from which on one stands for others while a program is traced
@@ -305,7 +306,7 @@ def _only_makes(node: fx.Node) -> bool:
     """Whether an operator of torch has a result and no other effect: it draws no numbers either, which are counted.
     Operators of this package may be marks, of hooks that no value leads to yet."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return node.target is operator.getitem
+        return is_getitem(node)
     counted = torch.Tag.nondeterministic_seeded in node.target.tags
     made = node.target.namespace == "aten" and bool(schema(node.target).returns)
     return made and not counted and not _writes(node)

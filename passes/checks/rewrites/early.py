@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import fx
 
-from ....core.annotations import facts
+from ....core.annotations import facts, is_getitem
 from ....ir.program import DifferentiatedProgram
 from ....ops.collectives import gather_early
 from ....ops.rank_local import arrived
@@ -33,14 +33,14 @@ def _check_start(program: DifferentiatedProgram, node: fx.Node) -> None:
     if node not in program.once:
         raise _fail(f"{node.name} starts in each microbatch", node)
     for result in node.users:
-        for user in result.users if result.target is operator.getitem else (result,):
+        for user in result.users if is_getitem(result) else (result,):
             if user.target is not arrived:
                 raise _fail(f"{user.name} reads {result.name} while it is under way", node)
 
 
 def _check_wait(program: DifferentiatedProgram, node: fx.Node) -> None:
     (result,) = node.all_input_nodes
-    start = result.args[0] if result.target is operator.getitem else None
+    start = result.args[0] if is_getitem(result) else None
     if not isinstance(start, fx.Node) or start.target is not gather_early:
         raise _fail(f"{node.name} waits for {result.name}, which nothing started", node)
     if node in program.once or program.stage.get(node) != program.stage.get(start):

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from ...compat.torch import HigherOrderOperator
+from ...core.annotations import is_getitem
 
 
 def regions(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, bool, fx.GraphModule, tuple[Any, ...]]]:
@@ -38,7 +39,7 @@ def inline_where_off(gm: fx.GraphModule) -> None:
         returned: Any = body.graph.output_node().args[0]
         returned = returned if isinstance(returned, (tuple, list)) else (returned,)
         for user in list(node.users):
-            assert user.target is operator.getitem
+            assert is_getitem(user)
             user.replace_all_uses_with(env[returned[user.args[1]]])
             graph.erase_node(user)
         whole: Any = node.args[4]

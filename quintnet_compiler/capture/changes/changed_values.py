@@ -35,6 +35,7 @@ from ..places import where_of
 from .autocast import regions
 from .memory import same_memory, written
 from .no_grad import WITHOUT_GRADIENTS
+from ...core.annotations import is_getitem
 
 aten = torch.ops.aten
 _detach = aten.detach.default
@@ -263,7 +264,7 @@ class _Rewriter:
         source = self.known.source[x]
         if list(written(x)):
             return of(source)
-        if x.target is operator.getitem:
+        if is_getitem(x):
             several = x.args[0]
             assert isinstance(several, fx.Node)
             views = self.graph.node_copy(several, lambda n: of(n) if n is source else n)

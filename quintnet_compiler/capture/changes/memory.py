@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...compat.torch import OpOverload, pytree, schema, storage_key
+from ...core.annotations import is_getitem
 
 
 def written(node: fx.Node) -> Iterator[fx.Node]:
@@ -27,7 +28,7 @@ def written(node: fx.Node) -> Iterator[fx.Node]:
 def same_memory(node: fx.Node) -> fx.Node | None:
     """The argument whose memory a result has: that of a view, of a reshape that copies nothing, of an operator in
     place; None if a result has its own."""
-    several: Any = node.args[0] if node.target is operator.getitem else node
+    several: Any = node.args[0] if is_getitem(node) else node
     if node.op != "call_function" or (several is node and not isinstance(node.target, OpOverload)):
         return None
     mine = _keys(node)

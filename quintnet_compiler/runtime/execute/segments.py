@@ -13,6 +13,7 @@ from ...compat.torch import codegen_of
 from ...compat.torch_texts import goes_with_its_text
 from ...ir.program import outputs
 from .gradient_calls import OPERATORS, handle
+from ...core.annotations import is_getitem
 
 Function = Callable[[list[Any]], Sequence[Any]]  # takes its arguments in a list, which it empties
 
@@ -66,12 +67,12 @@ def split(graph: fx.Graph, *, pure: bool = False, apart: bool = False) -> list[f
             run.append(node)
         elif node.op == "call_method" and node.target == "accumulate":
             waiting.append(node)
-        elif node.op == "call_method" or (_chooses(node) and node.all_input_nodes[0].op == "call_method"):
+        elif node.op == "call_method" or (is_getitem(node) and node.all_input_nodes[0].op == "call_method"):
             close()
             steps.append(node)
-        elif node.op == "call_function" and not _chooses(node):
+        elif node.op == "call_function" and not is_getitem(node):
             # getitems follow at once, so that no tuple of results is passed from segment to segment
-            run += [node, *filter(_chooses, node.users)]
+            run += [node, *filter(is_getitem, node.users)]
     close()
     return steps
 
@@ -95,10 +96,6 @@ def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     for node in nodes:
         groups.setdefault(root(node), []).append(node)
     return list(groups.values())
-
-
-def _chooses(node: fx.Node) -> bool:
-    return node.target is operator.getitem
 
 
 def _segment(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Segment:
