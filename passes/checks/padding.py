@@ -17,6 +17,7 @@ from torch import fx
 from ...core.annotations import is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value, values
 from ...core.sharding import AxisType, Shard, parse_type
 from ...ir.program import Axis, LocalProgram
+from ...ops.catalog import spec
 from ...ops.collectives import convert, share
 from ...ops.cross_entropy import nll_terms, row_nll
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
@@ -192,7 +193,7 @@ class _Way:
             self.fills[change.dim] = change.number
         elif step.target in _MOVES:
             self._move(step)
-        elif step.target is not aten._to_copy.default:
+        elif not spec(step).casts:
             raise _fail(f"{step.name} is on the way of {self.source}", self.node)
 
     def _resize(self, step: fx.Node, resize: Resize, sizes: Sequence[int], later: Sequence[fx.Node]) -> None:
@@ -247,7 +248,7 @@ def _steps_back(read: fx.Node, start: fx.Node) -> Iterator[fx.Node]:
     while node is not start:
         yield node
         peeled = peel(node)
-        if peeled is None and node.target is aten._to_copy.default:  # the copy of a parameter
+        if peeled is None and spec(node).casts:  # the copy of a parameter
             return
         node = peeled[0] if peeled is not None else node.all_input_nodes[0]
 

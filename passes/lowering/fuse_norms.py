@@ -12,6 +12,7 @@ from torch import fx
 from ...core.absent_gpu import CUDA
 from ...core.annotations import shape, value
 from ...ir.program import LocalProgram, outputs
+from ...ops.catalog import spec
 
 aten = torch.ops.aten
 
@@ -114,7 +115,7 @@ def _mean_square(node: fx.Node) -> _MeanSquare | None:
 def _with_casts(norm: _Norm) -> _Norm:
     """Add the casts of the input to float32 and of the result back."""
     cast, cast_back = norm.x, _sole_user(norm.end)
-    if cast.target is not aten._to_copy.default or cast_back is None or cast_back.target is not aten._to_copy.default:
+    if not spec(cast).casts or cast_back is None or not spec(cast_back).casts:
         return norm
     (source,) = cast.all_input_nodes
     narrow = value(source).dtype
@@ -183,5 +184,5 @@ def _rewritten(program: LocalProgram, norms: Mapping[fx.Node, _Norm]) -> LocalPr
 def _unused_casts(graph: fx.Graph) -> Iterator[fx.Node]:
     """Yield the casts that only steps have read."""
     for node in graph.nodes:
-        if node.target is aten._to_copy.default and not node.users:
+        if spec(node).casts and not node.users:
             yield node

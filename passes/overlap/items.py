@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ...core.annotations import is_getitem, leaf
+from ...ops.catalog import spec
 from ...ops.collectives import STARTS
 from ...ops.copies import copy_in
 
@@ -34,7 +35,7 @@ def node_of(item: Item) -> fx.Node:
 
 def stored_in(node: fx.Node) -> fx.Node | None:
     """The parameter that ``node`` is, or of which it is the copy that gathers read: from the host, in another dtype."""
-    cast = node.target is aten._to_copy.default
+    cast = spec(node).casts
     source = node.all_input_nodes[0] if cast else node
     source = source.all_input_nodes[0] if source.target is copy_in else source
     found = leaf(source)

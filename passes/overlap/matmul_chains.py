@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate

@@ -15,6 +15,7 @@ from ...core.precision import narrows
 from ...core.sharding import AxisType, I, R, S, Shard, local_shape, plain
 from ...ir.program import Strategy
 from ...ops.attention.operator import attention
+from ...ops.catalog import spec
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rules.notation import Factors
@@ -226,7 +227,7 @@ class Candidates:
 
 def _rounds_gradient(node: fx.Node, activations: frozenset[fx.Node]) -> bool:
     """Return whether the gradient of a cast is rounded: it must not be a term of a sum then."""
-    if node.target is not aten._to_copy.default or node not in activations or not needs_grad(node):
+    if not spec(node).casts or node not in activations or not needs_grad(node):
         return False
     return narrows(value(node).dtype, value(tensor_inputs(node)[0]).dtype)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +25,7 @@ from ..compat.torch_constants import constants_have_values
 from ..compat.torch_export import free, kernels_alone, switches_by
 from ..compat.torch_hooks import accumulation_hooks, backward_hooks, without_hooks_of_export
 from ..compat.torch_texts import forgotten_texts
+from ..core.annotations import is_getitem
 from ..core.empty_storage import check_shapes, device_of, hollow_parameters, plain_parameters
 from ..core.errors import CompileError, QuintNetError, Where
 from ..core.names import check_batch_names, check_names
@@ -60,7 +60,6 @@ from .places import OWN, where_of
 from .repeat_blocks import numbers_are_read, reads_of_all, with_all_blocks
 from .sparse_gradients import check_dense
 from .step_module import Call, LossFn, StepModule
-from ..core.annotations import is_getitem
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
 MANY = 8  # equal blocks, from which on one stands for others while a program is traced

@@ -21,6 +21,15 @@ class OpSpec:
         keep: whether recomputing it takes longer than a few passes over memory.
         save: whether it is never recomputed, as it is small and the host may have to wait for it.
         fused_as: what compilers take it apart into and fuse, beyond what torch's tags say.
+        casts: whether it copies its input to another dtype or device, and computes nothing.
+        user_derivative: which end of a derivative that the user wrote it is (:mod:`.derivatives.user_derivatives`):
+            ``"tangent"`` brings the gradient that arrives, ``"declaration"`` says what the gradient of its input is and
+            has no value, ``"end"`` passes its first input on once the others are declared.
+        converts: whether it is the typed move of a value over an axis, which is lowered to a collective or to nothing.
+        cuts_microbatch: whether it is a microbatch's part of a value of the whole batch.
+        shares: whether it makes an equal term of a sum, for each rank, of what all ranks have.
+        by_expert: whether each row is multiplied by the weights of the expert that it names, so that rows may travel to
+            the ranks of their experts. Its inputs: rows, numbers of experts, then what has a part for each expert.
     """
 
     work: Work | None = None
@@ -28,3 +37,9 @@ class OpSpec:
     keep: bool = False
     save: bool = False
     fused_as: FusedAs | None = None
+    casts: bool = False
+    user_derivative: Literal["tangent", "declaration", "end"] | None = None
+    converts: bool = False
+    cuts_microbatch: bool = False
+    shares: bool = False
+    by_expert: bool = False

@@ -6,8 +6,24 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-_FLAGS: Mapping[str, Iterable[Any]] = {}
-_VALUES: Mapping[str, Mapping[Any, Any]] = {}
+import torch
+
+from .collectives import convert, share
+from .derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
+from .experts.scaled_groups import EXPERT_LAYERS
+from .rank_local import microbatch
+
+aten = torch.ops.aten
+_FLAGS: Mapping[str, Iterable[Any]] = {
+    "casts": [aten._to_copy.default],
+    "converts": [convert],
+    "cuts_microbatch": [microbatch],
+    "shares": [share],
+    "by_expert": EXPERT_LAYERS,
+}
+_VALUES: Mapping[str, Mapping[Any, Any]] = {
+    "user_derivative": {with_tangent: "tangent", declare_gradient: "declaration", after_gradients: "end"},
+}
 
 
 def _by_operator() -> dict[Any, dict[str, Any]]:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
+from ...core.annotations import is_getitem
 from ...core.errors import CompileError
 from ...ops.derivatives.inner_gradients import gradient, start
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
@@ -35,7 +36,6 @@ from ..places import where_of
 from .autocast import regions
 from .memory import same_memory, written
 from .no_grad import WITHOUT_GRADIENTS
-from ...core.annotations import is_getitem
 
 aten = torch.ops.aten
 _detach = aten.detach.default

@@ -11,9 +11,9 @@ from torch import fx
 
 from ...compat.torch import codegen_of
 from ...compat.torch_texts import goes_with_its_text
+from ...core.annotations import is_getitem
 from ...ir.program import outputs
 from .gradient_calls import OPERATORS, handle
-from ...core.annotations import is_getitem
 
 Function = Callable[[list[Any]], Sequence[Any]]  # takes its arguments in a list, which it empties
 
