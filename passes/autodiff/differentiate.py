@@ -25,14 +25,12 @@ from ...core.errors import CompileError, QuintNetError
 from ...core.sharding import parse_type
 from ...ir.builder import GraphBuilder
 from ...ir.program import DifferentiatedProgram, LocalProgram, outputs
+from ...ops.catalog import spec
 from ...ops.collectives import convert
 from ...ops.derivatives.user_derivatives import (
-    after_gradients,
-    declare_gradient,
     derivatives,
     is_tangent,
     of_tangents,
-    with_tangent,
 )
 from ...ops.rank_local import LOOKUPS
 from ..lowering.reductions import emit_conversion, emit_conversion_backward, loss_seed, parameter_conversions
@@ -146,12 +144,12 @@ class _Tape:
         """Emit a node of the forward, and add its pullback."""
         if node.op == "placeholder":
             self._leaf(node)
-        elif node.target is declare_gradient:
+        elif spec(node).user_derivative == "declaration":
             if self._differentiates(node):
                 self.pullbacks.append((node, lambda _: [self._declared(node), None]))
         elif node in self.user_backward:
             pass  # emitted when the backward reaches it
-        elif node.target is with_tangent:
+        elif spec(node).user_derivative == "tangent":
             self.value[node, 0] = self.value[origin(node.args[0])]  # type: ignore[arg-type]
         else:
             first_new = len(self.builder.made)
@@ -172,7 +170,7 @@ class _Tape:
         arguments: Any = fx.map_arg((node.args, node.kwargs), lambda n: self.value.get(origin(n)))
         args, kwargs = arguments
         differentiates = self._differentiates(node) and node not in self.deferring
-        if node.target is after_gradients:
+        if spec(node).user_derivative == "end":
             self._after_gradients(node, args[0])
         elif node.target is convert:
             self.value[node, 0] = self._convert(*args, stored=node in self.local.at_start)
@@ -256,7 +254,7 @@ class _Tape:
                 tangents = [self._sum((node, i), stage) for i in range(len(values(node)))]
                 first_new = len(self.builder.made)
                 self._enter(node)
-                if node.target is declare_gradient or any(t is not None for t in tangents):
+                if spec(node).user_derivative == "declaration" or any(t is not None for t in tangents):
                     terms = pullback(tangents)
                     for operand, term in zip(tensor_inputs(node), terms, strict=True):
                         if term is not None:
@@ -272,7 +270,7 @@ class _Tape:
     def _declared(self, node: fx.Node) -> fx.Node | None:
         """Return the gradient that the user's backward computes; None if no gradient has arrived."""
         derivative, stage = self.derivatives[node], self.local.stage[node]
-        ends = [n for n, d in self.derivatives.items() if d is derivative and n.target is with_tangent]
+        ends = [n for n, d in self.derivatives.items() if d is derivative and spec(n).user_derivative == "tangent"]
         for end in ends:
             self._sum((end, 0), stage)
         if not any((end, 0) in self.cotangents for end in ends):

@@ -18,14 +18,12 @@ from torch import fx
 
 from ...core.annotations import Leaf, is_getitem, leaf, needs_grad, origin, tensor_inputs, value, values
 from ...ir.program import DifferentiatedProgram, outputs
+from ...ops.catalog import spec
 from ...ops.collectives import convert
 from ...ops.derivatives.user_derivatives import (
-    after_gradients,
     arrives,
-    declare_gradient,
     derivatives,
     of_tangents,
-    with_tangent,
 )
 from ...ops.rank_local import loss_scale
 from .derivatives.calls import Pattern
@@ -123,7 +121,7 @@ class _BackwardCheck:
 
     def _check_operator(self, node: fx.Node) -> None:
         """Check what ``node`` computes, and add the terms of its inputs' gradients."""
-        if node.target in (with_tangent, declare_gradient, after_gradients):
+        if spec(node).user_derivative is not None:
             self._check_user_derivative(node)
             return
         keys = [(node, i) for i in range(len(values(node)))]
@@ -184,12 +182,12 @@ class _BackwardCheck:
     def _check_user_derivative(self, node: fx.Node) -> None:
         """Check an end of a derivative that the user wrote: it passes on values and gradients unchanged."""
         source = origin(tensor_inputs(node)[0])
-        if node.target is declare_gradient:
+        if spec(node).user_derivative == "declaration":
             self._add_declared_gradient(node, source)
             return
         self._check_passed_on(node, source)
         cotangent = self.program.cotangents.get((node, 0))
-        if node.target is with_tangent:
+        if spec(node).user_derivative == "tangent":
             self._check_tangent(node, cotangent)
         elif self.training and cotangent is not None:
             self._add_gradient(source, cotangent, node)
@@ -211,7 +209,7 @@ class _BackwardCheck:
         result = self.program.values.get((node, 0))
         if result is None:
             return
-        passed = result if node.target is with_tangent else result.args[0]
+        passed = result if spec(node).user_derivative == "tangent" else result.args[0]
         is_alias = passed is result or result.target is aten.alias.default
         if not is_alias or not isinstance(passed, fx.Node) or self._original(passed) is not self._value(source):
             raise _fail(f"{result.name} is not what {node.name} passes on", node)
@@ -268,7 +266,7 @@ class _BackwardCheck:
         for node in self.local.graph.nodes:
             if is_getitem(node) or node.op == "output" or not needs_grad(node):
                 continue
-            if node.target is with_tangent:
+            if spec(node).user_derivative == "tangent":
                 is_read = (node, 1) in self.program.values
             else:
                 is_read = node.op == "placeholder" or any(origin(x) in read for x in arrives(node))

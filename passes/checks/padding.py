@@ -20,7 +20,7 @@ from ...ir.program import Axis, LocalProgram
 from ...ops.catalog import spec
 from ...ops.collectives import convert, share
 from ...ops.cross_entropy import nll_terms, row_nll
-from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
+from ...ops.derivatives.user_derivatives import declare_gradient
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rank_local import embedding_rows, microbatch
 from ...ops.rules.notation import Dims, Factors
@@ -120,7 +120,7 @@ def _keeps_zeros(
 
 
 def _makes_zeros_of_zeros(node: fx.Node, rule: Factors) -> bool:
-    if rule.linear == ((0,),) and len(rule.inputs) == 1 and node.target is not with_tangent:
+    if rule.linear == ((0,),) and len(rule.inputs) == 1 and spec(node).user_derivative != "tangent":
         return True
     adds_a_number = node.target in (aten.add.Tensor, aten.sub.Tensor) and len(rule.inputs) != 2
     return node.target in _ZERO_OF_ZEROS and not adds_a_number
@@ -300,9 +300,9 @@ def _check_factor(local: LocalProgram, read: Sequence[Numbers], node: fx.Node, r
     """Check that a factor with padding is in every operand, or is zeros in those that have it."""
     if name in rule.settled and node.target not in (declare_gradient, block_max):
         return _check_classes(local, node)
-    inputs = rule.inputs[:1] if node.target is after_gradients else rule.inputs  # others have no value
+    inputs = rule.inputs[:1] if spec(node).user_derivative == "end" else rule.inputs  # others have no value
     use = _FactorUse(rule, [_dim(dims, name) for dims in inputs], [_dim(dims, name) for dims in rule.outputs])
-    if node.target is declare_gradient:
+    if spec(node).user_derivative == "declaration":
         dim = use.inputs[1]
         if dim is not None and read[1].get(dim) != 0:
             raise _fail(f"the gradient of {tensor_inputs(node)[0].name} has padding in dim {dim}", node)

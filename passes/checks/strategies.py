@@ -17,7 +17,7 @@ from torch import fx
 from ...core.annotations import facts, leaf, needs_grad, shape, tensor_inputs, values
 from ...core.sharding import AxisType, I, P, R, S, Shard
 from ...ir.program import Strategy
-from ...ops.derivatives.user_derivatives import declare_gradient, with_tangent
+from ...ops.catalog import spec
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rules.notation import Dims, Factors
 from .tables import bare
@@ -147,7 +147,7 @@ class Reading:
         return tensor is not None and tensor.kind != "input"
 
     def _check_types(self, strategy: Strategy, cuts: Mapping[str, Cut]) -> str:
-        if self.node.target in (with_tangent, declare_gradient):
+        if spec(self.node).user_derivative in ("tangent", "declaration"):
             return self._check_derivative(strategy)
         differentiable = needs_grad(self.node)
         input_grads = [differentiable and facts(n).needs_grad for n in tensor_inputs(self.node)]
@@ -163,7 +163,7 @@ class Reading:
 
     def _check_derivative(self, strategy: Strategy) -> str:
         """Check a derivative that the user wrote: the type of a gradient follows from that of its value."""
-        if self.node.target is with_tangent:
+        if spec(self.node).user_derivative == "tangent":
             (source,), (kind, grad), flows = strategy.inputs, strategy.outputs, True
             if source is not bare(kind, False) and source != kind:
                 return f"it makes {kind} of {source}"

@@ -18,7 +18,8 @@ from ...core.annotations import is_float, needs_grad, shape, tensor_inputs, valu
 from ...core.sharding import Shard, Sharding, shard_shape
 from ...ir.builder import GraphBuilder
 from ...ir.program import Axis, Strategy
-from ...ops.derivatives.user_derivatives import arrives, declare_gradient, with_tangent
+from ...ops.catalog import spec
+from ...ops.derivatives.user_derivatives import arrives
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rank_local import LOOKUPS, padding_of
 from ...ops.rules.notation import Dims, Factors
@@ -127,7 +128,7 @@ class _FillCollector:
             [_dim(dims, name) for dims in factors.outputs],
         )
         self.everywhere = self.everywhere and factor.in_all_tensors
-        if node.target is declare_gradient:  # the gradient of a parameter's padding is zeros anyway
+        if spec(node).user_derivative == "declaration":  # the gradient of a parameter's padding is zeros anyway
             self.inputs[1].update(dim for dim in factor.inputs[1:] if dim is not None)
         elif name not in factors.settled or node.target is block_max:  # other operators mask settled factors themselves
             self._add_inputs(factors, factor)
@@ -285,7 +286,7 @@ class Padding:
         ``inputs``: the local inputs, each with the dims that have padding.
         """
         linear = factors.linear == ((0,),) and len(factors.inputs) == 1
-        linear = linear and node.target is not with_tangent  # returns a gradient, too
+        linear = linear and spec(node).user_derivative != "tangent"  # returns a gradient, too
         if node.target is scaled_cast:  # the scale does not matter
             linear, inputs = True, list(inputs)[:1]
         adds_tensors = node.target in _SUMS and len(factors.inputs) == 2

@@ -16,7 +16,6 @@ from ...core.sharding import AxisType, I, R, S, Shard, local_shape, plain
 from ...ir.program import Strategy
 from ...ops.attention.operator import attention
 from ...ops.catalog import spec
-from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rules.notation import Factors
 from ..strategies.expert_axes import exchanging_strategies, expert_parameters
@@ -248,7 +247,7 @@ def _contraction_weights(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) ->
                 if info.kind == "parameter" and not _needed_whole(weight, factors):
                     weights[weight] = weights.get(weight, False) or not may_pad(node)
                 break
-            if weight.target not in _TRANSPOSES and weight.target is not after_gradients:
+            if weight.target not in _TRANSPOSES and spec(weight).user_derivative != "end":
                 break
             weight = weight.args[0] if weight.target in _TRANSPOSES else _unchanged_parameter(weight)
     return weights
@@ -260,8 +259,8 @@ def _unchanged_parameter(node: fx.Node) -> Any:
     See :mod:`...capture.changes.changed_values`.
     """
     declaration = origin(tensor_inputs(node)[-1])[0]
-    start = declaration.args[0] if declaration.target is declare_gradient else None
-    if not isinstance(start, fx.Node) or start.target is not after_gradients or len(tensor_inputs(start)) > 1:
+    start = declaration.args[0] if spec(declaration).user_derivative == "declaration" else None
+    if not isinstance(start, fx.Node) or spec(start).user_derivative != "end" or len(tensor_inputs(start)) > 1:
         return None
     return start.args[0]
 

@@ -15,7 +15,8 @@ from ..compat.torch import FakeTensorMode, schema_or_none, views_untracked
 from ..core.absent_gpu import call_fake
 from ..core.annotations import Facts, Leaf, Value, annotate, facts, is_float, value
 from ..core.errors import Where
-from ..ops.derivatives.user_derivatives import declare_gradient, is_tangent, with_tangent
+from ..ops.catalog import spec_of
+from ..ops.derivatives.user_derivatives import is_tangent
 
 aten = torch.ops.aten
 Target = Callable[..., Any]
@@ -85,10 +86,11 @@ class GraphBuilder:
         fx.map_arg((args, kwargs), sources.append)
         result = self._result(target, args, kwargs, sources)
         outputs = (result,) if isinstance(result, Tensor) else result
-        flows = target is with_tangent or (
+        user_derivative = spec_of(target).user_derivative
+        flows = user_derivative == "tangent" or (
             target is not aten.detach.default
             and any(facts(s).needs_grad for s in sources)
-            and (target is declare_gradient or any(isinstance(o, Tensor) and is_float(o) for o in outputs))
+            and (user_derivative == "declaration" or any(isinstance(o, Tensor) and is_float(o) for o in outputs))
         )
         name = self.prefix + getattr(target, "overloadpacket", target).__name__
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)

@@ -13,8 +13,8 @@ from ..core.errors import REPORT, CompileError
 from ..core.precision import narrows
 from ..core.sharding import P, Shard, local_shape
 from ..ops.attention.paged import paged_attention
+from ..ops.catalog import spec
 from ..ops.collectives import convert
-from ..ops.derivatives.user_derivatives import declare_gradient
 from ..ops.rank_local import microbatch
 from .codegen_allowlist import check_source
 from .distributed_program import DistributedProgram
@@ -60,7 +60,7 @@ def _(program: ShardedProgram) -> None:
                     _require(fits, lambda: f"{node} of {local} cannot be {kind} over {axis}", node)  # noqa: B023
                 local = local_shape(local, (kind,), (axis.size,))
         for strategy in strategies:
-            if P in strategy.inputs and node.target is not declare_gradient:
+            if P in strategy.inputs and spec(node).user_derivative != "declaration":
                 makes = strategy.outputs if strategy.inside is None else strategy.inside[1:]
                 _require(P in makes, lambda: f"{node} loses a partial sum", node)  # noqa: B023
 
