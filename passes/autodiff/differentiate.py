@@ -26,7 +26,6 @@ from ...core.sharding import parse_type
 from ...ir.builder import GraphBuilder
 from ...ir.program import DifferentiatedProgram, LocalProgram, outputs
 from ...ops.catalog import spec
-from ...ops.collectives import convert
 from ...ops.derivatives.user_derivatives import (
     derivatives,
     is_tangent,
@@ -172,7 +171,7 @@ class _Tape:
         differentiates = self._differentiates(node) and node not in self.deferring
         if spec(node).user_derivative == "end":
             self._after_gradients(node, args[0])
-        elif node.target is convert:
+        elif spec(node).converts:
             self.value[node, 0] = self._convert(*args, stored=node in self.local.at_start)
             if differentiates:
                 self.pullbacks.append((node, self._transpose(node)))
@@ -319,7 +318,7 @@ class _Tape:
             self.value[origin(node)] = self._tangent(node)
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value.get(origin(n)))
-        if node.target is convert:
+        if spec(node).converts:
             self.value[node, 0] = self._convert(*args, stored=False)
         elif is_getitem(node):
             source, index = origin(node)

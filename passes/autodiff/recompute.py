@@ -12,9 +12,8 @@ from torch import fx
 from ...core.annotations import annotate, copied_from, facts, is_getitem, leaf, memory_of, origin, value
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
-from ...ops.catalog import spec_of
+from ...ops.catalog import spec, spec_of
 from ...ops.collectives import all_gather
-from ...ops.rank_local import microbatch
 from ...ops.scaled_products import parameter_of
 from .recompute_budget import Budget, within_budget
 from .recompute_cut import cheap_values, fused_values
@@ -136,7 +135,7 @@ def _repeatable(program: DifferentiatedProgram) -> Iterator[fx.Node]:
     """Yield forward nodes that may be recomputed for each microbatch."""
     for node in program.graph.nodes:
         forward = node.op == "call_function" and not _is_backward(node)
-        if not forward or node.target is microbatch or node in program.once:
+        if not forward or spec(node).cuts_microbatch or node in program.once:
             continue
         if not spec_of(origin(node)[0].target).save:
             yield node

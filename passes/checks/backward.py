@@ -19,7 +19,6 @@ from torch import fx
 from ...core.annotations import Leaf, is_getitem, leaf, needs_grad, origin, tensor_inputs, value, values
 from ...ir.program import DifferentiatedProgram, outputs
 from ...ops.catalog import spec
-from ...ops.collectives import convert
 from ...ops.derivatives.user_derivatives import (
     arrives,
     derivatives,
@@ -285,7 +284,7 @@ class _BackwardCheck:
         if not needs_grad(node):
             return False
         sources = [origin(x) for x in tensor_inputs(node)]
-        if node.target is convert:
+        if spec(node).converts:
             return self._reaches_parameter(sources[0], answers)
         if node.op == "placeholder" or node in self.user_derivatives:
             return True

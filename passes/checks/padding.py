@@ -18,11 +18,10 @@ from ...core.annotations import is_getitem, leaf, needs_grad, origin, shape, ten
 from ...core.sharding import AxisType, Shard, parse_type
 from ...ir.program import Axis, LocalProgram
 from ...ops.catalog import spec
-from ...ops.collectives import convert, share
 from ...ops.cross_entropy import nll_terms, row_nll
 from ...ops.derivatives.user_derivatives import declare_gradient
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
-from ...ops.rank_local import embedding_rows, microbatch
+from ...ops.rank_local import embedding_rows
 from ...ops.rules.notation import Dims, Factors
 from ...ops.scaled_products import block_max, scaled_cast
 from .failure import check_failure
@@ -33,7 +32,6 @@ _fail = partial(check_failure, "padding check")
 aten = torch.ops.aten
 Value = tuple[fx.Node, int]
 Numbers = dict[int, float]  # dim: the number that is in its padding, where that is certain
-_MOVES = frozenset({convert, share, microbatch})
 _NAMED_ROWS = EXPERT_LAYERS | {aten.embedding.default, embedding_rows}  # read rows that ids name
 # 0 where all that they read is 0, and so is the derivative times a gradient of 0
 _ZERO_OF_ZEROS = frozenset(
@@ -191,7 +189,7 @@ class _Way:
         elif change is not None:
             _check_fill(self.node, step, change, self.sizes, self.state, self.axes)
             self.fills[change.dim] = change.number
-        elif step.target in _MOVES:
+        elif spec(step).moves:
             self._move(step)
         elif not spec(step).casts:
             raise _fail(f"{step.name} is on the way of {self.source}", self.node)
@@ -206,7 +204,7 @@ class _Way:
 
     def _cut_next(self, resize: Resize, later: Sequence[fx.Node]) -> bool:
         """Return whether the next move cuts what ``resize`` pads into full chunks."""
-        move = next((step for step in later if step.target in _MOVES), None)
+        move = next((step for step in later if spec(step).moves), None)
         if move is None:
             return False
         index, _, target = _move(move, self.axes)
@@ -233,11 +231,11 @@ class _Way:
 
 def _move(node: fx.Node, axes: Sequence[Axis]) -> tuple[int, AxisType | None, AxisType | None]:
     """Return the axis of a move, and the types before and after (None: whole, or a term)."""
-    if node.target is microbatch:
+    if spec(node).cuts_microbatch:
         index = next(i for i, axis in enumerate(axes) if axis.role == "time")
         return index, None, Shard(*map(int, node.args[2:]))  # type: ignore[arg-type]
     index = next(i for i, axis in enumerate(axes) if axis.name == node.args[1])
-    if node.target is share:
+    if spec(node).shares:
         return index, None, None
     return index, parse_type(str(node.args[3])), parse_type(str(node.args[4]))
 

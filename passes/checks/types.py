@@ -31,9 +31,9 @@ from ...core.annotations import (
 )
 from ...core.sharding import AxisType, I, P, R, Shard, parse_type
 from ...ir.program import Axis, LocalProgram, ShardedProgram, Strategy, outputs
-from ...ops.collectives import COMMUNICATION, convert, share
+from ...ops.catalog import spec
+from ...ops.collectives import COMMUNICATION, convert
 from ...ops.experts.scaled_groups import EXPERT_LAYERS, scaled_expert_linear
-from ...ops.rank_local import microbatch
 from ...ops.rules.notation import Factors
 from ...ops.scaled_products import block_max
 from .expert_layers import check_expert_layer, expert_route
@@ -294,11 +294,11 @@ def moves(local: LocalProgram, node: fx.Node, source: Value) -> list[Step]:
 def _step(axes: tuple[Axis, ...], node: fx.Node) -> Step | None:
     """Return the move that a local node is; None if it is none."""
     numbers = {axis.name: i for i, axis in enumerate(axes)}
-    if node.target is convert:
+    if spec(node).converts:
         return Step(numbers[str(node.args[1])], parse_type(str(node.args[3])), parse_type(str(node.args[4])), node)
-    if node.target is share:
+    if spec(node).shares:
         return Step(numbers[str(node.args[1])], I, P, node)
-    if node.target is microbatch:
+    if spec(node).cuts_microbatch:
         time = next(i for i, axis in enumerate(axes) if axis.role == "time")
         return Step(time, I, Shard(*map(int, node.args[2:])), node)  # type: ignore[arg-type]
     return None

@@ -17,7 +17,8 @@ from ...ir.distributed_program import (
     Piece,
 )
 from ...ir.generated import GeneratedModule
-from ...ops.collectives import COMMUNICATION, SIZED, share
+from ...ops.catalog import spec
+from ...ops.collectives import COMMUNICATION, SIZED
 from ...ops.rank_local import RANKED
 from .python_ops import SPELLING
 from .source_lines import WIDTH, in_lines, written
@@ -107,7 +108,7 @@ def _is_matmul(node: fx.Node) -> bool:
 
 
 def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.Node, sites: list[str]) -> fx.Node:
-    if node.target is share:
+    if spec(node).shares:
         new = graph.create_node("call_function", torch.div, (env[node.args[0]], node.args[2]), name=node.name)  # type: ignore[index]
         new.meta = dict(node.meta)
         return new

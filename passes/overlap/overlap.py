@@ -10,8 +10,8 @@ from torch import fx
 
 from ...core.annotations import annotate, facts
 from ...ir.program import DifferentiatedProgram
+from ...ops.catalog import spec
 from ...ops.collectives import STARTS, wait
-from ...ops.rank_local import microbatch
 from ..codegen.stage_cut import ancestors_of_sends
 from .items import Item, Seconds, Start
 from .order import Order
@@ -59,7 +59,7 @@ def _moves(program: DifferentiatedProgram, node: fx.Node) -> bool:
         node.op == "call_function"
         and node in program.stage
         and node not in program.once
-        and node.target is not microbatch
+        and not spec(node).cuts_microbatch
     )
 
 

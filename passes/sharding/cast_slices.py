@@ -52,10 +52,8 @@ def _casts(node: fx.Node) -> list[fx.Node]:
                 if user not in casts and user.target is not scaled_cast:
                     todo.append(user)
                 casts.add(user)
-            elif (
-                spec(user).user_derivative != "declaration" and source.target is not block_scale
-            ):  # products read scales
-                return []
+            elif spec(user).user_derivative != "declaration" and source.target is not block_scale:
+                return []  # products read scales
     if all(cast.target is not scaled_cast for cast in casts):
         return []
     return [cast for cast in node.graph.nodes if cast in casts]

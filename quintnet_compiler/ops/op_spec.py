@@ -43,3 +43,8 @@ class OpSpec:
     cuts_microbatch: bool = False
     shares: bool = False
     by_expert: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether it changes only the type of a value over an axis: what a rank has of it."""
+        return self.converts or self.cuts_microbatch or self.shares
