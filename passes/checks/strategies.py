@@ -18,7 +18,6 @@ from ...core.annotations import facts, leaf, needs_grad, shape, tensor_inputs, v
 from ...core.sharding import AxisType, I, P, R, S, Shard
 from ...ir.program import Strategy
 from ...ops.catalog import spec
-from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rules.notation import Dims, Factors
 from .tables import bare
 
@@ -92,7 +91,7 @@ class Reading:
         terms of results that return, each rank may get a slice of the sum.
         """
         assert strategy.inside is not None
-        if self.node.target not in EXPERT_LAYERS or not self.travels:
+        if not spec(self.node).by_expert or not self.travels:
             return "its rows do not travel"
         if isinstance(weights := strategy.inputs[2], Shard) and weights.dim == 0:
             return "each rank orders rows by experts of its own"

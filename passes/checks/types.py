@@ -33,7 +33,7 @@ from ...core.sharding import AxisType, I, P, R, Shard, parse_type
 from ...ir.program import Axis, LocalProgram, ShardedProgram, Strategy, outputs
 from ...ops.catalog import spec
 from ...ops.collectives import COMMUNICATION, convert
-from ...ops.experts.scaled_groups import EXPERT_LAYERS, scaled_expert_linear
+from ...ops.experts.scaled_groups import scaled_expert_linear
 from ...ops.rules.notation import Factors
 from ...ops.scaled_products import block_max
 from .expert_layers import check_expert_layer, expert_route
@@ -218,14 +218,14 @@ def _local_inputs(local: LocalProgram, node: fx.Node, own_axes: frozenset[str]) 
     communicate over no other axes than ``own_axes``.
     """
     results = [without_fill(local.parts[node, i]) for i in range(len(values(node))) if (node, i) in local.parts]
-    if results and node.target in EXPERT_LAYERS and node not in local.reads:
+    if results and spec(node).by_expert and node not in local.reads:
         raise _fail(f"nothing stands for some inputs of {node.name}", node)
     if not results or node not in local.reads:
         return None
     reads = local.reads[node]
     if node.target is block_max:
         _check_largest(local, node, results[0], own_axes)
-    if node.target in EXPERT_LAYERS:
+    if spec(node).by_expert:
         _check_experts(local, node, results[0], reads)
     _check_inside(node, results, reads, own_axes)
     return reads

@@ -79,7 +79,7 @@ class Candidates:
 
     def _without_forbidden(self, node: fx.Node, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         """Return the strategies that exchange rows only where the plan asks for it, and lose no precision."""
-        if node.target in EXPERT_LAYERS and self.view.spreads_experts:
+        if spec(node).by_expert and self.view.spreads_experts:
             options = exchanging_strategies(node, options, self.axis)
         elif node.target is not attention or self.axis.role != "context":
             options = tuple(s for s in options if not s.exchanges)
