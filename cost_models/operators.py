@@ -18,6 +18,7 @@ from ..ops.attention.blocks import Sight
 from ..ops.attention.ring_plan import ring_plan
 from ..ops.attention.seen_keys import SeenKeys, seen_by
 from ..ops.attention.tiled import tiled_attention, tiled_attention_backward
+from ..ops.catalog import spec_of
 from ..ops.collectives import (
     all_gather_matmul,
     matmul_reduce_scatter,
@@ -392,7 +393,8 @@ def launches_of(node: fx.Node) -> int:
         return 0
     if work == "attention":
         return _attention_calls(node) * (ATTENTION_BACKWARD_LAUNCHES if target in FLASH_BACKWARD else 1)
-    if target in (all_gather_matmul, matmul_reduce_scatter):
+    collective = spec_of(target).collective
+    if collective is not None and collective.slice_at is not None:
         return int(node.args[2])  # type: ignore[arg-type]
     return 2 if target in NORM_BACKWARD else 1
 

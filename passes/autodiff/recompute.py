@@ -13,7 +13,6 @@ from ...core.annotations import annotate, copied_from, facts, is_getitem, leaf, 
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
 from ...ops.catalog import spec, spec_of
-from ...ops.collectives import all_gather
 from ...ops.scaled_products import parameter_of
 from .recompute_budget import Budget, within_budget
 from .recompute_cut import cheap_values, fused_values
@@ -161,11 +160,11 @@ def _gathered(program: DifferentiatedProgram) -> tuple[set[fx.Node], set[fx.Node
         if node in program.once or not _is_forward_in_stage(program, node):
             continue
         sources = node.all_input_nodes
-        gathers = node.target is all_gather or not gathered.isdisjoint(sources)
+        gathers = spec(node).gathers or not gathered.isdisjoint(sources)
         if gathers and all(source in parameters or parameter_of(source) is not None for source in sources):
             parameters.add(node)
             gathered.add(node)
-        elif node.target is all_gather or (gathers and _is_view(node)):
+        elif spec(node).gathers or (gathers and _is_view(node)):
             gathered.add(node)
     return parameters, gathered
 

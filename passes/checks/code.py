@@ -21,8 +21,7 @@ from ...core.sharding import I
 from ...ir.distributed_program import DistributedProgram, Piece, StageProgram, StateSpec
 from ...ir.program import DifferentiatedProgram, ShardedProgram
 from ...ops.catalog import spec
-from ...ops.collectives import SIZED
-from ...ops.rank_local import DRAWS, RANKED
+from ...ops.rank_local import DRAWS
 from ...schedules.check import verify_schedule
 from ...schedules.schedule import Op
 from .failure import check_failure
@@ -215,9 +214,9 @@ def _spelled(node: fx.Node) -> tuple[tuple[Any, ...], list[Any], dict[str, Any]]
     target: Any = node.target
     if spec(node).shares:
         return (torch.div,), [node.args[0], node.args[2]], {}
-    if target in RANKED:
+    if spec(node).on_rank:
         args = list(node.args)
-        return (operator_name(target),), [*args[:2], *args[3:]] if target in SIZED else args, {}
+        return (operator_name(target),), [*args[:2], *args[3:]] if spec(node).takes_size else args, {}
     return spellings(target), list(node.args), dict(node.kwargs)
 
 

@@ -32,7 +32,6 @@ from ...core.annotations import (
 from ...core.sharding import AxisType, I, P, R, Shard, parse_type
 from ...ir.program import Axis, LocalProgram, ShardedProgram, Strategy, outputs
 from ...ops.catalog import spec
-from ...ops.collectives import COMMUNICATION, convert
 from ...ops.experts.scaled_groups import scaled_expert_linear
 from ...ops.rules.notation import Factors
 from ...ops.scaled_products import block_max
@@ -45,7 +44,6 @@ from .tables import bare
 
 _fail = partial(check_failure, "type check")
 Value = tuple[fx.Node, int]
-_MOVES = COMMUNICATION | {convert}
 
 
 @dataclass(frozen=True)
@@ -241,7 +239,7 @@ def _check_inside(node: fx.Node, results: list[fx.Node], reads: Sequence[fx.Node
         seen.add(inner)
         if inner.op == "placeholder":
             raise _fail(f"{node.name} reads {inner.name}, which is none of its inputs", node)
-        if inner.target in _MOVES and inner.args[1] not in own_axes:
+        if (spec(inner).communicates or spec(inner).converts) and inner.args[1] not in own_axes:
             raise _fail(f"{inner.name} communicates over {inner.args[1]} within {node.name}", node)
         if inner.target is node.target and tensor_inputs(inner)[: len(reads)] != list(reads):
             raise _fail(f"{node.name} reads {inner.all_input_nodes} where {list(reads)} stand for its inputs", node)

@@ -18,8 +18,6 @@ from ...ir.distributed_program import (
 )
 from ...ir.generated import GeneratedModule
 from ...ops.catalog import spec
-from ...ops.collectives import COMMUNICATION, SIZED
-from ...ops.rank_local import RANKED
 from .python_ops import SPELLING
 from .source_lines import WIDTH, in_lines, written
 
@@ -94,7 +92,7 @@ def _hoist_getitems(nodes: list[fx.Node]) -> list[fx.Node]:
     inside, ordered = set(nodes), list[fx.Node]()
     items: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in nodes:
-        if is_getitem(node) and (producer := origin(node)[0]) in inside and producer.target not in COMMUNICATION:
+        if is_getitem(node) and (producer := origin(node)[0]) in inside and not spec(producer).communicates:
             items[producer].append(node)
     moved = {node for getitems in items.values() for node in getitems}
     for node in nodes:
@@ -112,7 +110,7 @@ def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.
         new = graph.create_node("call_function", torch.div, (env[node.args[0]], node.args[2]), name=node.name)  # type: ignore[index]
         new.meta = dict(node.meta)
         return new
-    if node.target not in RANKED:
+    if not spec(node).on_rank:
         new = graph.node_copy(node, lambda n: env[n])
         new.meta = dict(node.meta)
         new.target = SPELLING.get(node.target, node.target)
@@ -121,10 +119,10 @@ def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.
     args = list(fx.map_arg(node.args, lambda n: env[n]))
     over = ""
     size = f" {sum(map(num_bytes, values(node)))} bytes" if name.startswith("start_") else ""
-    if node.target in SIZED:
+    if spec(node).takes_size:
         over = f"[{args[1]}]"
         del args[2]  # the transport knows the axis' size
-    moved = value(node.all_input_nodes[0]).dtype if node.target in SIZED else None
+    moved = value(node.all_input_nodes[0]).dtype if spec(node).takes_size else None
     of = f" {str(moved).removeprefix('torch.')}" if moved else ""
     sites.append(f"{name}{over}{of}{size} {facts(node).where}".strip())
     new = graph.create_node("call_method", name, (comm, *args, len(sites) - 1), name=node.name)

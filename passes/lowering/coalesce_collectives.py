@@ -9,18 +9,11 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ...compat.torch import OpOverload, operator_name
+from ...compat.torch import operator_name
 from ...core.annotations import annotate, facts, leaf, num_bytes, value
 from ...ir.program import BUCKET_MIB, DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
-from ...ops.collectives import (
-    all_gather,
-    gather_state,
-    gather_states,
-    gather_together,
-    reduce_scatter,
-    scatter_together,
-)
+from ...ops.catalog import spec
 from ...ops.scaled_products import parameter_of
 
 
@@ -65,7 +58,7 @@ class _Coalescing:
     def coalesced(self) -> DifferentiatedProgram:
         for node in self.program.graph.nodes:
             if node in self.last_scatter:
-                self._coalesce(self.last_scatter[node], scatter_together)
+                self._coalesce(self.last_scatter[node])
             elif node.op == "output":
                 self.graph.output(fx.map_arg(node.args[0], lambda n: self.new[n]))
             elif node not in self.scatters:
@@ -79,8 +72,7 @@ class _Coalescing:
         if node in self.new:
             return
         if node in self.gathers:
-            target = gather_states if node.target is gather_state else gather_together
-            self._coalesce(self.gathers[node], target)
+            self._coalesce(self.gathers[node])
             return
         self.new[node] = self.graph.node_copy(node, lambda n: self.new[n])
         if node in self.program.stage:
@@ -100,9 +92,12 @@ class _Coalescing:
             else:
                 todo += missing
 
-    def _coalesce(self, members: Sequence[fx.Node], target: OpOverload) -> None:
+    def _coalesce(self, members: Sequence[fx.Node]) -> None:
         """Emit one collective for ``members``, and take its results apart under their names."""
         first, stage = members[0], self.program.stage
+        each = spec(first).collective
+        assert each is not None and each.together is not None
+        target = each.together
         for node in members:
             self._emit_with_inputs(node.all_input_nodes[0])
         _, axis, size = first.args[:3]
@@ -132,11 +127,12 @@ def _groups(program: DifferentiatedProgram) -> tuple[list[list[fx.Node]], list[l
             continue
         block = block_of(node)
         run, last_block = run + (block != last_block), block
-        if node in program.once or node.target not in (all_gather, reduce_scatter):
+        collective = spec(node).collective
+        if node in program.once or collective is None or collective.together is None or collective.of_state:
             continue
         place = block or run
         key = program.stage[node], facts(node).phase, node.args[1], value(node).dtype, place
-        if node.target is all_gather and _stored(node.all_input_nodes[0]):
+        if collective.price == "all_gather" and _stored(node.all_input_nodes[0]):
             gathers[key].append(node)
         elif node in gradients and all(user.op == "output" for user in node.users):
             scatters[key].append(node)
@@ -148,7 +144,9 @@ def _at_start(program: DifferentiatedProgram, limit: float) -> list[list[fx.Node
     groups: dict[Hashable, list[list[fx.Node]]] = defaultdict(list)
     sizes: dict[Hashable, float] = {}
     for node in program.graph.nodes:
-        if node.target is gather_state and node in program.once and _stored(node.all_input_nodes[0]):
+        collective = spec(node).collective
+        groups_state = collective is not None and collective.together is not None and collective.of_state
+        if groups_state and node in program.once and _stored(node.all_input_nodes[0]):
             key = program.stage[node], node.args[1], value(node).dtype
             if not groups[key] or sizes[key] >= limit:
                 groups[key].append([])

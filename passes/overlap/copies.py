@@ -9,8 +9,7 @@ from itertools import accumulate
 from torch import fx
 
 from ...ir.repeated_blocks import block_of
-from ...ops.collectives import STARTS
-from ...ops.copies import BACK, COPIES
+from ...ops.catalog import spec
 from ..autodiff.recompute_cut import takes_long
 from .items import MARGIN, Item, Seconds, Start, node_of, source_of
 
@@ -41,7 +40,7 @@ class _Placing:
         for item in order:
             if _copy(item):
                 node = node_of(item)
-                (self.leaving if node.target in BACK else self.returning).append((node, len(self.rest)))
+                (self.leaving if spec(node).copies_away else self.returning).append((node, len(self.rest)))
             else:
                 self.rest.append(item)
         self.clock = list(accumulate(map(self._computing, self.rest), initial=0.0))
@@ -61,7 +60,7 @@ class _Placing:
         return found
 
     def _computing(self, item: Item) -> float:
-        return 0.0 if isinstance(item, Start) or item.target in STARTS else self.seconds(item)
+        return 0.0 if isinstance(item, Start) or spec(item).start is not None else self.seconds(item)
 
     def _leave(self) -> None:
         free = 0.0
@@ -110,4 +109,4 @@ class _Placing:
 
 
 def _copy(item: Item) -> bool:
-    return isinstance(item, fx.Node) and item.target in COPIES
+    return isinstance(item, fx.Node) and spec(item).copies

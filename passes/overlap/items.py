@@ -10,7 +10,6 @@ from torch import fx
 
 from ...core.annotations import is_getitem, leaf
 from ...ops.catalog import spec
-from ...ops.collectives import STARTS
 from ...ops.copies import copy_in
 
 aten = torch.ops.aten
@@ -45,4 +44,4 @@ def stored_in(node: fx.Node) -> fx.Node | None:
 def source_of(node: fx.Node) -> fx.Node:
     """The collective of whose results ``node`` is one; else itself."""
     made = node.args[0] if is_getitem(node) else node
-    return made if isinstance(made, fx.Node) and made.target in STARTS else node
+    return made if isinstance(made, fx.Node) and spec(made).start is not None else node

@@ -13,12 +13,11 @@ from torch import fx
 from ...core.annotations import facts, is_getitem, shape
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
-from ...ops.collectives import STARTS, all_gather, reduce_scatter, wait
-from ...ops.rank_local import RANKED
+from ...ops.catalog import spec
+from ...ops.collectives import all_gather, reduce_scatter
 from .items import stored_in
 
 aten = torch.ops.aten
-_ASYNCHRONOUS = frozenset({*STARTS.values(), wait})
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,9 @@ class ChainFinder:
     def __init__(self, program: DifferentiatedProgram) -> None:
         self.program = program
         self.place = {node: i for i, node in enumerate(program.graph.nodes)}
-        self.busy = list(accumulate((node.target in _ASYNCHRONOUS for node in program.graph.nodes), initial=0))
+        self.busy = list(
+            accumulate((spec(node).under_way or spec(node).waits for node in program.graph.nodes), initial=0)
+        )
         self.gradients = set(program.gradients.values())
         self.results = {*program.outputs, *self.gradients}
         self.used: set[fx.Node] = set()
@@ -146,7 +147,7 @@ class ChainFinder:
         moved_up = [n for n in (product.weight, product.bias) if n is not None]
         for source in moved_up:
             if self.place[source] > place:
-                if source.target in RANKED or is_getitem(source):
+                if spec(source).on_rank or is_getitem(source):
                     return False
                 moved_up += source.all_input_nodes
         return not {first, *rows}.intersection(moved_up)

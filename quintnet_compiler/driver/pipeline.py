@@ -20,8 +20,7 @@ from ..ir.cost_protocol import CostModel, RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan, fixed_types, precision_of
 from ..ir.program import Axis, DifferentiatedProgram, Program
-from ..ops.collectives import COMMUNICATION, all_reduce
-from ..ops.copies import COPIES, WAYS
+from ..ops.catalog import spec
 from ..ops.rank_local import MICROBATCHES
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import RULES
@@ -243,12 +242,13 @@ def node_seconds(prices: CostModel, costs: RankCosts) -> Callable[[fx.Node], flo
     """Return the price of a node of a rank's graph; that of collectives and copies is of what they move."""
 
     def seconds(node: fx.Node) -> float:
-        if node.target in COPIES:
-            return way_seconds(costs, WAYS[str(node.target).split(".")[1]], num_bytes(values(node)[0]))
-        if node.target not in COMMUNICATION:
+        way, collective = spec(node).way, spec(node).collective
+        if way is not None and not spec(node).under_way:
+            return way_seconds(costs, way, num_bytes(values(node)[0]))
+        if collective is None:
             return costs.node_seconds(node)
         most = max(num_bytes(x) for n in (node, *node.all_input_nodes) for x in values(n) if isinstance(x, Tensor))
-        passes = 2 if node.target is all_reduce else 1
+        passes = 2 if collective.price == "all_reduce" else 1
         return passes * prices.collective_seconds("all_gather", most, node.args[2])  # type: ignore[arg-type]
 
     return seconds

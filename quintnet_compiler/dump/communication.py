@@ -12,7 +12,8 @@ from torch import fx
 
 from ..core.annotations import facts, num_bytes, tensor_inputs, values
 from ..ir.distributed_program import DistributedProgram, Piece, Transfer
-from ..ops.collectives import all_gather_matmul, collective_of, matmul_reduce_scatter
+from ..ops.catalog import spec
+from ..ops.collectives import collective_of
 from ..runtime.state.gradients import GradientStore
 from ..runtime.transport.local import LocalTransport, LocalWorld
 
@@ -45,10 +46,11 @@ def exchanges(program: DistributedProgram, piece: Piece) -> Iterator[Exchange]:
 def moved_bytes(node: fx.Node) -> int:
     """Return the larger of a collective's input and output size on one rank, in bytes."""
     inputs = tensor_inputs(node)[:1]
-    if str(node.target).partition(".")[2].startswith("start_") and node.users:
+    if spec(node).under_way and node.users:
         node = next(iter(node.users))  # what is under way has no value yet, but its wait has
-    if node.target in (all_gather_matmul, matmul_reduce_scatter):
-        slice_ = tensor_inputs(node)[0] if node.target is all_gather_matmul else node
+    collective = spec(node).collective
+    if collective is not None and collective.slice_at is not None:
+        slice_ = tensor_inputs(node)[0] if collective.slice_at == "input" else node
         return num_bytes(values(slice_)[0]) * node.args[2]  # type: ignore[operator,return-value]
     written = sum(num_bytes(x) for x in values(node) if x is not None)
     return max(written, sum(num_bytes(x) for n in inputs for x in values(n) if x is not None))

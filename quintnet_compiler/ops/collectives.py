@@ -195,6 +195,8 @@ class CollectiveSpec:
     ``op``: its schema, and the shape of its result. ``price``: which collective's time it takes; ``"ring"`` and
     ``"matmul"``: as the computation that its messages travel beside. ``start``: what begins it, where it can run beside
     other work until ``wait`` hands out its result (nothing else may read a start: until then it is no value).
+    ``together``: does the same for several values as one message. ``of_state``: moves what ranks store, at the start of
+    a step. ``slice_at``: where it is fused with a matmul, which side of it is one rank's slice.
     ``opaque``: its result depends on data that only a run has. ``transpose``: the collective of the gradient, where it
     takes the same arguments; that of a conversion follows from its types instead. ``meaning``: what all ranks give, a
     rank's place among them, and the arguments behind ``size`` -> what that rank gets. A transport without a method for
@@ -204,6 +206,9 @@ class CollectiveSpec:
     op: OpOverload
     price: Price
     start: OpOverload | None = None
+    together: OpOverload | None = None
+    of_state: bool = False
+    slice_at: Literal["input", "result"] | None = None
     opaque: bool = False
     transpose: OpOverload | None = None
     meaning: Callable[..., Tensor] | None = None
@@ -217,11 +222,11 @@ class CollectiveSpec:
 _TABLE = (
     CollectiveSpec(all_reduce, "all_reduce", _start_of(all_reduce)),
     CollectiveSpec(all_reduce_, "all_reduce", _start_of(all_reduce_)),
-    CollectiveSpec(all_gather, "all_gather", _start_of(all_gather)),
-    CollectiveSpec(gather_state, "all_gather"),
-    CollectiveSpec(gather_states, "all_gather"),
-    CollectiveSpec(gather_early, "all_gather"),
-    CollectiveSpec(reduce_scatter, "reduce_scatter", _start_of(reduce_scatter)),
+    CollectiveSpec(all_gather, "all_gather", _start_of(all_gather), gather_together),
+    CollectiveSpec(gather_state, "all_gather", together=gather_states, of_state=True),
+    CollectiveSpec(gather_states, "all_gather", of_state=True),
+    CollectiveSpec(gather_early, "all_gather", of_state=True),
+    CollectiveSpec(reduce_scatter, "reduce_scatter", _start_of(reduce_scatter), scatter_together),
     CollectiveSpec(all_to_all, "all_to_all", _start_of(all_to_all), meaning=_moved_slices),
     CollectiveSpec(gather_together, "all_gather", _start_of(gather_together)),
     CollectiveSpec(scatter_together, "reduce_scatter", _start_of(scatter_together)),
@@ -232,8 +237,8 @@ _TABLE = (
     CollectiveSpec(return_runs, "send", _start_of(return_runs), opaque=True, transpose=send_runs),
     CollectiveSpec(ring_attention, "ring", opaque=True),
     CollectiveSpec(ring_attention_backward, "ring", opaque=True),
-    CollectiveSpec(all_gather_matmul, "matmul", opaque=True),
-    CollectiveSpec(matmul_reduce_scatter, "matmul", opaque=True),
+    CollectiveSpec(all_gather_matmul, "matmul", slice_at="input", opaque=True),
+    CollectiveSpec(matmul_reduce_scatter, "matmul", slice_at="result", opaque=True),
 )
 COLLECTIVES: Mapping[str, CollectiveSpec] = MappingProxyType({one.name: one for one in _TABLE})
 

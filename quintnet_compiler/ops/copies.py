@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 
-from ..compat.torch import OpOverload
+from ..compat.torch import OpOverload, operator_name
 from .define import define_operator
 
 # a value of the device, in pinned host memory
@@ -37,13 +38,15 @@ COPIES: Mapping[OpOverload, OpOverload] = MappingProxyType(
         read_in: define_operator("start_read_in(Tensor x, Device device) -> Tensor", read_in),
     }
 )
-# what generated code calls -> the link that it takes, of which each way is one of its own
-WAYS: Mapping[str, str] = MappingProxyType(
-    {
-        f"{start}{name}": way
-        for name, way in (
-            ("copy_out", "to host"), ("copy_in", "from host"), ("write_out", "to disk"), ("read_in", "from disk"),
-        )
-        for start in ("", "start_")
-    }
-)  # fmt: skip
+Way = Literal["to host", "from host", "to disk", "from disk"]  # a link; its two ways are independent
+_WAYS: tuple[tuple[OpOverload, Way], ...] = (
+    (copy_out, "to host"),
+    (copy_in, "from host"),
+    (write_out, "to disk"),
+    (read_in, "from disk"),
+)
+WAY_OF: Mapping[OpOverload, Way] = MappingProxyType(
+    {target: way for copy, way in _WAYS for target in (copy, COPIES[copy])}
+)
+# what generated code calls -> the link that it takes
+WAYS: Mapping[str, Way] = MappingProxyType({operator_name(target): way for target, way in WAY_OF.items()})

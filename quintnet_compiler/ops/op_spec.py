@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ..compat.torch import OpOverload
+from .collectives import CollectiveSpec
+from .copies import Way
 from .rules.notation import Work
 
 FusedAs = Literal["pointwise", "reduction"]
@@ -30,6 +33,16 @@ class OpSpec:
         shares: whether it makes an equal term of a sum, for each rank, of what all ranks have.
         by_expert: whether each row is multiplied by the weights of the expert that it names, so that rows may travel to
             the ranks of their experts. Its inputs: rows, numbers of experts, then what has a part for each expert.
+        routing: what it does with the rows of such layers: ``"plan"`` says to which ranks they go, ``"dispatch"`` sends
+            them (or begins to), ``"combine"`` returns them.
+        collective: the collective that it is, or begins; None: it exchanges nothing.
+        way: the link that it, or the copy that it begins, takes between the device and where it keeps values meanwhile.
+        start: what begins it, where it can run beside other work.
+        under_way: whether it only begins something: its result is no value, and one ``wait`` alone reads it.
+        waits: whether it returns the result of what has begun.
+        on_rank: whether generated code calls the runtime for it: it communicates, copies, or depends on the rank's
+            coordinate, the step or the microbatch.
+        takes_size: whether its first arguments are a value, an axis, and the size of that.
     """
 
     work: Work | None = None
@@ -43,8 +56,41 @@ class OpSpec:
     cuts_microbatch: bool = False
     shares: bool = False
     by_expert: bool = False
+    routing: Literal["plan", "dispatch", "combine"] | None = None
+    collective: CollectiveSpec | None = None
+    way: Way | None = None
+    start: OpOverload | None = None
+    under_way: bool = False
+    waits: bool = False
+    on_rank: bool = False
+    takes_size: bool = False
 
     @property
     def moves(self) -> bool:
         """Whether it changes only the type of a value over an axis: what a rank has of it."""
         return self.converts or self.cuts_microbatch or self.shares
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it is a collective, or begins one."""
+        return self.collective is not None
+
+    @property
+    def copies(self) -> bool:
+        """Whether it is a copy from the device to another place, or back."""
+        return self.way is not None and not self.under_way
+
+    @property
+    def copies_away(self) -> bool:
+        """Whether it is a copy to a place from which another copy brings the value back."""
+        return self.copies and self.way in ("to host", "to disk")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it is a gather that can run beside other work: of a value, or of several."""
+        return self.collective is not None and self.collective.price == "all_gather" and self.start is not None
+
+    @property
+    def scatters(self) -> bool:
+        """Whether it is a reduce-scatter, of a value or of several."""
+        return self.collective is not None and self.collective.price == "reduce_scatter" and self.start is not None

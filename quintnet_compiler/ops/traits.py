@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from .collectives import convert, share
+from .collectives import COLLECTIVES, SIZED, STARTS, combine, convert, dispatch, dispatch_plan, share, wait
+from .copies import WAY_OF
 from .derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from .experts.scaled_groups import EXPERT_LAYERS
-from .rank_local import microbatch
+from .rank_local import RANKED, microbatch
 
 aten = torch.ops.aten
 _FLAGS: Mapping[str, Iterable[Any]] = {
@@ -20,9 +21,26 @@ _FLAGS: Mapping[str, Iterable[Any]] = {
     "cuts_microbatch": [microbatch],
     "shares": [share],
     "by_expert": EXPERT_LAYERS,
+    "under_way": STARTS.values(),
+    "waits": [wait],
+    "on_rank": RANKED,
+    "takes_size": SIZED,
 }
 _VALUES: Mapping[str, Mapping[Any, Any]] = {
     "user_derivative": {with_tangent: "tangent", declare_gradient: "declaration", after_gradients: "end"},
+    "routing": {
+        dispatch_plan: "plan",
+        **dict.fromkeys((dispatch, STARTS[dispatch]), "dispatch"),
+        **dict.fromkeys((combine, STARTS[combine]), "combine"),
+    },
+    "collective": {
+        target: collective
+        for collective in COLLECTIVES.values()
+        for target in (collective.op, collective.start)
+        if target is not None
+    },
+    "way": WAY_OF,
+    "start": STARTS,
 }
 
 

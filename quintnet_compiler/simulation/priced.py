@@ -19,13 +19,13 @@ from ..cost_models.operators import leaving_runs, ring_steps
 from ..ir.cost_protocol import RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram, StageProgram
 from ..ir.expert_load import ExpertLoad
+from ..ops.catalog import spec_of
 from ..ops.collectives import (
     COLLECTIVES,
     STARTS,
     CollectiveSpec,
     collective_of,
     combine,
-    dispatch,
     dispatch_plan,
     return_runs,
     send_runs,
@@ -361,7 +361,7 @@ def expert_loads(program: DistributedProgram) -> dict[fx.Node, ExpertLoad]:
     rows, loads = dict[fx.Node, ExpertLoad](), dict[fx.Node, ExpertLoad]()
     for node in program.source.graph.nodes:
         load = next((rows[n] for n in node.all_input_nodes if n in rows), None)
-        if node.target in (dispatch, STARTS[dispatch]):
+        if spec_of(node.target).routing == "dispatch":
             *_, experts, _, hot = _planned(node).args
             load = ExpertLoad.of(program.expert_imbalance, program.hot_rows, len(hot), experts)  # type: ignore[arg-type]
         if load is not None and load != ExpertLoad():
@@ -373,8 +373,8 @@ def expert_loads(program: DistributedProgram) -> dict[fx.Node, ExpertLoad]:
 
 def _planned(node: fx.Node) -> fx.Node:
     """Return the dispatch plan of a dispatch; its order may have been offloaded and copied back."""
-    while node.target is not dispatch_plan:
-        node = node.all_input_nodes[-2] if node.target in (dispatch, STARTS[dispatch]) else node.all_input_nodes[0]
+    while spec_of(node.target).routing != "plan":
+        node = node.all_input_nodes[-2] if spec_of(node.target).routing == "dispatch" else node.all_input_nodes[0]
     return node
 
 

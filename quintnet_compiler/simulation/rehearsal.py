@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from ..core.annotations import leaf, memory_of, origin
 from ..core.sharding import local_shape
 from ..ir.distributed_program import DistributedProgram, RankProgram, Slice, StageProgram
-from ..ops.collectives import gather_early, gather_state, gather_states
+from ..ops.catalog import spec_of
 from ..runtime.execute.executor import Executor, Run
 from ..runtime.state.buckets import Bucket
 from ..runtime.state.gradients import GradientStore
@@ -301,14 +301,15 @@ def _in_place(program: DistributedProgram) -> frozenset[str]:
 
 
 def _gathered(node: fx.Node) -> Any:
-    """Return the part that a node gathers, or None if it gathers no state."""
-    if node.target is gather_state:
-        return node.args[0]
+    """Return the part that a node gathers, or None if it gathers no state, or several parts."""
     gather, number = origin(node)
-    if gather.target in (gather_states, gather_early) and gather is not node:
-        parts: Any = gather.args[0]
-        return parts[number]
-    return None
+    collective = spec_of(gather.target).collective
+    if collective is None or not collective.of_state:
+        return None
+    parts: Any = gather.args[0]
+    if not isinstance(parts, Sequence):
+        return parts
+    return parts[number] if gather is not node else None
 
 
 def _state_bytes(program: DistributedProgram, part: RankProgram, *, processes: bool, host: bool) -> int:

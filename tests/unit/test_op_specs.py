@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import torch
 
+from quintnet_compiler.compat.torch import operator_name, schema
 from quintnet_compiler.ops.catalog import OPERATORS, name_of, spec_of
+from quintnet_compiler.ops.collectives import COLLECTIVES
+from quintnet_compiler.ops.copies import BACK
 from quintnet_compiler.ops.op_spec import OpSpec
 from quintnet_compiler.ops.rules.work import work_of
 from quintnet_compiler.ops.traits import TRAITS
@@ -29,3 +33,50 @@ def test_a_spec_has_its_row_and_its_traits() -> None:
 def test_an_operator_of_others_has_no_facts() -> None:
     assert spec_of(len) == spec_of("wait") == OpSpec()
     assert work_of(len) is None and work_of(aten.linear.default) == "matmul"
+
+
+def _own() -> list[Any]:
+    """Return all operators of this package."""
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quintnet::"))
+    return [getattr(torch.ops.quintnet, name.removeprefix("quintnet::")).default for name in names]
+
+
+def _arguments(target: Any) -> list[tuple[str, str]]:
+    """Return the name and type of each argument."""
+    return [(argument.name, str(argument.type)) for argument in schema(target).arguments]
+
+
+def test_what_is_declared_of_collectives_follows_from_their_schemas() -> None:
+    """Over all operators of this package: completeness, and truth."""
+    for target in _own():
+        spec, name = spec_of(target), operator_name(target)
+        assert spec.under_way == name.startswith("start_")
+        sized = _arguments(target)[1:3] == [("axis", "str"), ("size", "int")] and not spec.moves
+        assert spec.takes_size == sized
+        assert spec.communicates <= spec.takes_size <= spec.on_rank
+        if spec.start is not None:
+            begins = spec_of(spec.start)
+            assert (begins.collective, begins.way, begins.under_way) == (spec.collective, spec.way, True)
+            assert _arguments(spec.start) == _arguments(target)
+        if spec.collective is not None and not spec.under_way:
+            assert spec.collective.op is target
+            assert (spec.collective.together is not None) <= (not _takes_several(target))
+        assert (spec.routing == "plan") == (name == "dispatch_plan")
+
+
+def _takes_several(target: Any) -> bool:
+    return str(schema(target).arguments[0].type) == "List[Tensor]"
+
+
+def test_several_values_travel_together_as_they_do_alone() -> None:
+    for collective in COLLECTIVES.values():
+        if collective.together is not None:
+            together = spec_of(collective.together).collective
+            assert together is not None and _takes_several(collective.together)
+            assert (together.price, together.of_state) == (collective.price, collective.of_state)
+
+
+def test_copies_leave_by_the_link_by_which_they_come_back() -> None:
+    back = {"to host": "from host", "to disk": "from disk"}
+    assert {spec_of(away).way: spec_of(home).way for away, home in BACK.items()} == back
+    assert {t for t in _own() if spec_of(t).copies_away} == set(BACK)
