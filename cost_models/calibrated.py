@@ -15,8 +15,10 @@ from torch import fx
 from ..core.annotations import copies, is_getitem, num_bytes, shape, tensor_inputs, value, values
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
+from ..ops.catalog import spec
 from ..ops.collectives import shard_pad, shard_slice, share
 from ..ops.cross_entropy import nll_terms, nll_terms_backward
+from ..ops.op_spec import Product
 from ..ops.rank_local import embedding_rows, embedding_rows_backward, loss_scale, padding_of, rows_of
 from ..ops.rules.work import work_of
 from .calibration import Calibration, Point, interpolated, matmul_seconds
@@ -59,7 +61,6 @@ FAMILIES: Mapping[Any, str] = MappingProxyType(
         **dict.fromkeys([aten.embedding_dense_backward.default, embedding_rows_backward], "embedding_backward"),
     }
 )
-PRODUCTS = frozenset({aten.linear.default, aten.mm.default, aten.addmm.default, aten.matmul.default, aten.bmm.default})
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,9 @@ class CalibratedCosts:
             return self.calibration.view_seconds + (
                 self._curve("copy", 2 * num_bytes(value(node))) if copies(node) else 0
             )
-        if node.target in PRODUCTS:
-            return self._matmul(node)
+        product = spec(node).product
+        if product is not None:
+            return self._matmul(node, product)
         if work_of(node.target) == "attention":
             name = "attention_backward" if "backward" in str(node.target) else "attention"
             return self._curve(name, attention_flops(node))
@@ -131,14 +133,13 @@ class CalibratedCosts:
                 fix=f"quintnet calibrate --dtype {name}",
             )  # fmt: skip
 
-    def _matmul(self, node: fx.Node) -> float:
+    def _matmul(self, node: fx.Node, product: Product) -> float:
         self._check_dtype(value(node).dtype)
         inputs = tensor_inputs(node)
+        rows, weight = inputs[product.rows], inputs[product.weight]
+        left, right = shape(rows), shape(weight)
         count = 1
-        if node.target is aten.addmm.default:
-            inputs = inputs[1:]
-        left, right = shape(inputs[0]), shape(inputs[1])
-        if node.target is aten.linear.default:
+        if product.transposed:
             m, k, n, order = math.prod(left[:-1]), left[-1], right[0], "nt"
         else:
             if len(right) > 2:
@@ -146,7 +147,7 @@ class CalibratedCosts:
                 m, k, n = left[-2], left[-1], right[-1]
             else:
                 m, k, n = math.prod(left[:-1]), left[-1], right[-1]
-            order = "tn" if _transposed(inputs[0]) else "nt" if _transposed(inputs[1]) else "nn"
+            order = "tn" if _transposed(rows) else "nt" if _transposed(weight) else "nn"
         return count * matmul_seconds(self.calibration.products, order, m, k, n)
 
     def _curve(self, name: str, amount: float) -> float:
@@ -198,4 +199,4 @@ class CalibratedCosts:
 
 
 def _transposed(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (aten.t.default, aten.transpose.int)
+    return node.op == "call_function" and spec(node).permutes == "two"

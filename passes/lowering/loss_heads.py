@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from ...core.annotations import is_getitem, origin, shape, tensor_inputs, values
 from ...ir.program import LocalProgram, outputs
+from ...ops.catalog import spec
 from ...ops.cross_entropy import nll_terms
 from ...ops.rules.notation import Dims, Factors
 from ...ops.rules.table import RULES
 
 aten = torch.ops.aten
-# products with a table, and which input has the rows
-_PRODUCTS: Mapping[Any, int] = {
-    aten.linear.default: 0,
-    aten.mm.default: 0,
-    aten.matmul.default: 0,
-    aten.addmm.default: 1,
-}
 _LEADING = frozenset({aten.reshape.default, aten.slice.Tensor})  # may rearrange rows, or drop some
 MAX_RESULTS_PER_ROW = 8  # numbers of each row that a loss may return
 
@@ -57,7 +50,7 @@ def loss_heads(program: LocalProgram) -> Iterator[LossHead]:
     """Yield the loss heads of a rank's graph. None shares a node with another, or reads a node of another."""
     order, taken = {node: i for i, node in enumerate(program.graph.nodes)}, set[fx.Node]()
     for node in program.graph.nodes:
-        if node.target in _PRODUCTS and node in program.stage and node not in program.once:
+        if _place_of_rows(node) is not None and node in program.stage and node not in program.once:
             head = _HeadSearch(program, node, order).head()
             if head is not None and taken.isdisjoint(_neighbours(head)):
                 taken |= {*head.nodes}
@@ -92,7 +85,7 @@ class _HeadSearch:
             return None
 
     def _head(self) -> LossHead:
-        rows, place = self._rows_of_product(), _PRODUCTS[self.product.target]
+        rows, place = self._rows_of_product(), _place_of_rows(self.product)
         self.wide[self.product] = ()
         self.dims[self.product] = tuple(0 if i == place else None for i in range(len(tensor_inputs(self.product))))
         todo = sorted(self.product.users, key=self.order.__getitem__)
@@ -125,7 +118,8 @@ class _HeadSearch:
 
     def _rows_of_product(self) -> fx.Node:
         """Return the input with the rows: it alone has all dims of the result but the last, the classes."""
-        factors, place = _factors(self.product), _PRODUCTS[self.product.target]
+        factors, place = _factors(self.product), _place_of_rows(self.product)
+        assert place is not None
         (output,), inputs = factors.outputs, factors.inputs
         leading = {name for dim in output[:-1] for name in dim}
         others = {name for i, dims in enumerate(inputs) if i != place for dim in dims for name in dim}
@@ -160,7 +154,7 @@ class _HeadSearch:
         same_stage = self.program.stage.get(node) == self.program.stage[self.product]
         if node.op != "call_function" or not same_stage or node in self.returned or is_getitem(node):
             raise _NoHeadError
-        if node.target in _PRODUCTS:  # a layer with few features, and no loss
+        if _place_of_rows(node) is not None:  # a layer with few features, and no loss
             raise _NoHeadError
 
     def _pointwise(self, node: fx.Node, factors: Factors, position: int) -> None:
@@ -231,6 +225,12 @@ def _dim(dims: Dims, name: str) -> int | None:
                 raise _NoHeadError
             return position
     return None
+
+
+def _place_of_rows(node: fx.Node) -> int | None:
+    """Return which input of a product with a table has the rows; None for other operators."""
+    product = spec(node).product
+    return None if product is None or product.weight_dims == 3 else product.rows
 
 
 def _factors(node: fx.Node) -> Factors:

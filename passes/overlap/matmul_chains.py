@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import fx
@@ -33,17 +32,15 @@ class Matmul:
 
 def matmul_of(node: fx.Node) -> Matmul | None:
     """Return a node as a product with a matrix, or None if it is none."""
-    args: Any = node.args
-    x, weight, bias = None, None, None
-    if node.target in (aten.linear.default, aten.mm.default):
-        x, weight, bias = (*args, None)[:3]
-    elif node.target is aten.addmm.default:
-        bias, x, weight = args
+    product = spec(node).product
+    if product is None or product.weight_dims != 2:
+        return None
+    x, weight, bias = product.operands(node.args)
     if not (isinstance(x, fx.Node) and isinstance(weight, fx.Node)) or node.kwargs or x in (weight, bias):
         return None
     if len(shape(weight)) != 2 or (isinstance(bias, fx.Node) and len(shape(bias)) != 1):
         return None
-    return Matmul(node, x, weight, bias, node.target is aten.linear.default)
+    return Matmul(node, x, weight, bias, product.transposed)
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...core.annotations import Leaf, facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value
+from ...core.annotations import Leaf, facts, leaf, needs_grad, origin, shape, tensor_inputs, value
 from ...core.errors import CompileError
 from ...core.precision import narrows
 from ...core.sharding import AxisType, I, R, S, Shard, local_shape, plain
 from ...ir.program import Strategy
 from ...ops.attention.operator import attention
 from ...ops.catalog import spec
-from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rules.notation import Factors
 from ..strategies.expert_axes import exchanging_strategies, expert_parameters
 from ..strategies.rule_book import may_pad
@@ -24,21 +23,12 @@ from .axis_view import AxisView, OperandEdge, refusal
 from .batch_factors import batch_dependent, batch_factors
 
 aten = torch.ops.aten
-# products, and the position of the operand that may be a weight
-CONTRACTIONS: Mapping[Any, int] = {
-    **dict.fromkeys([aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default], 1),
-    aten.addmm.default: 2,
-    **dict.fromkeys(EXPERT_LAYERS, 2),
-}
-
 # the factors of attention that a context axis splits, by mode; later ones where an operator lacks the first
 CONTEXT_FACTORS: Mapping[str, list[set[str]]] = {
     "all_gather": [{"s"}],
     "ulysses": [{"g", "r"}],
     "ring": [{"s+t"}, {"s"}],
 }
-
-_TRANSPOSES = (aten.permute.default, aten.transpose.int, aten.t.default)
 
 
 class Candidates:
@@ -160,7 +150,7 @@ class Candidates:
         candidates = tuple(s for s in options if whole_samples(s))
         if node.target in (aten.scaled_dot_product_attention.default, attention):
             return self._attention(node, candidates)
-        if node in self.activations and node.target in CONTRACTIONS:
+        if node in self.activations and _place_of_weight(node) is not None:
             return tuple(s for s in candidates if s.splits and self._keeps_weight(node, s)) or candidates
         return candidates
 
@@ -186,8 +176,10 @@ class Candidates:
 
     def _keeps_weight(self, node: fx.Node, strategy: Strategy) -> bool:
         """Return whether a strategy leaves the weight of a product whole, on whichever side it stands."""
-        position, operands = CONTRACTIONS[node.target], tensor_inputs(node)
-        if position == 1 and node.target is not aten.linear.default and self._of_batch(operands[1]):
+        position, operands, product = _place_of_weight(node), tensor_inputs(node), spec(node).product
+        assert position is not None
+        either_side = product is not None and position == 1 and not product.transposed
+        if either_side and self._of_batch(operands[1]):
             position = 1 if self._of_batch(operands[0]) else 0
         return strategy.inputs[position] in (I, R)
 
@@ -231,6 +223,14 @@ def _rounds_gradient(node: fx.Node, activations: frozenset[fx.Node]) -> bool:
     return narrows(value(node).dtype, value(tensor_inputs(node)[0]).dtype)
 
 
+def _place_of_weight(node: fx.Node) -> int | None:
+    """Return the position of the operand of a product that may be a weight; None for other operators."""
+    if spec(node).by_expert:
+        return 2
+    product = spec(node).product
+    return product.weight if product is not None else None
+
+
 def _contraction_weights(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.Node, bool]:
     """Return parameters that a matmul reads as its weight, and whether they must be sliced without padding.
 
@@ -238,18 +238,19 @@ def _contraction_weights(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) ->
     """
     weights = dict[fx.Node, bool]()
     for node in graph.nodes:
-        if node.op != "call_function" or is_getitem(node) or node.target not in CONTRACTIONS:
+        position = _place_of_weight(node)
+        if position is None:
             continue
-        weight = node.args[CONTRACTIONS[node.target]]
+        weight = node.args[position]
         while isinstance(weight, fx.Node):
             info = leaf(weight)
             if info is not None:
                 if info.kind == "parameter" and not _needed_whole(weight, factors):
                     weights[weight] = weights.get(weight, False) or not may_pad(node)
                 break
-            if weight.target not in _TRANSPOSES and spec(weight).user_derivative != "end":
+            if spec(weight).permutes is None and spec(weight).user_derivative != "end":
                 break
-            weight = weight.args[0] if weight.target in _TRANSPOSES else _unchanged_parameter(weight)
+            weight = weight.args[0] if spec(weight).permutes is not None else _unchanged_parameter(weight)
     return weights
 
 
@@ -270,7 +271,7 @@ def _needed_whole(source: fx.Node, factors: Mapping[fx.Node, Factors]) -> bool:
     for user in source.users:
         if user.op != "call_function":
             continue
-        if user.target in _TRANSPOSES and _needed_whole(user, factors):
+        if spec(user).permutes is not None and _needed_whole(user, factors):
             return True
         if user in factors and _splits_no_dim(factors[user], tensor_inputs(user), source):
             return True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
+from typing import Any, Literal
 
 from ..compat.torch import OpOverload
 from .collectives import CollectiveSpec
@@ -12,6 +14,30 @@ from .rules.notation import Work
 
 FusedAs = Literal["pointwise", "reduction"]
 FUSED: tuple[FusedAs, ...] = get_args(FusedAs)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of rows with a matrix: the positions of its operands among the arguments.
+
+    Attributes:
+        rows: the position of the rows, [..., in].
+        weight: the position of the matrix, [in, out].
+        bias: the position of what is added, if anything may be; it may be left out where it comes last.
+        transposed: whether the matrix is [out, in].
+        weight_dims: the dims of the matrix, 2 or, with one for each batch, 3; None: either.
+    """
+
+    rows: int = 0
+    weight: int = 1
+    bias: int | None = None
+    transposed: bool = False
+    weight_dims: int | None = 2
+
+    def operands(self, args: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Return the rows, the matrix and the bias (None: there is none) among the arguments of a call."""
+        bias = args[self.bias] if self.bias is not None and self.bias < len(args) else None
+        return args[self.rows], args[self.weight], bias
 
 
 @dataclass(frozen=True)
@@ -35,6 +61,8 @@ class OpSpec:
             the ranks of their experts. Its inputs: rows, numbers of experts, then what has a part for each expert.
         routing: what it does with the rows of such layers: ``"plan"`` says to which ranks they go, ``"dispatch"`` sends
             them (or begins to), ``"combine"`` returns them.
+        product: where its operands are, if it multiplies rows by a matrix.
+        permutes: whether it permutes the dims of its input: ``"two"`` of them, or ``"any"``.
         collective: the collective that it is, or begins; None: it exchanges nothing.
         way: the link that it, or the copy that it begins, takes between the device and where it keeps values meanwhile.
         start: what begins it, where it can run beside other work.
@@ -57,6 +85,8 @@ class OpSpec:
     shares: bool = False
     by_expert: bool = False
     routing: Literal["plan", "dispatch", "combine"] | None = None
+    product: Product | None = None
+    permutes: Literal["two", "any"] | None = None
     collective: CollectiveSpec | None = None
     way: Way | None = None
     start: OpOverload | None = None

@@ -12,6 +12,7 @@ from .collectives import COLLECTIVES, SIZED, STARTS, combine, convert, dispatch,
 from .copies import WAY_OF
 from .derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from .experts.scaled_groups import EXPERT_LAYERS
+from .op_spec import Product
 from .rank_local import RANKED, microbatch
 
 aten = torch.ops.aten
@@ -33,6 +34,14 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
         **dict.fromkeys((dispatch, STARTS[dispatch]), "dispatch"),
         **dict.fromkeys((combine, STARTS[combine]), "combine"),
     },
+    "product": {
+        aten.linear.default: Product(bias=2, transposed=True),
+        aten.mm.default: Product(),
+        aten.addmm.default: Product(rows=1, weight=2, bias=0),
+        aten.matmul.default: Product(weight_dims=None),
+        aten.bmm.default: Product(weight_dims=3),
+    },
+    "permutes": {aten.t.default: "two", aten.transpose.int: "two", aten.permute.default: "any"},
     "collective": {
         target: collective
         for collective in COLLECTIVES.values()

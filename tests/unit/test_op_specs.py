@@ -12,6 +12,7 @@ from quintnet_compiler.ops.catalog import OPERATORS, name_of, spec_of
 from quintnet_compiler.ops.collectives import COLLECTIVES
 from quintnet_compiler.ops.copies import BACK
 from quintnet_compiler.ops.op_spec import OpSpec
+from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.rules.work import work_of
 from quintnet_compiler.ops.traits import TRAITS
 
@@ -80,3 +81,35 @@ def test_copies_leave_by_the_link_by_which_they_come_back() -> None:
     back = {"to host": "from host", "to disk": "from disk"}
     assert {spec_of(away).way: spec_of(home).way for away, home in BACK.items()} == back
     assert {t for t in _own() if spec_of(t).copies_away} == set(BACK)
+
+
+OTHER_PRODUCTS = {  # of which no operand is one matrix that multiplies rows
+    "bilinear", "mv", "dot", "addmv", "addbmm", "baddbmm", "einsum", "convolution", "conv1d", "conv2d",
+    "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "grouped_convolution",
+    "grouped_convolution_weight", "cdist", "_cdist_forward", "scaled_matmul", "expert_linear", "scaled_expert_linear",
+}  # fmt: skip
+
+
+def test_products_have_their_operands_where_they_say() -> None:
+    """Of all operators whose rules say that they are products."""
+    matmuls = {target for target in RULES if work_of(target) == "matmul"}
+    assert {name_of(target) for target in matmuls if spec_of(target).product is None} == OTHER_PRODUCTS
+    for target in (target for target in TRAITS if spec_of(target).product is not None):
+        product = spec_of(target).product
+        assert product is not None
+        for weight_dims in (2, 3) if product.weight_dims is None else (product.weight_dims,):
+            rows, bias = torch.rand(5, 2, 3) if weight_dims == 3 else torch.rand(2, 3), torch.rand(4)
+            weight = torch.rand(5, 3, 4) if weight_dims == 3 else torch.rand(3, 4)
+            operands = {product.rows: rows, product.weight: weight.mT if product.transposed else weight}
+            args = [x for _, x in sorted((operands | ({} if product.bias is None else {product.bias: bias})).items())]
+            assert product.operands(args)[:2] == (args[product.rows], args[product.weight])
+            expected = rows @ weight + (0 if product.bias is None else bias)
+            torch.testing.assert_close(target(*args), expected)
+
+
+def test_permutations_of_dims() -> None:
+    x = torch.rand(2, 3)
+    arguments = {aten.t.default: (), aten.transpose.int: (0, 1), aten.permute.default: ([1, 0],)}
+    assert {target for target in TRAITS if spec_of(target).permutes is not None} == set(arguments)
+    for target, args in arguments.items():
+        assert torch.equal(target(x, *args), x.T)
