@@ -15,7 +15,7 @@ from torch import fx
 from ..core.annotations import copies, is_getitem, num_bytes, shape, tensor_inputs, value, values
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
-from ..ops.catalog import spec
+from ..ops.catalog import op_spec
 from ..ops.collectives import shard_pad, shard_slice, share
 from ..ops.cross_entropy import nll_terms, nll_terms_backward
 from ..ops.op_spec import Product
@@ -96,7 +96,7 @@ class CalibratedCosts:
             return self.calibration.view_seconds + (
                 self._curve("copy", 2 * num_bytes(value(node))) if copies(node) else 0
             )
-        product = spec(node).product
+        product = op_spec(node).product
         if product is not None:
             return self._matmul(node, product)
         if work_of(node.target) == "attention":
@@ -199,4 +199,4 @@ class CalibratedCosts:
 
 
 def _transposed(node: fx.Node) -> bool:
-    return node.op == "call_function" and spec(node).permutes == "two"
+    return node.op == "call_function" and op_spec(node).permutes == "two"

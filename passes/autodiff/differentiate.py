@@ -25,7 +25,7 @@ from ...core.errors import CompileError, QuintNetError
 from ...core.sharding import parse_type
 from ...ir.builder import GraphBuilder
 from ...ir.program import DifferentiatedProgram, LocalProgram, outputs
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.derivatives.user_derivatives import (
     derivatives,
     is_tangent,
@@ -143,12 +143,12 @@ class _Tape:
         """Emit a node of the forward, and add its pullback."""
         if node.op == "placeholder":
             self._leaf(node)
-        elif spec(node).user_derivative == "declaration":
+        elif op_spec(node).user_derivative == "declaration":
             if self._differentiates(node):
                 self.pullbacks.append((node, lambda _: [self._declared(node), None]))
         elif node in self.user_backward:
             pass  # emitted when the backward reaches it
-        elif spec(node).user_derivative == "tangent":
+        elif op_spec(node).user_derivative == "tangent":
             self.value[node, 0] = self.value[origin(node.args[0])]  # type: ignore[arg-type]
         else:
             first_new = len(self.builder.made)
@@ -169,9 +169,9 @@ class _Tape:
         arguments: Any = fx.map_arg((node.args, node.kwargs), lambda n: self.value.get(origin(n)))
         args, kwargs = arguments
         differentiates = self._differentiates(node) and node not in self.deferring
-        if spec(node).user_derivative == "end":
+        if op_spec(node).user_derivative == "end":
             self._after_gradients(node, args[0])
-        elif spec(node).converts:
+        elif op_spec(node).converts:
             self.value[node, 0] = self._convert(*args, stored=node in self.local.at_start)
             if differentiates:
                 self.pullbacks.append((node, self._transpose(node)))
@@ -253,7 +253,7 @@ class _Tape:
                 tangents = [self._sum((node, i), stage) for i in range(len(values(node)))]
                 first_new = len(self.builder.made)
                 self._enter(node)
-                if spec(node).user_derivative == "declaration" or any(t is not None for t in tangents):
+                if op_spec(node).user_derivative == "declaration" or any(t is not None for t in tangents):
                     terms = pullback(tangents)
                     for operand, term in zip(tensor_inputs(node), terms, strict=True):
                         if term is not None:
@@ -269,7 +269,7 @@ class _Tape:
     def _declared(self, node: fx.Node) -> fx.Node | None:
         """Return the gradient that the user's backward computes; None if no gradient has arrived."""
         derivative, stage = self.derivatives[node], self.local.stage[node]
-        ends = [n for n, d in self.derivatives.items() if d is derivative and spec(n).user_derivative == "tangent"]
+        ends = [n for n, d in self.derivatives.items() if d is derivative and op_spec(n).user_derivative == "tangent"]
         for end in ends:
             self._sum((end, 0), stage)
         if not any((end, 0) in self.cotangents for end in ends):
@@ -318,7 +318,7 @@ class _Tape:
             self.value[origin(node)] = self._tangent(node)
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value.get(origin(n)))
-        if spec(node).converts:
+        if op_spec(node).converts:
             self.value[node, 0] = self._convert(*args, stored=False)
         elif is_getitem(node):
             source, index = origin(node)

@@ -14,7 +14,7 @@ from ...compat.torch import OpOverload
 from ...core.annotations import Facts, annotate, facts, leaf, num_bytes, origin, value, viewed
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
-from ...ops.catalog import spec, spec_of
+from ...ops.catalog import op_spec, spec_of
 from ...ops.copies import BACK, copy_out, write_out
 
 SMALLEST = 1024  # bytes: starting the copy of fewer takes longer than they are worth (torchtune has the same)
@@ -150,7 +150,7 @@ def _saved(program: DifferentiatedProgram, memory: _Memory) -> list[Key]:
 def _kept(program: DifferentiatedProgram, root: fx.Node) -> bool:
     if root.op != "call_function" or leaf(root) is not None or root in program.once or root not in program.stage:
         return False
-    if facts(root).phase != "forward" or spec(root).cuts_microbatch or spec_of(origin(root)[0].target).save:
+    if facts(root).phase != "forward" or op_spec(root).cuts_microbatch or spec_of(origin(root)[0].target).save:
         return False
     return isinstance(facts(root).value, Tensor) and _dense(value(root))
 

@@ -12,7 +12,7 @@ from torch import fx
 from ...core.annotations import annotate, copied_from, facts, is_getitem, leaf, memory_of, origin, value
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
-from ...ops.catalog import spec, spec_of
+from ...ops.catalog import op_spec, spec_of
 from ...ops.scaled_products import parameter_of
 from .recompute_budget import Budget, within_budget
 from .recompute_cut import cheap_values, fused_values
@@ -134,7 +134,7 @@ def _repeatable(program: DifferentiatedProgram) -> Iterator[fx.Node]:
     """Yield forward nodes that may be recomputed for each microbatch."""
     for node in program.graph.nodes:
         forward = node.op == "call_function" and not _is_backward(node)
-        if not forward or spec(node).cuts_microbatch or node in program.once:
+        if not forward or op_spec(node).cuts_microbatch or node in program.once:
             continue
         if not spec_of(origin(node)[0].target).save:
             yield node
@@ -160,11 +160,11 @@ def _gathered(program: DifferentiatedProgram) -> tuple[set[fx.Node], set[fx.Node
         if node in program.once or not _is_forward_in_stage(program, node):
             continue
         sources = node.all_input_nodes
-        gathers = spec(node).gathers or not gathered.isdisjoint(sources)
+        gathers = op_spec(node).gathers or not gathered.isdisjoint(sources)
         if gathers and all(source in parameters or parameter_of(source) is not None for source in sources):
             parameters.add(node)
             gathered.add(node)
-        elif spec(node).gathers or (gathers and _is_view(node)):
+        elif op_spec(node).gathers or (gathers and _is_view(node)):
             gathered.add(node)
     return parameters, gathered
 

@@ -14,7 +14,7 @@ from torch import fx
 from ...core.annotations import facts, leaf, memory_of, num_bytes, origin, values
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import Block, block_of
-from ...ops.catalog import spec, spec_of
+from ...ops.catalog import op_spec, spec_of
 from ...ops.rules.work import work_of
 
 aten = torch.ops.aten
@@ -122,13 +122,13 @@ class _Network:
 
 def takes_long(node: fx.Node) -> bool:
     """Return whether a node takes longer than a pass over memory on this rank: a matmul, attention, sorting."""
-    fused = work_of(node.target) == "attention" and not spec(node).communicates
+    fused = work_of(node.target) == "attention" and not op_spec(node).communicates
     return fused or spec_of(node.target).keep
 
 
 def _is_expensive(node: fx.Node) -> bool:
     operator = origin(node)[0]
-    return spec(operator).communicates or takes_long(operator)
+    return op_spec(operator).communicates or takes_long(operator)
 
 
 def _seconds_if_fused(node: fx.Node) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ...core.annotations import origin, shape, tensor_inputs, value
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 
 aten = torch.ops.aten
 # Their results are contiguous, whatever they read.
@@ -43,7 +43,7 @@ def _strides_hold(node: fx.Node) -> bool:
         if made.op == "placeholder" or len(seen) > _FURTHEST:
             return False
         sources = tensor_inputs(made)
-        if spec(made).communicates and not all(map(_even, sources)):
+        if op_spec(made).communicates and not all(map(_even, sources)):
             return False  # fake results are contiguous
         if sources and torch.Tag.pointwise in getattr(made.target, "tags", ()) and _decides(made, sources[0]):
             sources = sources[:1]

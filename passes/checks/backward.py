@@ -18,7 +18,7 @@ from torch import fx
 
 from ...core.annotations import Leaf, is_getitem, leaf, needs_grad, origin, tensor_inputs, value, values
 from ...ir.program import DifferentiatedProgram, outputs
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.derivatives.user_derivatives import (
     arrives,
     derivatives,
@@ -120,7 +120,7 @@ class _BackwardCheck:
 
     def _check_operator(self, node: fx.Node) -> None:
         """Check what ``node`` computes, and add the terms of its inputs' gradients."""
-        if spec(node).user_derivative is not None:
+        if op_spec(node).user_derivative is not None:
             self._check_user_derivative(node)
             return
         keys = [(node, i) for i in range(len(values(node)))]
@@ -181,12 +181,12 @@ class _BackwardCheck:
     def _check_user_derivative(self, node: fx.Node) -> None:
         """Check an end of a derivative that the user wrote: it passes on values and gradients unchanged."""
         source = origin(tensor_inputs(node)[0])
-        if spec(node).user_derivative == "declaration":
+        if op_spec(node).user_derivative == "declaration":
             self._add_declared_gradient(node, source)
             return
         self._check_passed_on(node, source)
         cotangent = self.program.cotangents.get((node, 0))
-        if spec(node).user_derivative == "tangent":
+        if op_spec(node).user_derivative == "tangent":
             self._check_tangent(node, cotangent)
         elif self.training and cotangent is not None:
             self._add_gradient(source, cotangent, node)
@@ -208,7 +208,7 @@ class _BackwardCheck:
         result = self.program.values.get((node, 0))
         if result is None:
             return
-        passed = result if spec(node).user_derivative == "tangent" else result.args[0]
+        passed = result if op_spec(node).user_derivative == "tangent" else result.args[0]
         is_alias = passed is result or result.target is aten.alias.default
         if not is_alias or not isinstance(passed, fx.Node) or self._original(passed) is not self._value(source):
             raise _fail(f"{result.name} is not what {node.name} passes on", node)
@@ -265,7 +265,7 @@ class _BackwardCheck:
         for node in self.local.graph.nodes:
             if is_getitem(node) or node.op == "output" or not needs_grad(node):
                 continue
-            if spec(node).user_derivative == "tangent":
+            if op_spec(node).user_derivative == "tangent":
                 is_read = (node, 1) in self.program.values
             else:
                 is_read = node.op == "placeholder" or any(origin(x) in read for x in arrives(node))
@@ -284,7 +284,7 @@ class _BackwardCheck:
         if not needs_grad(node):
             return False
         sources = [origin(x) for x in tensor_inputs(node)]
-        if spec(node).converts:
+        if op_spec(node).converts:
             return self._reaches_parameter(sources[0], answers)
         if node.op == "placeholder" or node in self.user_derivatives:
             return True

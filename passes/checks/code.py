@@ -20,7 +20,7 @@ from ...core.annotations import facts, leaf, shape, value
 from ...core.sharding import I
 from ...ir.distributed_program import DistributedProgram, Piece, StageProgram, StateSpec
 from ...ir.program import DifferentiatedProgram, ShardedProgram
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.rank_local import DRAWS
 from ...schedules.check import verify_schedule
 from ...schedules.schedule import Op
@@ -111,7 +111,7 @@ class _StageCheck:
         for name, cut in self.stage.slices.items():
             node = self._node(name)
             source = node.args[0].name if isinstance(node.args[0], fx.Node) else ""
-            if not spec(node).cuts_microbatch or (cut.source, cut.dim, cut.parts) != (source, *node.args[2:4]):
+            if not op_spec(node).cuts_microbatch or (cut.source, cut.dim, cut.parts) != (source, *node.args[2:4]):
                 raise _fail(f"{name} is another slice of the batch than in the graph", node)
             self.seen.add(node)
 
@@ -198,10 +198,10 @@ class _StageCheck:
 
 def _accumulates(node: fx.Node, operands: Sequence[fx.Node], gradient: fx.Node) -> bool:
     """Return whether ``node`` accumulates the gradient, as a tensor or as the product that it is."""
-    if node.target == "accumulate":
+    if op_spec(node).accumulates == "value":
         return list(operands) == [gradient]
     is_product = gradient.target is aten.mm.default and list(operands) == list(gradient.args)
-    return node.target == "accumulate_matmul" and is_product
+    return op_spec(node).accumulates == "product" and is_product
 
 
 def _is_input(node: fx.Node) -> bool:
@@ -212,11 +212,11 @@ def _is_input(node: fx.Node) -> bool:
 def _spelled(node: fx.Node) -> tuple[tuple[Any, ...], list[Any], dict[str, Any]]:
     """Return the functions that generated code may call for a node, and their arguments."""
     target: Any = node.target
-    if spec(node).shares:
+    if op_spec(node).shares:
         return (torch.div,), [node.args[0], node.args[2]], {}
-    if spec(node).on_rank:
+    if op_spec(node).on_rank:
         args = list(node.args)
-        return (operator_name(target),), [*args[:2], *args[3:]] if spec(node).takes_size else args, {}
+        return (operator_name(target),), [*args[:2], *args[3:]] if op_spec(node).takes_size else args, {}
     return spellings(target), list(node.args), dict(node.kwargs)
 
 
@@ -280,11 +280,11 @@ def _check_inputs(program: DistributedProgram) -> None:
     sharded = program.source.local.staged.sharded
     leaves = sharded.program.leaves
     inputs = [node for node, node_leaf in leaves.items() if node_leaf.kind == "input"]
-    for node, entry in zip(inputs, program.inputs, strict=True):
+    for node, spec in zip(inputs, program.inputs, strict=True):
         batches = program.batches if leaves[node].batched else 1
         sizes = tuple(n * batches if dim == 0 else n for dim, n in enumerate(shape(node)))
-        if entry.sharding != sharded.produced(node) or entry.shape != sizes or entry.dtype != value(node).dtype:
-            raise _fail(f"batch{entry.path} is laid out in another way than its type says")
+        if spec.sharding != sharded.produced(node) or spec.shape != sizes or spec.dtype != value(node).dtype:
+            raise _fail(f"batch{spec.path} is laid out in another way than its type says")
 
 
 def _check_transfers(program: DistributedProgram) -> None:
@@ -324,9 +324,9 @@ def check_batches(program: DistributedProgram) -> None:
     source, captured = program.source, program.source.local.staged.sharded.program
     carried = {name: source.outputs[position].name for name, position in captured.carried.items()}
     _check_batch_rows(program)
-    for result in program.results[len(program.results) - len(carried) :]:
-        if any(kind is not I for kind in result.sharding):
-            raise _fail(f"{result.path} is not whole where the next batch reads it")
+    for spec in program.results[len(program.results) - len(carried) :]:
+        if any(kind is not I for kind in spec.sharding):
+            raise _fail(f"{spec.path} is not whole where the next batch reads it")
     placeholders = {node.name: leaf(node) for node in source.graph.nodes if node.op == "placeholder"}
     names = {node: x.name for node, x in placeholders.items() if x is not None and x.name in carried}
     for stage in program.stages:
@@ -342,7 +342,7 @@ def _check_batch_rows(program: DistributedProgram) -> None:
         if node_leaf is None or node_leaf.kind != "input" or not node_leaf.batched:
             continue
         for user in node.users:
-            if not spec(user).cuts_microbatch or user.args[1:] != (program.batches, 0, 1):
+            if not op_spec(user).cuts_microbatch or user.args[1:] != (program.batches, 0, 1):
                 raise _fail(f"{user.name} reads the rows of all batches of {node.name}", user)
 
 

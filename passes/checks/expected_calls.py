@@ -12,7 +12,7 @@ from ...core.annotations import copied_from, facts, is_getitem, leaf, needs_grad
 from ...core.sharding import parse_type
 from ...ir.builder import GraphBuilder
 from ...ir.program import LocalProgram
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.rank_local import LOOKUPS
 from .derivatives.calls import OperatorCall, Pattern
 from .derivatives.proven import Derivatives
@@ -71,7 +71,7 @@ class ExpectedCalls:
     def _build(
         self, node: fx.Node, inputs: Sequence[fx.Node], cotangents: Sequence[Tensor | None], needs_backward: bool
     ) -> Pattern:
-        if spec(node).converts:
+        if op_spec(node).converts:
             return self._conversion(node, inputs, cotangents)
         if not needs_backward:
             return self._forward(node, inputs, cotangents)
@@ -159,7 +159,7 @@ def differentiable_results(node: fx.Node) -> list[int]:
 
 def moved_parameter(node: fx.Node) -> fx.Node | None:
     """Return the parameter that a conversion moves, also through other conversions or as a copy."""
-    if not spec(node).converts:
+    if not op_spec(node).converts:
         return None
     source = _before_conversions(node)
     source = copied_from(source) or source
@@ -177,7 +177,7 @@ def _dtype_of_summed_rows(node: fx.Node) -> torch.dtype | None:
 
 def _before_conversions(node: fx.Node) -> fx.Node:
     source = node
-    while spec(source).converts:
+    while op_spec(source).converts:
         (source,) = source.all_input_nodes
     return source
 

@@ -17,7 +17,7 @@ from torch import fx
 from ...core.annotations import is_getitem, needs_grad, origin, shape, tensor_inputs
 from ...core.sharding import AxisType, I, P, R, Shard, parse_type
 from ...ir.program import Axis, Strategy
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.collectives import combine, dispatch, dispatch_plan
 from ...ops.experts.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
 from ...ops.rank_local import local_experts, pick_experts
@@ -225,7 +225,7 @@ def _check_group_plan(plan: fx.Node, stored_experts: int, route: ExpertRoute, di
 def _undo_moves(node: fx.Node) -> tuple[fx.Node, list[Move]]:
     """Return the value that conversions carry to ``node``, and these conversions, in order."""
     moves = list[Move]()
-    while spec(node).converts:
+    while op_spec(node).converts:
         axis, _, source, target = node.args[1:]
         moves.append((str(axis), parse_type(str(source)), parse_type(str(target))))
         node = node.all_input_nodes[0]

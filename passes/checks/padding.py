@@ -17,7 +17,7 @@ from torch import fx
 from ...core.annotations import is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value, values
 from ...core.sharding import AxisType, Shard, parse_type
 from ...ir.program import Axis, LocalProgram
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.cross_entropy import nll_terms, row_nll
 from ...ops.derivatives.user_derivatives import declare_gradient
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
@@ -118,7 +118,7 @@ def _keeps_zeros(
 
 
 def _makes_zeros_of_zeros(node: fx.Node, rule: Factors) -> bool:
-    if rule.linear == ((0,),) and len(rule.inputs) == 1 and spec(node).user_derivative != "tangent":
+    if rule.linear == ((0,),) and len(rule.inputs) == 1 and op_spec(node).user_derivative != "tangent":
         return True
     adds_a_number = node.target in (aten.add.Tensor, aten.sub.Tensor) and len(rule.inputs) != 2
     return node.target in _ZERO_OF_ZEROS and not adds_a_number
@@ -189,9 +189,9 @@ class _Way:
         elif change is not None:
             _check_fill(self.node, step, change, self.sizes, self.state, self.axes)
             self.fills[change.dim] = change.number
-        elif spec(step).moves:
+        elif op_spec(step).moves:
             self._move(step)
-        elif not spec(step).casts:
+        elif not op_spec(step).casts:
             raise _fail(f"{step.name} is on the way of {self.source}", self.node)
 
     def _resize(self, step: fx.Node, resize: Resize, sizes: Sequence[int], later: Sequence[fx.Node]) -> None:
@@ -204,7 +204,7 @@ class _Way:
 
     def _cut_next(self, resize: Resize, later: Sequence[fx.Node]) -> bool:
         """Return whether the next move cuts what ``resize`` pads into full chunks."""
-        move = next((step for step in later if spec(step).moves), None)
+        move = next((step for step in later if op_spec(step).moves), None)
         if move is None:
             return False
         index, _, target = _move(move, self.axes)
@@ -231,11 +231,11 @@ class _Way:
 
 def _move(node: fx.Node, axes: Sequence[Axis]) -> tuple[int, AxisType | None, AxisType | None]:
     """Return the axis of a move, and the types before and after (None: whole, or a term)."""
-    if spec(node).cuts_microbatch:
+    if op_spec(node).cuts_microbatch:
         index = next(i for i, axis in enumerate(axes) if axis.role == "time")
         return index, None, Shard(*map(int, node.args[2:]))  # type: ignore[arg-type]
     index = next(i for i, axis in enumerate(axes) if axis.name == node.args[1])
-    if spec(node).shares:
+    if op_spec(node).shares:
         return index, None, None
     return index, parse_type(str(node.args[3])), parse_type(str(node.args[4]))
 
@@ -246,7 +246,7 @@ def _steps_back(read: fx.Node, start: fx.Node) -> Iterator[fx.Node]:
     while node is not start:
         yield node
         peeled = peel(node)
-        if peeled is None and spec(node).casts:  # the copy of a parameter
+        if peeled is None and op_spec(node).casts:  # the copy of a parameter
             return
         node = peeled[0] if peeled is not None else node.all_input_nodes[0]
 
@@ -298,9 +298,9 @@ def _check_factor(local: LocalProgram, read: Sequence[Numbers], node: fx.Node, r
     """Check that a factor with padding is in every operand, or is zeros in those that have it."""
     if name in rule.settled and node.target not in (declare_gradient, block_max):
         return _check_classes(local, node)
-    inputs = rule.inputs[:1] if spec(node).user_derivative == "end" else rule.inputs  # others have no value
+    inputs = rule.inputs[:1] if op_spec(node).user_derivative == "end" else rule.inputs  # others have no value
     use = _FactorUse(rule, [_dim(dims, name) for dims in inputs], [_dim(dims, name) for dims in rule.outputs])
-    if spec(node).user_derivative == "declaration":
+    if op_spec(node).user_derivative == "declaration":
         dim = use.inputs[1]
         if dim is not None and read[1].get(dim) != 0:
             raise _fail(f"the gradient of {tensor_inputs(node)[0].name} has padding in dim {dim}", node)

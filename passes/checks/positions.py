@@ -16,7 +16,7 @@ from ...ir.program import Axis, LocalProgram
 from ...ops.attention.operator import IDS, attention
 from ...ops.attention.ring_plan import ring_plan
 from ...ops.attention.tiled import tiled_attention
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.collectives import return_runs, ring_attention, send_runs
 from ...ops.rank_local import dropout, keep_mask, local_noise, noise
 from .failure import check_failure
@@ -134,7 +134,7 @@ def _compare(node: fx.Node, call: fx.Node, expected: dict[str, Any]) -> None:
 
 
 def _is_host_copy(x: fx.Node, source: Any) -> bool:
-    copied = spec(x).casts and x.args == (source,)
+    copied = op_spec(x).casts and x.args == (source,)
     return copied and x.kwargs == {"device": torch.device("cpu")}
 
 

@@ -9,7 +9,7 @@ from ...core.annotations import facts, leaf, needs_grad, tensor_inputs, value
 from ...core.errors import CompileError
 from ...core.sharding import P, R
 from ...ir.program import LocalProgram
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from .tables import rounds
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ def check_reductions(local: LocalProgram) -> None:
     sharded = local.staged.sharded
     activations = _activations(sharded.program.graph)
     for node, strategies in sharded.strategies.items():
-        if not spec(node).casts:
+        if not op_spec(node).casts:
             continue
         source, target = value(tensor_inputs(node)[0]).dtype, value(node).dtype
         for axis, strategy in zip(sharded.axes, strategies, strict=True):

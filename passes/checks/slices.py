@@ -15,7 +15,7 @@ from ...compat.torch import schema
 from ...core import slices
 from ...core.sharding import Shard
 from ...ir.distributed_program import DistributedProgram
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from .failure import check_failure
 
 RUN_LENGTH = 2  # indices in a row that belong to one rank
@@ -31,7 +31,7 @@ def check_slices(program: DistributedProgram) -> None:
     """
     slicings = set(_of_types(program))
     for node in program.source.graph.nodes:
-        if spec(node).takes_size:
+        if op_spec(node).takes_size:
             slicings.update(_of_call(node))
     for slicing in sorted(slicings):
         _check(slicing)

@@ -17,7 +17,7 @@ from torch import fx
 from ...core.annotations import facts, leaf, needs_grad, shape, tensor_inputs, values
 from ...core.sharding import AxisType, I, P, R, S, Shard
 from ...ir.program import Strategy
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.rules.notation import Dims, Factors
 from .tables import bare
 
@@ -91,7 +91,7 @@ class Reading:
         terms of results that return, each rank may get a slice of the sum.
         """
         assert strategy.inside is not None
-        if not spec(self.node).by_expert or not self.travels:
+        if not op_spec(self.node).by_expert or not self.travels:
             return "its rows do not travel"
         if isinstance(weights := strategy.inputs[2], Shard) and weights.dim == 0:
             return "each rank orders rows by experts of its own"
@@ -146,7 +146,7 @@ class Reading:
         return tensor is not None and tensor.kind != "input"
 
     def _check_types(self, strategy: Strategy, cuts: Mapping[str, Cut]) -> str:
-        if spec(self.node).user_derivative in ("tangent", "declaration"):
+        if op_spec(self.node).user_derivative in ("tangent", "declaration"):
             return self._check_derivative(strategy)
         differentiable = needs_grad(self.node)
         input_grads = [differentiable and facts(n).needs_grad for n in tensor_inputs(self.node)]
@@ -162,7 +162,7 @@ class Reading:
 
     def _check_derivative(self, strategy: Strategy) -> str:
         """Check a derivative that the user wrote: the type of a gradient follows from that of its value."""
-        if spec(self.node).user_derivative == "tangent":
+        if op_spec(self.node).user_derivative == "tangent":
             (source,), (kind, grad), flows = strategy.inputs, strategy.outputs, True
             if source is not bare(kind, False) and source != kind:
                 return f"it makes {kind} of {source}"

@@ -31,7 +31,7 @@ from ...core.annotations import (
 )
 from ...core.sharding import AxisType, I, P, R, Shard, parse_type
 from ...ir.program import Axis, LocalProgram, ShardedProgram, Strategy, outputs
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.experts.scaled_groups import scaled_expert_linear
 from ...ops.rules.notation import Factors
 from ...ops.scaled_products import block_max
@@ -216,14 +216,14 @@ def _local_inputs(local: LocalProgram, node: fx.Node, own_axes: frozenset[str]) 
     communicate over no other axes than ``own_axes``.
     """
     results = [without_fill(local.parts[node, i]) for i in range(len(values(node))) if (node, i) in local.parts]
-    if results and spec(node).by_expert and node not in local.reads:
+    if results and op_spec(node).by_expert and node not in local.reads:
         raise _fail(f"nothing stands for some inputs of {node.name}", node)
     if not results or node not in local.reads:
         return None
     reads = local.reads[node]
     if node.target is block_max:
         _check_largest(local, node, results[0], own_axes)
-    if spec(node).by_expert:
+    if op_spec(node).by_expert:
         _check_experts(local, node, results[0], reads)
     _check_inside(node, results, reads, own_axes)
     return reads
@@ -239,7 +239,7 @@ def _check_inside(node: fx.Node, results: list[fx.Node], reads: Sequence[fx.Node
         seen.add(inner)
         if inner.op == "placeholder":
             raise _fail(f"{node.name} reads {inner.name}, which is none of its inputs", node)
-        if (spec(inner).communicates or spec(inner).converts) and inner.args[1] not in own_axes:
+        if (op_spec(inner).communicates or op_spec(inner).converts) and inner.args[1] not in own_axes:
             raise _fail(f"{inner.name} communicates over {inner.args[1]} within {node.name}", node)
         if inner.target is node.target and tensor_inputs(inner)[: len(reads)] != list(reads):
             raise _fail(f"{node.name} reads {inner.all_input_nodes} where {list(reads)} stand for its inputs", node)
@@ -292,11 +292,11 @@ def moves(local: LocalProgram, node: fx.Node, source: Value) -> list[Step]:
 def _step(axes: tuple[Axis, ...], node: fx.Node) -> Step | None:
     """Return the move that a local node is; None if it is none."""
     numbers = {axis.name: i for i, axis in enumerate(axes)}
-    if spec(node).converts:
+    if op_spec(node).converts:
         return Step(numbers[str(node.args[1])], parse_type(str(node.args[3])), parse_type(str(node.args[4])), node)
-    if spec(node).shares:
+    if op_spec(node).shares:
         return Step(numbers[str(node.args[1])], I, P, node)
-    if spec(node).cuts_microbatch:
+    if op_spec(node).cuts_microbatch:
         time = next(i for i, axis in enumerate(axes) if axis.role == "time")
         return Step(time, I, Shard(*map(int, node.args[2:])), node)  # type: ignore[arg-type]
     return None

@@ -17,7 +17,7 @@ from ...ir.distributed_program import (
     Piece,
 )
 from ...ir.generated import GeneratedModule
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from .python_ops import SPELLING
 from .source_lines import WIDTH, in_lines, written
 
@@ -92,7 +92,7 @@ def _hoist_getitems(nodes: list[fx.Node]) -> list[fx.Node]:
     inside, ordered = set(nodes), list[fx.Node]()
     items: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in nodes:
-        if is_getitem(node) and (producer := origin(node)[0]) in inside and not spec(producer).communicates:
+        if is_getitem(node) and (producer := origin(node)[0]) in inside and not op_spec(producer).communicates:
             items[producer].append(node)
     moved = {node for getitems in items.values() for node in getitems}
     for node in nodes:
@@ -106,11 +106,11 @@ def _is_matmul(node: fx.Node) -> bool:
 
 
 def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.Node, sites: list[str]) -> fx.Node:
-    if spec(node).shares:
+    if op_spec(node).shares:
         new = graph.create_node("call_function", torch.div, (env[node.args[0]], node.args[2]), name=node.name)  # type: ignore[index]
         new.meta = dict(node.meta)
         return new
-    if not spec(node).on_rank:
+    if not op_spec(node).on_rank:
         new = graph.node_copy(node, lambda n: env[n])
         new.meta = dict(node.meta)
         new.target = SPELLING.get(node.target, node.target)
@@ -119,10 +119,10 @@ def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.
     args = list(fx.map_arg(node.args, lambda n: env[n]))
     over = ""
     size = f" {sum(map(num_bytes, values(node)))} bytes" if name.startswith("start_") else ""
-    if spec(node).takes_size:
+    if op_spec(node).takes_size:
         over = f"[{args[1]}]"
         del args[2]  # the transport knows the axis' size
-    moved = value(node.all_input_nodes[0]).dtype if spec(node).takes_size else None
+    moved = value(node.all_input_nodes[0]).dtype if op_spec(node).takes_size else None
     of = f" {str(moved).removeprefix('torch.')}" if moved else ""
     sites.append(f"{name}{over}{of}{size} {facts(node).where}".strip())
     new = graph.create_node("call_method", name, (comm, *args, len(sites) - 1), name=node.name)

@@ -25,7 +25,7 @@ from ...ir.distributed_program import (
 from ...ir.generated import UnwrittenModule
 from ...ir.plan import Offloaded
 from ...ir.program import BUCKET_MIB, DifferentiatedProgram, Program, ShardedProgram, outputs
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...schedules.check import verify_schedule
 from ...schedules.schedule import Op, Schedule, StageEdge, with_transfers
 from .functions import Functions, MakeModule, written_module
@@ -102,7 +102,7 @@ class GenerateRanks:
         )
 
     def _disk(self, program: DifferentiatedProgram) -> DiskSpec | None:
-        written = [node for node in program.graph.nodes if spec(node).way == "to disk"]
+        written = [node for node in program.graph.nodes if op_spec(node).way == "to disk"]
         if self.offload_folder is None or not written:
             return None
         return DiskSpec(self.offload_folder, max(num_bytes(values(node.all_input_nodes[0])[0]) for node in written))

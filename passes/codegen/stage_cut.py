@@ -11,7 +11,7 @@ from torch import fx
 from ...core.annotations import facts, is_getitem, leaf
 from ...core.errors import CompileError
 from ...ir.program import DifferentiatedProgram
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 
 
 @dataclass
@@ -72,7 +72,7 @@ class StageCut:
         stage = self.program.stage
         if node in stage and stage[node] != self.index:
             return self.received
-        if spec(node).cuts_microbatch:
+        if op_spec(node).cuts_microbatch:
             return self.slices
         if node in self.program.once:
             return self.once

@@ -13,7 +13,7 @@ from ...compat.torch import operator_name
 from ...core.annotations import annotate, facts, leaf, num_bytes, value
 from ...ir.program import BUCKET_MIB, DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.scaled_products import parameter_of
 
 
@@ -95,7 +95,7 @@ class _Coalescing:
     def _coalesce(self, members: Sequence[fx.Node]) -> None:
         """Emit one collective for ``members``, and take its results apart under their names."""
         first, stage = members[0], self.program.stage
-        each = spec(first).collective
+        each = op_spec(first).collective
         assert each is not None and each.together is not None
         target = each.together
         for node in members:
@@ -127,7 +127,7 @@ def _groups(program: DifferentiatedProgram) -> tuple[list[list[fx.Node]], list[l
             continue
         block = block_of(node)
         run, last_block = run + (block != last_block), block
-        collective = spec(node).collective
+        collective = op_spec(node).collective
         if node in program.once or collective is None or collective.together is None or collective.of_state:
             continue
         place = block or run
@@ -144,7 +144,7 @@ def _at_start(program: DifferentiatedProgram, limit: float) -> list[list[fx.Node
     groups: dict[Hashable, list[list[fx.Node]]] = defaultdict(list)
     sizes: dict[Hashable, float] = {}
     for node in program.graph.nodes:
-        collective = spec(node).collective
+        collective = op_spec(node).collective
         groups_state = collective is not None and collective.together is not None and collective.of_state
         if groups_state and node in program.once and _stored(node.all_input_nodes[0]):
             key = program.stage[node], node.args[1], value(node).dtype

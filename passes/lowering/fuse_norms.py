@@ -12,7 +12,7 @@ from torch import fx
 from ...core.absent_gpu import CUDA
 from ...core.annotations import shape, value
 from ...ir.program import LocalProgram, outputs
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 
 aten = torch.ops.aten
 
@@ -115,7 +115,7 @@ def _mean_square(node: fx.Node) -> _MeanSquare | None:
 def _with_casts(norm: _Norm) -> _Norm:
     """Add the casts of the input to float32 and of the result back."""
     cast, cast_back = norm.x, _sole_user(norm.end)
-    if not spec(cast).casts or cast_back is None or not spec(cast_back).casts:
+    if not op_spec(cast).casts or cast_back is None or not op_spec(cast_back).casts:
         return norm
     (source,) = cast.all_input_nodes
     narrow = value(source).dtype
@@ -184,5 +184,5 @@ def _rewritten(program: LocalProgram, norms: Mapping[fx.Node, _Norm]) -> LocalPr
 def _unused_casts(graph: fx.Graph) -> Iterator[fx.Node]:
     """Yield the casts that only steps have read."""
     for node in graph.nodes:
-        if spec(node).casts and not node.users:
+        if op_spec(node).casts and not node.users:
             yield node

@@ -12,7 +12,7 @@ from torch import fx
 
 from ...core.annotations import is_getitem, shape, tensor_inputs, values
 from ...ir.program import LocalProgram
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.collectives import combine, dispatch
 from ...ops.experts.grouped_rows import group_rows, ungroup_rows
 from ...ops.rules.notation import Factors, Rule
@@ -65,7 +65,7 @@ class FuseTokenDispatch:
         """Return whether an operator computes each row from the same row of its inputs, for any number of rows."""
         if is_getitem(node):
             return True
-        if node.op != "call_function" or spec(node).on_rank or spec(node).moves:
+        if node.op != "call_function" or op_spec(node).on_rank or op_spec(node).moves:
             return False
         rule = self.rules.get(node.target)
         if rule is None or not all(len(shape(n)) == 2 for n in tensor_inputs(node)):

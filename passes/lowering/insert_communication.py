@@ -17,7 +17,7 @@ from ...core.sharding import Shard, Sharding, local_shape
 from ...ir.builder import GraphBuilder
 from ...ir.program import TILE_BYTES, LocalProgram, ShardedProgram, StagedProgram, outputs
 from ...ops.attention.operator import attention
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.cross_entropy import row_nll
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rank_local import (
@@ -364,7 +364,7 @@ class _CommunicationLowering:
 
     def _independent(self, node: fx.Node) -> bool:
         """Return whether a node belongs to no stage, and computes the same in every microbatch from the same inputs."""
-        if node.op != "call_function" or spec(node).cuts_microbatch or node in self.stage:
+        if node.op != "call_function" or op_spec(node).cuts_microbatch or node in self.stage:
             return False
         draws = DRAWS if self.sharded.program.batches > 1 else frozenset()
         return MICROBATCHES not in pytree.tree_leaves(node.args) and node.target not in draws

@@ -10,7 +10,7 @@ from torch import fx
 
 from ...core.annotations import is_getitem, origin, shape, tensor_inputs, values
 from ...ir.program import LocalProgram, outputs
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.cross_entropy import nll_terms
 from ...ops.rules.notation import Dims, Factors
 from ...ops.rules.table import RULES
@@ -229,7 +229,7 @@ def _dim(dims: Dims, name: str) -> int | None:
 
 def _place_of_rows(node: fx.Node) -> int | None:
     """Return which input of a product with a table has the rows; None for other operators."""
-    product = spec(node).product
+    product = op_spec(node).product
     return None if product is None or product.weight_dims == 3 else product.rows
 
 

@@ -18,7 +18,7 @@ from ...core.annotations import is_float, needs_grad, shape, tensor_inputs, valu
 from ...core.sharding import Shard, Sharding, shard_shape
 from ...ir.builder import GraphBuilder
 from ...ir.program import Axis, Strategy
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.derivatives.user_derivatives import arrives
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rank_local import LOOKUPS, padding_of
@@ -128,7 +128,7 @@ class _FillCollector:
             [_dim(dims, name) for dims in factors.outputs],
         )
         self.everywhere = self.everywhere and factor.in_all_tensors
-        if spec(node).user_derivative == "declaration":  # the gradient of a parameter's padding is zeros anyway
+        if op_spec(node).user_derivative == "declaration":  # the gradient of a parameter's padding is zeros anyway
             self.inputs[1].update(dim for dim in factor.inputs[1:] if dim is not None)
         elif name not in factors.settled or node.target is block_max:  # other operators mask settled factors themselves
             self._add_inputs(factors, factor)
@@ -286,7 +286,7 @@ class Padding:
         ``inputs``: the local inputs, each with the dims that have padding.
         """
         linear = factors.linear == ((0,),) and len(factors.inputs) == 1
-        linear = linear and spec(node).user_derivative != "tangent"  # returns a gradient, too
+        linear = linear and op_spec(node).user_derivative != "tangent"  # returns a gradient, too
         if node.target is scaled_cast:  # the scale does not matter
             linear, inputs = True, list(inputs)[:1]
         adds_tensors = node.target in _SUMS and len(factors.inputs) == 2

@@ -10,7 +10,7 @@ from ...core.precision import Precision
 from ...core.sharding import AxisType, gradient
 from ...ir.builder import GraphBuilder
 from ...ir.program import LocalProgram
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.collectives import all_reduce, lower_conversion, reduce_scatter
 from ...ops.rank_local import loss_scale
 
@@ -21,7 +21,7 @@ def parameter_conversions(local: LocalProgram) -> dict[fx.Node, fx.Node]:
     """Return the conversions of parameters, and of copies of parameters, each with its parameter."""
     parameters: dict[fx.Node, fx.Node] = {}
     for node in local.graph.nodes:
-        if spec(node).converts:
+        if op_spec(node).converts:
             (source,) = node.all_input_nodes
             stored = parameters.get(source, copied_from(source) or source)
             stored_leaf = leaf(stored)

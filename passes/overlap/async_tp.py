@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ...core.annotations import annotate, facts, shape, value
 from ...ir.program import DifferentiatedProgram
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.collectives import all_gather_matmul, matmul_reduce_scatter
 from .matmul_chains import ChainFinder, Fused, Matmul
 
@@ -53,7 +53,7 @@ class _Fusing:
         for node in self.program.graph.nodes:
             if node in self.fused_at:
                 chain = self.fused_at[node]
-                emit = self._gather if spec(chain.collective).gathers else self._scatter
+                emit = self._gather if op_spec(chain.collective).gathers else self._scatter
                 emit(chain)
             elif node.op == "output":
                 self.graph.output(fx.map_arg(node.args[0], lambda n: self.new[n]))

@@ -9,7 +9,7 @@ from itertools import accumulate
 from torch import fx
 
 from ...ir.repeated_blocks import block_of
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ..autodiff.recompute_cut import takes_long
 from .items import MARGIN, Item, Seconds, Start, node_of, source_of
 
@@ -40,7 +40,7 @@ class _Placing:
         for item in order:
             if _copy(item):
                 node = node_of(item)
-                (self.leaving if spec(node).copies_away else self.returning).append((node, len(self.rest)))
+                (self.leaving if op_spec(node).copies_away else self.returning).append((node, len(self.rest)))
             else:
                 self.rest.append(item)
         self.clock = list(accumulate(map(self._computing, self.rest), initial=0.0))
@@ -60,7 +60,7 @@ class _Placing:
         return found
 
     def _computing(self, item: Item) -> float:
-        return 0.0 if isinstance(item, Start) or spec(item).start is not None else self.seconds(item)
+        return 0.0 if isinstance(item, Start) or op_spec(item).start is not None else self.seconds(item)
 
     def _leave(self) -> None:
         free = 0.0
@@ -109,4 +109,4 @@ class _Placing:
 
 
 def _copy(item: Item) -> bool:
-    return isinstance(item, fx.Node) and spec(item).copies
+    return isinstance(item, fx.Node) and op_spec(item).copies

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ...core.annotations import is_getitem, leaf
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.copies import copy_in
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ def node_of(item: Item) -> fx.Node:
 
 def stored_in(node: fx.Node) -> fx.Node | None:
     """The parameter that ``node`` is, or of which it is the copy that gathers read: from the host, in another dtype."""
-    cast = spec(node).casts
+    cast = op_spec(node).casts
     source = node.all_input_nodes[0] if cast else node
     source = source.all_input_nodes[0] if source.target is copy_in else source
     found = leaf(source)
@@ -44,4 +44,4 @@ def stored_in(node: fx.Node) -> fx.Node | None:
 def source_of(node: fx.Node) -> fx.Node:
     """The collective of whose results ``node`` is one; else itself."""
     made = node.args[0] if is_getitem(node) else node
-    return made if isinstance(made, fx.Node) and spec(made).start is not None else node
+    return made if isinstance(made, fx.Node) and op_spec(made).start is not None else node

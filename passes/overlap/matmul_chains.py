@@ -12,7 +12,7 @@ from torch import fx
 from ...core.annotations import facts, is_getitem, shape
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.collectives import all_gather, reduce_scatter
 from .items import stored_in
 
@@ -32,7 +32,7 @@ class Matmul:
 
 def matmul_of(node: fx.Node) -> Matmul | None:
     """Return a node as a product with a matrix, or None if it is none."""
-    product = spec(node).product
+    product = op_spec(node).product
     if product is None or product.weight_dims != 2:
         return None
     x, weight, bias = product.operands(node.args)
@@ -81,7 +81,7 @@ class ChainFinder:
         self.program = program
         self.place = {node: i for i, node in enumerate(program.graph.nodes)}
         self.busy = list(
-            accumulate((spec(node).under_way or spec(node).waits for node in program.graph.nodes), initial=0)
+            accumulate((op_spec(node).under_way or op_spec(node).waits for node in program.graph.nodes), initial=0)
         )
         self.gradients = set(program.gradients.values())
         self.results = {*program.outputs, *self.gradients}
@@ -144,7 +144,7 @@ class ChainFinder:
         moved_up = [n for n in (product.weight, product.bias) if n is not None]
         for source in moved_up:
             if self.place[source] > place:
-                if spec(source).on_rank or is_getitem(source):
+                if op_spec(source).on_rank or is_getitem(source):
                     return False
                 moved_up += source.all_input_nodes
         return not {first, *rows}.intersection(moved_up)

@@ -11,7 +11,7 @@ from torch import fx
 from ...core.annotations import is_getitem
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import Block, block_of
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.scaled_products import parameter_of
 from ..autodiff.recompute_cut import takes_long
 from .copies import with_copies
@@ -91,7 +91,7 @@ class Order:
         for item in rest:
             if needed <= 0:
                 break
-            free = not isinstance(item, Start) and spec(item).start is None and item not in self.busy
+            free = not isinstance(item, Start) and op_spec(item).start is None and item not in self.busy
             if free and not behind.intersection(_inputs(node_of(item))):
                 found.append(item)
                 needed -= self._hides([item])
@@ -177,7 +177,7 @@ def _a_block_ahead(order: Sequence[Item], place: int, own: set[Block | None]) ->
 
 def _splits(node: fx.Node) -> bool:
     """Whether this is a collective that can be started ahead."""
-    return spec(node).start is not None and spec(node).communicates
+    return op_spec(node).start is not None and op_spec(node).communicates
 
 
 def _first(place: dict[Item, int], node: fx.Node) -> int:
@@ -211,12 +211,12 @@ def _takes_long(item: Item) -> bool:
 
 def _gathers_state(node: fx.Node) -> bool:
     stored = all(stored_in(n) or parameter_of(n) is not None for n in node.all_input_nodes)
-    return spec(node).gathers and stored
+    return op_spec(node).gathers and stored
 
 
 def _scatters(node: fx.Node, settled: set[fx.Node]) -> bool:
     """Whether this makes gradients that nothing else reads."""
-    if not spec(node).scatters:
+    if not op_spec(node).scatters:
         return False
     made = [user for user in node.users if is_getitem(user)] or [node]
     return all(n in settled and all(user.op == "output" for user in n.users) for n in made)

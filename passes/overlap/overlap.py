@@ -10,7 +10,7 @@ from torch import fx
 
 from ...core.annotations import annotate, facts
 from ...ir.program import DifferentiatedProgram
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.collectives import STARTS, wait
 from ..codegen.stage_cut import ancestors_of_sends
 from .items import Item, Seconds, Start
@@ -59,7 +59,7 @@ def _moves(program: DifferentiatedProgram, node: fx.Node) -> bool:
         node.op == "call_function"
         and node in program.stage
         and node not in program.once
-        and not spec(node).cuts_microbatch
+        and not op_spec(node).cuts_microbatch
     )
 
 

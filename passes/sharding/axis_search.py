@@ -18,7 +18,7 @@ from ...core.annotations import facts, leaf, needs_grad, num_bytes, origin, tens
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R, plain
 from ...ir.program import Strategy, outputs
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ..lowering.padding import padding_fills
 from ..strategies.cuts import find_cuts
 from ..strategies.rule_book import flows
@@ -123,7 +123,7 @@ class AxisSearch:
         """Return the seconds that a strategy takes on one rank, without conversions."""
         info = leaf(node)
         if info is None:
-            computed = self.view.load(node).computed if spec(node).by_expert else 1.0
+            computed = self.view.load(node).computed if op_spec(node).by_expert else 1.0
             part = strategy.part * computed
             work = self.view.cost.operator_seconds(node) * self.view.share(node) * part
             return work + self._masks(node, strategy) + self.travels(node, strategy)

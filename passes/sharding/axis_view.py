@@ -15,7 +15,7 @@ from ...core.sharding import AxisType, Shard, Sharding, local_shape
 from ...ir.cost_protocol import CostModel
 from ...ir.expert_load import ExpertLoad
 from ...ir.program import Axis, Program, Strategy
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.rules.notation import Factors
 from ..strategies.expert_axes import expert_parameters, hops, with_sliced_rows
 from ..strategies.rule_book import leaf_strategies, may_pad, strategies
@@ -131,7 +131,7 @@ class AxisView:
 
     def travels(self, node: fx.Node) -> bool:
         """Return whether each rank of a model axis sends an operator's rows to the ranks of their experts."""
-        return spec(node).by_expert and self.axis.role == "model" and bool(hops(self.outer, self.chosen[node]))
+        return op_spec(node).by_expert and self.axis.role == "model" and bool(hops(self.outer, self.chosen[node]))
 
     def load(self, node: fx.Node) -> ExpertLoad:
         """Return the load of an operator whose rows travel to the ranks of their experts."""

@@ -15,7 +15,7 @@ from ...core.precision import narrows
 from ...core.sharding import AxisType, I, R, S, Shard, local_shape, plain
 from ...ir.program import Strategy
 from ...ops.attention.operator import attention
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.rules.notation import Factors
 from ..strategies.expert_axes import exchanging_strategies, expert_parameters
 from ..strategies.rule_book import may_pad
@@ -69,7 +69,7 @@ class Candidates:
 
     def _without_forbidden(self, node: fx.Node, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         """Return the strategies that exchange rows only where the plan asks for it, and lose no precision."""
-        if spec(node).by_expert and self.view.spreads_experts:
+        if op_spec(node).by_expert and self.view.spreads_experts:
             options = exchanging_strategies(node, options, self.axis)
         elif node.target is not attention or self.axis.role != "context":
             options = tuple(s for s in options if not s.exchanges)
@@ -176,7 +176,7 @@ class Candidates:
 
     def _keeps_weight(self, node: fx.Node, strategy: Strategy) -> bool:
         """Return whether a strategy leaves the weight of a product whole, on whichever side it stands."""
-        position, operands, product = _place_of_weight(node), tensor_inputs(node), spec(node).product
+        position, operands, product = _place_of_weight(node), tensor_inputs(node), op_spec(node).product
         assert position is not None
         either_side = product is not None and position == 1 and not product.transposed
         if either_side and self._of_batch(operands[1]):
@@ -218,16 +218,16 @@ class Candidates:
 
 def _rounds_gradient(node: fx.Node, activations: frozenset[fx.Node]) -> bool:
     """Return whether the gradient of a cast is rounded: it must not be a term of a sum then."""
-    if not spec(node).casts or node not in activations or not needs_grad(node):
+    if not op_spec(node).casts or node not in activations or not needs_grad(node):
         return False
     return narrows(value(node).dtype, value(tensor_inputs(node)[0]).dtype)
 
 
 def _place_of_weight(node: fx.Node) -> int | None:
     """Return the position of the operand of a product that may be a weight; None for other operators."""
-    if spec(node).by_expert:
+    if op_spec(node).by_expert:
         return 2
-    product = spec(node).product
+    product = op_spec(node).product
     return product.weight if product is not None else None
 
 
@@ -248,9 +248,9 @@ def _contraction_weights(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) ->
                 if info.kind == "parameter" and not _needed_whole(weight, factors):
                     weights[weight] = weights.get(weight, False) or not may_pad(node)
                 break
-            if spec(weight).permutes is None and spec(weight).user_derivative != "end":
+            if op_spec(weight).permutes is None and op_spec(weight).user_derivative != "end":
                 break
-            weight = weight.args[0] if spec(weight).permutes is not None else _unchanged_parameter(weight)
+            weight = weight.args[0] if op_spec(weight).permutes is not None else _unchanged_parameter(weight)
     return weights
 
 
@@ -260,8 +260,8 @@ def _unchanged_parameter(node: fx.Node) -> Any:
     See :mod:`...capture.changes.changed_values`.
     """
     declaration = origin(tensor_inputs(node)[-1])[0]
-    start = declaration.args[0] if spec(declaration).user_derivative == "declaration" else None
-    if not isinstance(start, fx.Node) or spec(start).user_derivative != "end" or len(tensor_inputs(start)) > 1:
+    start = declaration.args[0] if op_spec(declaration).user_derivative == "declaration" else None
+    if not isinstance(start, fx.Node) or op_spec(start).user_derivative != "end" or len(tensor_inputs(start)) > 1:
         return None
     return start.args[0]
 
@@ -271,7 +271,7 @@ def _needed_whole(source: fx.Node, factors: Mapping[fx.Node, Factors]) -> bool:
     for user in source.users:
         if user.op != "call_function":
             continue
-        if spec(user).permutes is not None and _needed_whole(user, factors):
+        if op_spec(user).permutes is not None and _needed_whole(user, factors):
             return True
         if user in factors and _splits_no_dim(factors[user], tensor_inputs(user), source):
             return True

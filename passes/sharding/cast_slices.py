@@ -10,7 +10,7 @@ from torch import fx
 from ...core.annotations import shape, tensor_inputs
 from ...core.sharding import AxisType, Shard, plain, shard_shape
 from ...ir.program import ShardedProgram, Strategy
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.scaled_products import block_max, block_scale, scaled_cast
 from ..strategies.rule_book import RuleBook, refine, strategies
 
@@ -52,7 +52,7 @@ def _casts(node: fx.Node) -> list[fx.Node]:
                 if user not in casts and user.target is not scaled_cast:
                     todo.append(user)
                 casts.add(user)
-            elif spec(user).user_derivative != "declaration" and source.target is not block_scale:
+            elif op_spec(user).user_derivative != "declaration" and source.target is not block_scale:
                 return []  # products read scales
     if all(cast.target is not scaled_cast for cast in casts):
         return []

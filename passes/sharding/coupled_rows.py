@@ -8,7 +8,7 @@ from typing import Literal
 from torch import fx
 
 from ...core.annotations import is_getitem, leaf, origin, shape, tensor_inputs
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.rules.notation import Factors
 
 Value = tuple[fx.Node, int]
@@ -39,7 +39,7 @@ def couplings(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.No
         if coupled_source is not None:
             reasons[node] = f"{node.target} reads what {coupled_source.target} makes of the whole batch"
             continue
-        if spec(node).user_derivative == "declaration":
+        if op_spec(node).user_derivative == "declaration":
             continue  # its result has no value
         input_states = [states.get(origin(source)) for source in tensor_inputs(node)]
         if all(state is None for state in input_states):

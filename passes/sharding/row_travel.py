@@ -10,7 +10,7 @@ from torch import fx
 from ...core.annotations import needs_grad, origin, shape, tensor_inputs, values
 from ...core.sharding import Shard
 from ...ir.program import Strategy
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ..strategies.expert_axes import hops, row_conversions
 from .axis_view import AxisView
 
@@ -31,7 +31,7 @@ class RowTravel:
 
     def __init__(self, view: AxisView) -> None:
         self.view, self.axis = view, view.axis
-        layers = [n for n in view.factors if spec(n).by_expert] if view.axis.role == "model" else []
+        layers = [n for n in view.factors if op_spec(n).by_expert] if view.axis.role == "model" else []
         self.hops = {n: axes for n in layers if (axes := hops(view.outer, view.chosen[n]))}
         self.preceding = {n: _preceding_layers(n) for n in self.hops}
         readers = Counter(_rows_and_experts(node) for node in self.hops)
@@ -87,7 +87,7 @@ def _preceding_layers(node: fx.Node) -> frozenset[fx.Node]:
         if source in seen:
             continue
         seen.add(source)
-        if spec(source).by_expert and tensor_inputs(source)[1] is ids:
+        if op_spec(source).by_expert and tensor_inputs(source)[1] is ids:
             layers.add(source)
         elif source.op == "call_function" and all(x.dim() == 2 and x.shape[0] == num_rows for x in values(source)):
             todo += source.all_input_nodes

@@ -13,12 +13,12 @@ from ...core.annotations import facts, leaf, num_bytes, shape, tensor_inputs, va
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, S, Shard, plain
 from ...ir.program import Axis, Strategy
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 
 
 def expert_parameters(graph: fx.Graph) -> frozenset[fx.Node]:
     """Return the parameters that have one part per expert: weights and biases of ``expert_linear``."""
-    layers = [node for node in graph.nodes if node.op == "call_function" and spec(node).by_expert]
+    layers = [node for node in graph.nodes if node.op == "call_function" and op_spec(node).by_expert]
     return frozenset(operand for node in layers for operand in tensor_inputs(node)[2:] if leaf(operand) is not None)
 
 
@@ -30,7 +30,7 @@ def dispatched_bytes(graph: fx.Graph, repeats: Mapping[fx.Node, int]) -> int:
     """
     mixtures: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        if node.op == "call_function" and spec(node).by_expert:
+        if node.op == "call_function" and op_spec(node).by_expert:
             mixtures[node.all_input_nodes[1]].append(node)
     ends = [(layers[0].all_input_nodes[0], layers[-1]) for layers in mixtures.values()]
     return sum(num_bytes(values(node)[0]) * repeats.get(last, 1) for first, last in ends for node in (first, last))

@@ -15,7 +15,7 @@ from torch import fx
 from ...core.annotations import facts, leaf, shape, tensor_inputs
 from ...core.errors import CompileError
 from ...ir.expert_load import ExpertLoad
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.experts.expert_linear import expert_linear
 
 
@@ -91,7 +91,7 @@ def check_hot_experts(graph: fx.Graph, asked: Mapping[str, Sequence[int]]) -> No
 
 def _layers(graph: fx.Graph) -> dict[fx.Node, set[str]]:
     """Return the layers of experts, with the names of their parameters."""
-    return {n: _names(n) for n in graph.nodes if n.op == "call_function" and spec(n).by_expert}
+    return {n: _names(n) for n in graph.nodes if n.op == "call_function" and op_spec(n).by_expert}
 
 
 def _names(node: fx.Node) -> set[str]:

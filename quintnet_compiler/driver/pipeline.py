@@ -20,7 +20,7 @@ from ..ir.cost_protocol import CostModel, RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan, fixed_types, precision_of
 from ..ir.program import Axis, DifferentiatedProgram, Program
-from ..ops.catalog import spec
+from ..ops.catalog import op_spec
 from ..ops.rank_local import MICROBATCHES
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import RULES
@@ -242,8 +242,8 @@ def node_seconds(prices: CostModel, costs: RankCosts) -> Callable[[fx.Node], flo
     """Return the price of a node of a rank's graph; that of collectives and copies is of what they move."""
 
     def seconds(node: fx.Node) -> float:
-        way, collective = spec(node).way, spec(node).collective
-        if way is not None and not spec(node).under_way:
+        way, collective = op_spec(node).way, op_spec(node).collective
+        if way is not None and not op_spec(node).under_way:
             return way_seconds(costs, way, num_bytes(values(node)[0]))
         if collective is None:
             return costs.node_seconds(node)

@@ -12,7 +12,7 @@ from torch import fx
 
 from ..core.annotations import facts, num_bytes, tensor_inputs, values
 from ..ir.distributed_program import DistributedProgram, Piece, Transfer
-from ..ops.catalog import spec
+from ..ops.catalog import op_spec
 from ..ops.collectives import collective_of
 from ..runtime.state.gradients import GradientStore
 from ..runtime.transport.local import LocalTransport, LocalWorld
@@ -46,9 +46,9 @@ def exchanges(program: DistributedProgram, piece: Piece) -> Iterator[Exchange]:
 def moved_bytes(node: fx.Node) -> int:
     """Return the larger of a collective's input and output size on one rank, in bytes."""
     inputs = tensor_inputs(node)[:1]
-    if spec(node).under_way and node.users:
+    if op_spec(node).under_way and node.users:
         node = next(iter(node.users))  # what is under way has no value yet, but its wait has
-    collective = spec(node).collective
+    collective = op_spec(node).collective
     if collective is not None and collective.slice_at is not None:
         slice_ = tensor_inputs(node)[0] if collective.slice_at == "input" else node
         return num_bytes(values(slice_)[0]) * node.args[2]  # type: ignore[operator,return-value]

@@ -11,7 +11,7 @@ from ..core.annotations import facts, is_getitem, num_bytes, origin, shape, tens
 from ..core.sharding import AxisType, gradient, local_shape, parse_type
 from ..ir.distributed_program import DistributedProgram
 from ..ir.repeated_blocks import block_members
-from ..ops.catalog import spec
+from ..ops.catalog import op_spec
 from ..ops.collectives import lower_conversion
 from .fold import FoldedUnit, fold
 
@@ -118,7 +118,7 @@ def _operators(program: DistributedProgram) -> Iterator[Operator]:
 def _moves(name: str, node: fx.Node, shown: set[fx.Node]) -> list[Move]:
     """Return conversions on the way to ``node``, each shown once."""
     moves: list[Move] = []
-    while node.op == "call_function" and spec(node).converts and node not in shown:
+    while node.op == "call_function" and op_spec(node).converts and node not in shown:
         shown.add(node)
         operand, axis, _, source, target = node.args
         assert isinstance(operand, fx.Node)

@@ -16,6 +16,7 @@ from ..core.errors import REPORT, CompileError, RunError
 from ..core.sharding import Sharding
 from ..core.slices import take_all
 from ..ir.distributed_program import DistributedProgram, Piece, RankProgram, StageProgram
+from ..ops.catalog import op_spec
 from ..ops.collectives import collective_of
 from ..ops.copies import WAYS
 from ..runtime.execute.comm import Comm
@@ -139,7 +140,7 @@ class _Skeleton:
                 if begun:
                     raise RuntimeError(f"{next(iter(begun)).name} is never waited for")
                 return tuple(self.shapes[n] for n in node.args[0])  # type: ignore[union-attr]
-            if node.target == "wait" and node.args[1] not in begun:
+            if op_spec(node).waits and node.args[1] not in begun:
                 raise RuntimeError(f"{node.name} waits for {node.args[1]}, which is not under way")
             _, *rest = fx.map_arg(node.args, lambda n: begun.pop(n) if n in begun else self.shapes.get(n))
             made = getattr(comm, str(node.target))(*rest)

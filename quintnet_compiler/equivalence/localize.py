@@ -18,7 +18,7 @@ from ..core.rng import Key
 from ..core.sharding import P, Shard, Sharding, gradient
 from ..ir.distributed_program import DistributedProgram, StageProgram
 from ..ir.program import DifferentiatedProgram, ShardedProgram, outputs
-from ..ops.catalog import spec
+from ..ops.catalog import op_spec
 from ..ops.rank_local import dropout, noise
 from ..runtime.backends.local import LocalBackend
 from ..runtime.execute.executor import Run
@@ -89,7 +89,7 @@ def localize(
     batches.
     """
     if program.batches > 1 or any(
-        spec(node).user_derivative == "tangent" for node in program.source.local.staged.sharded.program.graph.nodes
+        op_spec(node).user_derivative == "tangent" for node in program.source.local.staged.sharded.program.graph.nodes
     ):
         return None
     leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]

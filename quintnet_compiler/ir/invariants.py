@@ -13,7 +13,7 @@ from ..core.errors import REPORT, CompileError
 from ..core.precision import narrows
 from ..core.sharding import P, Shard, local_shape
 from ..ops.attention.paged import paged_attention
-from ..ops.catalog import spec
+from ..ops.catalog import op_spec
 from .codegen_allowlist import check_source
 from .distributed_program import DistributedProgram
 from .program import DifferentiatedProgram, LocalProgram, Program, ShardedProgram, StagedProgram
@@ -58,7 +58,7 @@ def _(program: ShardedProgram) -> None:
                     _require(fits, lambda: f"{node} of {local} cannot be {kind} over {axis}", node)  # noqa: B023
                 local = local_shape(local, (kind,), (axis.size,))
         for strategy in strategies:
-            if P in strategy.inputs and spec(node).user_derivative != "declaration":
+            if P in strategy.inputs and op_spec(node).user_derivative != "declaration":
                 makes = strategy.outputs if strategy.inside is None else strategy.inside[1:]
                 _require(P in makes, lambda: f"{node} loses a partial sum", node)  # noqa: B023
 
@@ -77,7 +77,7 @@ def _(program: LocalProgram) -> None:
     """Check that local shapes are those of the shardings, and that conversions change the type."""
     sharded = program.staged.sharded
     for node in program.graph.nodes:
-        if node.op == "call_function" and spec(node).converts:
+        if node.op == "call_function" and op_spec(node).converts:
             _require(node.args[3] != node.args[4], lambda: f"{node} converts nothing", node)  # noqa: B023
         stage = program.stage.get(node)
         for source in tensor_inputs(node) if stage is not None else ():
@@ -112,14 +112,14 @@ def _(program: DifferentiatedProgram) -> None:
         mismatch = f"{shape(node)} {value(node).dtype}, not {shape(parameter)} {summed}"
         _require(fits, lambda: f"the gradient of {name} is {mismatch}", node)  # noqa: B023
     for node in program.graph.nodes:
-        _require(not spec(node).converts, lambda: f"{node} is not lowered", node)  # noqa: B023
+        _require(not op_spec(node).converts, lambda: f"{node} is not lowered", node)  # noqa: B023
         for cache in node.args[3:5] if node.target is paged_attention else ():
             _require(_is_cache(cache), lambda: f"{node} writes to {cache}, which nobody keeps", node)  # noqa: B023
 
 
 def _is_cache(node: Any) -> bool:
     """Return whether a node is a rank's cache, or a microbatch's rows of it, and only one operator writes to it."""
-    if spec(node).cuts_microbatch:
+    if op_spec(node).cuts_microbatch:
         return len(node.users) == 1 and node.args[2:] == (0, 1) and _is_cache(node.args[0])
     cache = facts(node).leaf
     return cache is not None and cache.kind == "cache" and len(node.users) == 1

@@ -13,7 +13,7 @@ from ..core.annotations import facts, is_getitem, leaf, num_bytes, values
 from ..core.errors import Where
 from ..core.name_patterns import by_pattern
 from ..core.names import one_line
-from ..ops.catalog import spec
+from ..ops.catalog import op_spec
 from ..schedules.grid import grid
 from .distributed_program import DistributedProgram, Piece, RankProgram, StateSpec
 from .headings import heading
@@ -138,7 +138,7 @@ def _(program: LocalProgram) -> Listing:
 def _(program: DifferentiatedProgram) -> Listing:
     notes = _placed(program)
     for node in program.graph.nodes:
-        if spec(node).waits:
+        if op_spec(node).waits:
             (start,) = node.all_input_nodes
             notes[start] += f", {sum(map(num_bytes, values(node)))} bytes under way until %{node.name}"
     return Listing("", program.graph, notes)

@@ -27,6 +27,7 @@ from typing import Any, cast
 from torch import fx
 
 from .op_spec import FUSED, OpSpec
+from ..compat.torch import operator_name
 from .rules.notation import Work
 from .traits import TRAITS
 
@@ -39,8 +40,10 @@ def spec_of(target: Any) -> OpSpec:
     return spec if spec is not None else _of_name(target)
 
 
-def spec(node: fx.Node) -> OpSpec:
-    """Return the spec of the operator that a node calls; the default one for other nodes."""
+def op_spec(node: fx.Node) -> OpSpec:
+    """Return the spec of the operator that a node calls, in generated code as a method; others have the default one."""
+    if node.op == "call_method":
+        return _OF_METHODS.get(str(node.target), _DEFAULT)
     return spec_of(node.target)
 
 
@@ -272,4 +275,9 @@ OPERATORS = _read(
 )
 _WITH_TRAITS: Mapping[Any, OpSpec] = MappingProxyType(
     {target: replace(_of_name(target), **traits) for target, traits in TRAITS.items()}
+)
+# generated code calls the runtime by the names of operators, and by two names that are none
+_OF_METHODS: Mapping[str, OpSpec] = MappingProxyType(
+    {operator_name(target): spec for target, spec in _WITH_TRAITS.items() if spec.on_rank}
+    | {"accumulate": OpSpec(accumulates="value"), "accumulate_matmul": OpSpec(accumulates="product")}
 )

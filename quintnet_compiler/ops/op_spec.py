@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
-from typing import Any, Literal
+
+from typing import Any, Literal, get_args
 
 from ..compat.torch import OpOverload
 from .collectives import CollectiveSpec
@@ -63,6 +63,7 @@ class OpSpec:
             them (or begins to), ``"combine"`` returns them.
         product: where its operands are, if it multiplies rows by a matrix.
         permutes: whether it permutes the dims of its input: ``"two"`` of them, or ``"any"``.
+        accumulates: whether generated code adds to a gradient with it: a ``"value"``, or the ``"product"`` of two.
         collective: the collective that it is, or begins; None: it exchanges nothing.
         way: the link that it, or the copy that it begins, takes between the device and where it keeps values meanwhile.
         start: what begins it, where it can run beside other work.
@@ -87,6 +88,7 @@ class OpSpec:
     routing: Literal["plan", "dispatch", "combine"] | None = None
     product: Product | None = None
     permutes: Literal["two", "any"] | None = None
+    accumulates: Literal["value", "product"] | None = None
     collective: CollectiveSpec | None = None
     way: Way | None = None
     start: OpOverload | None = None
@@ -113,7 +115,12 @@ class OpSpec:
     @property
     def copies_away(self) -> bool:
         """Whether it is a copy to a place from which another copy brings the value back."""
-        return self.copies and self.way in ("to host", "to disk")
+        return self.copies and self.leaves
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it takes a value away from the device, or begins to."""
+        return self.way in ("to host", "to disk")
 
     @property
     def gathers(self) -> bool:

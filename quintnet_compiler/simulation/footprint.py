@@ -20,6 +20,7 @@ from ..core.mesh import Mesh
 from ..ir.distributed_program import DistributedProgram, RankProgram, StageProgram
 from ..ir.generated import GeneratedModule
 from ..ops.attention.tiled import backward_working_bytes, working_bytes
+from ..ops.catalog import op_spec
 from ..ops.collectives import COLLECTIVES
 from ..ops.copies import WAYS
 from ..runtime.execute.comm import Comm
@@ -37,8 +38,6 @@ WORKING: Mapping[str, Callable[..., int]] = MappingProxyType(
 OPAQUE = frozenset(
     {"keep_mask", "local_noise", *WORKING, *WAYS, *(name for name, spec in COLLECTIVES.items() if spec.opaque)}
 )
-ADDS = frozenset({"accumulate", "accumulate_matmul"})
-LEAVING = frozenset(name for name, way in WAYS.items() if way.startswith("to "))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ class Footprints:
         leaving = {node.name for node in piece.module.graph.nodes if _leaves(node)}
         self.outside |= {storage(x): x for name, x in by_name.items() if name in leaving}
         self.crossing |= by_name
-        additions = [n for n in piece.module.graph.nodes if n.op == "call_method" and n.target in ADDS]
+        additions = [n for n in piece.module.graph.nodes if op_spec(n).accumulates is not None]
         adds = tuple((str(n.args[-1]), self._product(n, stage)) for n in additions)
         self.calls[stage.index, label] = FunctionMemory(self._outputs(arguments, results), *peaks, adds)
         return by_name
@@ -173,7 +172,7 @@ class Footprints:
 
     def _product(self, node: fx.Node, stage: StageProgram) -> int:
         """Return the bytes of a gradient that is computed before it is added; GPUs that are absent have the kernels."""
-        if node.target != "accumulate_matmul" or self.device is not None:
+        if op_spec(node).accumulates != "product" or self.device is not None:
             return 0
         left, right = (values(n)[0] for n in node.all_input_nodes[1:3])
         spec = self.program.state[stage.gradients[str(node.args[-1])]]
@@ -274,7 +273,7 @@ def interpret(
             memory.part()
             return tuple(env[n] for n in node.args[0]), (memory.working, tuple(memory.parts))
         else:
-            if node.target in ADDS:
+            if op_spec(node).accumulates is not None:
                 memory.part()
             env[node], passed = _evaluate(node, env, device, memory, imbalance)
             memory.own |= _host_memory(node, env[node], on_gpu)
@@ -308,20 +307,21 @@ def _host_memory(node: fx.Node, result: Any, on_gpu: bool) -> set[int]:
     """Return the memory of results that is not of the device: what is copied out, and such as counts of rows."""
     tensors = _tensors(result)
     memory = {storage(x) for x in tensors if on_gpu and x.device.type == "cpu"}
-    return memory | {storage(tensors[0])} if node.target in LEAVING else memory
+    return memory | {storage(tensors[0])} if op_spec(node).leaves else memory
 
 
 def _inside(node: fx.Node, env: Mapping[fx.Node, Any]) -> int:
     """Return the bytes that an operator takes while it runs, in addition to its result."""
-    if node.target not in WORKING:
+    working = WORKING.get(str(node.target))
+    if working is None:
         return 0
-    return WORKING[str(node.target)](*(env[n] if isinstance(n, fx.Node) else n for n in node.args[1:]))
+    return working(*(env[n] if isinstance(n, fx.Node) else n for n in node.args[1:]))
 
 
 def _leaves(node: fx.Node) -> bool:
     """Return whether the value ends up in memory of the host, or in a file."""
-    start = node.all_input_nodes[-1] if node.target == "wait" else node
-    return start.op == "call_method" and start.target in LEAVING
+    start = node.all_input_nodes[-1] if op_spec(node).waits else node
+    return op_spec(start).leaves
 
 
 def _tensors(value: Any) -> list[Tensor]:

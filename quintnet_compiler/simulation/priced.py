@@ -19,7 +19,7 @@ from ..cost_models.operators import leaving_runs, ring_steps
 from ..ir.cost_protocol import RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram, StageProgram
 from ..ir.expert_load import ExpertLoad
-from ..ops.catalog import spec_of
+from ..ops.catalog import op_spec
 from ..ops.collectives import (
     COLLECTIVES,
     STARTS,
@@ -133,7 +133,7 @@ class ProgramPrices:
 
     def _priced(self, stage: StageProgram, node: fx.Node) -> NodeTime:
         time = self._balanced(stage, node)
-        start = node.all_input_nodes[-1] if node.target == "wait" else node
+        start = node.all_input_nodes[-1] if op_spec(node).waits else node
         load = self.loads.get(self.source[start.name]) if start.name in self.source else None
         if load is None:
             return time
@@ -213,7 +213,8 @@ class ProgramPrices:
         Each slice but one travels while another is multiplied; the longer of the two decides. Sums are added up on
         their way.
         """
-        gathers, hops = node.target == "all_gather_matmul", len(ranks) - 1
+        collective, hops = op_spec(node).collective, len(ranks) - 1
+        gathers = collective is not None and collective.slice_at == "input"
         moved = num_bytes(values(tensor_inputs(source)[0] if gathers else source)[0])
         hop = costs.send_seconds(moved, ranks[0], ranks[-1])
         computing = costs.node_seconds(source)
@@ -225,7 +226,7 @@ class ProgramPrices:
         value = str(node.args[-1])
         name = stage.gradients[value]
         gradient = self.program.source.gradients[name, stage.index]
-        if node.target == "accumulate_matmul":
+        if op_spec(node).accumulates == "product":
             return self._at(stage).node_seconds(gradient)
         return self._at(stage).accumulate_seconds(num_bytes(values(gradient)[0]))
 
@@ -361,7 +362,7 @@ def expert_loads(program: DistributedProgram) -> dict[fx.Node, ExpertLoad]:
     rows, loads = dict[fx.Node, ExpertLoad](), dict[fx.Node, ExpertLoad]()
     for node in program.source.graph.nodes:
         load = next((rows[n] for n in node.all_input_nodes if n in rows), None)
-        if spec_of(node.target).routing == "dispatch":
+        if op_spec(node).routing == "dispatch":
             *_, experts, _, hot = _planned(node).args
             load = ExpertLoad.of(program.expert_imbalance, program.hot_rows, len(hot), experts)  # type: ignore[arg-type]
         if load is not None and load != ExpertLoad():
@@ -373,8 +374,8 @@ def expert_loads(program: DistributedProgram) -> dict[fx.Node, ExpertLoad]:
 
 def _planned(node: fx.Node) -> fx.Node:
     """Return the dispatch plan of a dispatch; its order may have been offloaded and copied back."""
-    while spec_of(node.target).routing != "plan":
-        node = node.all_input_nodes[-2] if spec_of(node.target).routing == "dispatch" else node.all_input_nodes[0]
+    while op_spec(node).routing != "plan":
+        node = node.all_input_nodes[-2] if op_spec(node).routing == "dispatch" else node.all_input_nodes[0]
     return node
 
 

@@ -6,9 +6,10 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import fx
 
 from quintnet_compiler.compat.torch import operator_name, schema
-from quintnet_compiler.ops.catalog import OPERATORS, name_of, spec_of
+from quintnet_compiler.ops.catalog import OPERATORS, name_of, op_spec, spec_of
 from quintnet_compiler.ops.collectives import COLLECTIVES
 from quintnet_compiler.ops.copies import BACK
 from quintnet_compiler.ops.op_spec import OpSpec
@@ -113,3 +114,12 @@ def test_permutations_of_dims() -> None:
     assert {target for target in TRAITS if spec_of(target).permutes is not None} == set(arguments)
     for target, args in arguments.items():
         assert torch.equal(target(x, *args), x.T)
+
+
+def test_generated_code_calls_operators_by_their_names() -> None:
+    graph = fx.Graph()
+    comm, named_so = graph.placeholder("comm"), graph.placeholder("wait")
+    assert op_spec(named_so) == op_spec(graph.call_method("linear", (comm,))) == OpSpec()
+    for target in (target for target in _own() if spec_of(target).on_rank):
+        assert op_spec(graph.call_method(operator_name(target), (comm,))) == spec_of(target)
+    assert op_spec(graph.call_method("accumulate", (comm,))).accumulates == "value"

@@ -10,7 +10,7 @@ from torch import fx
 
 from ....core.annotations import value
 from ....ops.attention.tiled import tiled_attention, tiled_attention_backward
-from ....ops.catalog import spec
+from ....ops.catalog import op_spec
 from ....ops.collectives import combine, dispatch, return_runs, ring_attention, ring_attention_backward, send_runs
 from ....ops.cross_entropy import nll_terms, nll_terms_backward
 from ....ops.rank_local import embedding_rows, embedding_rows_backward, pick_experts, place_experts
@@ -46,7 +46,7 @@ def _rows_of_table(args: Any, pattern: Pattern) -> dict[int, tuple[Any, Any]]:
     table, ids, *layout = args
     (rows,), term = pattern.tangents, pattern.gradients[0]
     cast = term.args[0] if term is not None and term.args else None
-    if isinstance(cast, fx.Node) and spec(cast).casts and cast.args == (rows,):
+    if isinstance(cast, fx.Node) and op_spec(cast).casts and cast.args == (rows,):
         rows = cast  # to the dtype that :func:`check_sums` checks
     return {0: (embedding_rows_backward, (rows, ids, value(table).shape[0], *layout))}
 

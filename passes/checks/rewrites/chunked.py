@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from ....core.absent_gpu import CPU, on_device
 from ....core.annotations import is_getitem, shape, value
 from ....ir.program import LocalProgram
-from ....ops.catalog import spec
+from ....ops.catalog import op_spec
 from ....ops.cross_entropy import nll_terms
 from ..failure import check_failure
 
@@ -134,7 +134,7 @@ def _run(nodes: list[fx.Node], env: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
         args, kwargs = on_device(fx.map_arg((node.args, node.kwargs), env.__getitem__), CPU)
         if is_getitem(node):
             env[node] = args[0][args[1]]
-        elif spec(node).casts:
+        elif op_spec(node).casts:
             env[node] = args[0]
         elif node.target is nll_terms:
             env[node] = _terms(*args[:2])

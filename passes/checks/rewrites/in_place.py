@@ -11,7 +11,7 @@ from ....compat.torch import composite_in_cpp, schema_or_none
 from ....core.annotations import facts, is_getitem
 from ....core.errors import REPORT, CompileError
 from ....ir.program import DifferentiatedProgram
-from ....ops.catalog import spec
+from ....ops.catalog import op_spec
 from ....ops.collectives import STARTS, all_reduce_
 from ....ops.rank_local import LOOKUPS, embedding_rows_backward
 
@@ -60,6 +60,6 @@ def _may_be_view(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target in _COMPUTES or node.target in _WRITES:
         return False
     returns = getattr(schema_or_none(node.target), "returns", ())
-    if is_getitem(node) or spec(node).on_rank or composite_in_cpp(node.target):
+    if is_getitem(node) or op_spec(node).on_rank or composite_in_cpp(node.target):
         return True
     return not returns or any(made.alias_info is not None for made in returns)

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from ....core.absent_gpu import CPU, on_device
 from ....core.annotations import shape, value
 from ....ir.program import LocalProgram, outputs
-from ....ops.catalog import spec
+from ....ops.catalog import op_spec
 from ..failure import check_failure
 
 _fail = partial(check_failure, "norm check")
@@ -125,7 +125,7 @@ def _few(node: fx.Node, like: fx.Node) -> tuple[int, ...]:
 def _computed(step: fx.Node, env: dict[fx.Node, Tensor]) -> Tensor:
     """Compute a step in float64, whatever its dtype, so that rounding does not matter."""
     args, kwargs = on_device(fx.map_arg((step.args, step.kwargs), env.__getitem__), CPU)
-    if spec(step).casts:
+    if op_spec(step).casts:
         uncast: Tensor = args[0]
         return uncast
     target: Any = step.target

@@ -12,7 +12,7 @@ from ....compat.torch import OpOverload, schema_or_none
 from ....core.annotations import facts, origin
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import ValueNumbers
-from ....ops.catalog import spec
+from ....ops.catalog import op_spec
 from ....ops.copies import BACK
 from ..failure import check_failure
 from .results import check_results
@@ -42,7 +42,7 @@ def check_offload(before: DifferentiatedProgram, after: DifferentiatedProgram) -
             _check_pair(after, node, back)
         if node.op == "call_function" and not node.users and node.name not in known:
             raise _fail(f"nothing reads {node.name}", node)
-    left = {(after.stage[n], n.all_input_nodes[0]) for n in after.graph.nodes if spec(n).copies_away}
+    left = {(after.stage[n], n.all_input_nodes[0]) for n in after.graph.nodes if op_spec(n).copies_away}
     for node in after.graph.nodes:
         if node.op == "call_function" and facts(node).phase == "backward":
             for source in node.all_input_nodes:
@@ -92,7 +92,7 @@ class NumberedCopies:
 
     def _call(self, node: fx.Node) -> int:
         args: Any = node.args
-        if spec(node).copies:
+        if op_spec(node).copies:
             return self.of[args[0]]
         found = self.numbers.call(None, node.target, (args, node.kwargs), self.of.__getitem__)
         self.calls.setdefault((found, self.program.stage.get(node), node in self.program.once), node)

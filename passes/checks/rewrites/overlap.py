@@ -8,7 +8,7 @@ from functools import partial
 from torch import fx
 
 from ....ir.program import DifferentiatedProgram
-from ....ops.catalog import spec
+from ....ops.catalog import op_spec
 from ....ops.collectives import STARTS
 from ..failure import check_failure
 
@@ -20,12 +20,12 @@ def check_overlap(before: DifferentiatedProgram, after: DifferentiatedProgram) -
     """Raises: CompileError QN209 with what is another call than ``before``, or not paired."""
     nodes = {n.name: n for n in after.graph.nodes}
     check_pairs(after.graph.nodes)
-    starts = sum(spec(n).under_way for n in after.graph.nodes)
+    starts = sum(op_spec(n).under_way for n in after.graph.nodes)
     if len(nodes) != len(before.graph.nodes) + starts:
         raise _fail("there are nodes too many or too few", None)
     for old in before.graph.nodes:
         new = nodes.get(old.name)
-        call = new.args[0] if new is not None and spec(new).waits else new
+        call = new.args[0] if new is not None and op_spec(new).waits else new
         target = STARTS.get(old.target, old.target) if call is not new else old.target
         if new is None or not isinstance(call, fx.Node) or call.target != target:
             raise _fail(f"{old.name} is another call than it was", old)
@@ -42,17 +42,11 @@ def check_pairs(nodes: Iterable[fx.Node]) -> None:
         CompileError: QN209.
     """
     for node in nodes:
-        name = str(node.target)
-        starts = spec(node).under_way or (node.op == "call_method" and name.startswith("start_"))
         users = list(node.users)
-        if starts and (len(users) != 1 or not _waits(users[0])):
+        if op_spec(node).under_way and (len(users) != 1 or not op_spec(users[0]).waits):
             readers = ", ".join(user.name for user in users) or "nobody"
             raise _fail(f"{node.name} is under way, and {readers} reads it instead of one wait", node)
-        if _waits(node):
+        if op_spec(node).waits:
             begun = node.all_input_nodes[-1]
-            if not spec(begun).under_way and not str(begun.target).startswith("start_"):
+            if not op_spec(begun).under_way:
                 raise _fail(f"{node.name} waits for {begun.name}, which nothing started", node)
-
-
-def _waits(node: fx.Node) -> bool:
-    return spec(node).waits or (node.op == "call_method" and node.target == "wait")

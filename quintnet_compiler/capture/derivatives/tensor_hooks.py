@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ...ops.derivatives.user_derivatives import after_gradients, hooked
 
 
@@ -28,12 +28,12 @@ def place_hooks(graph: fx.Graph, removed: Collection[int], refuse: Callable[[str
 def _drop_unread(graph: fx.Graph) -> None:
     """Leave out what would bring a module's hooks the gradients of its results, where no hook reads them: values of
     zeros (:class:`.module_hooks.ModuleHooks`) that only declare a gradient."""
-    for node in [n for n in graph.nodes if spec(n).user_derivative == "tangent"]:
+    for node in [n for n in graph.nodes if op_spec(n).user_derivative == "tangent"]:
         ends = [end for value in node.users for end in value.users]
         says = [one for end in ends for one in end.users]
-        if len(ends) != 1 or len(says) != 1 or spec(ends[0]).user_derivative != "end":
+        if len(ends) != 1 or len(says) != 1 or op_spec(ends[0]).user_derivative != "end":
             continue
-        if spec(says[0]).user_derivative != "declaration" or says[0].args[0] is not ends[0]:
+        if op_spec(says[0]).user_derivative != "declaration" or says[0].args[0] is not ends[0]:
             continue
         tokens = list(says[0].users)
         for reader in {reader for token in tokens for reader in token.users}:

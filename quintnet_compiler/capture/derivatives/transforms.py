@@ -21,7 +21,7 @@ from ...compat.torch import FakeTensor, get_decompositions, make_fx, pytree, rec
 from ...compat.torch_func import nodes_of_trace, only_function_modes, set_grad, transforms_by
 from ...core.errors import CompileError, Where
 from ...core.replaced import for_this_thread
-from ...ops.catalog import spec
+from ...ops.catalog import op_spec
 from ..places import OWN
 from ..watched_trace import user_line
 
@@ -101,7 +101,7 @@ class _Again(fx.Interpreter):
 
 def _plain_numbers(graph: fx.Graph) -> None:
     """Make casts of Python's numbers the numbers themselves: a vmap inside another one casts them."""
-    for node in [node for node in graph.nodes if spec(node).casts]:
+    for node in [node for node in graph.nodes if op_spec(node).casts]:
         number, dtype = node.args[0], node.kwargs.get("dtype")
         if isinstance(number, (int, float)) and isinstance(dtype, torch.dtype) and dtype.is_floating_point:
             node.replace_all_uses_with(float(number))

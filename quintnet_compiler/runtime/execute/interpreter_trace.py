@@ -10,6 +10,7 @@ from torch import fx
 
 from ...ir.distributed_program import StageProgram
 from ...ir.generated import GeneratedModule
+from ...ops.catalog import op_spec
 
 Observer = Callable[[fx.Node, Any], None]
 PHASES = ("once", "forward", "backward", "weight")
@@ -41,7 +42,7 @@ def run_watched(module: GeneratedModule, args: Sequence[Any], observe: Observer)
         if node.op == "call_method":
             receiver, *arguments = node_args
             values[node] = getattr(receiver, node.target)(*arguments, **kwargs)
-            if node.target == "accumulate_matmul":
+            if op_spec(node).accumulates == "product":
                 observe(node, torch.mm(arguments[0], arguments[1]))
                 continue
         else:

@@ -13,6 +13,7 @@ from ...compat.torch import codegen_of
 from ...compat.torch_texts import goes_with_its_text
 from ...core.annotations import is_getitem
 from ...ir.program import outputs
+from ...ops.catalog import op_spec
 from .gradient_calls import OPERATORS, handle
 
 Function = Callable[[list[Any]], Sequence[Any]]  # takes its arguments in a list, which it empties
@@ -65,7 +66,7 @@ def split(graph: fx.Graph, *, pure: bool = False, apart: bool = False) -> list[f
     for node in graph.nodes:
         if node.op == "call_method" and node.target in OPERATORS and not pure:
             run.append(node)
-        elif node.op == "call_method" and node.target == "accumulate":
+        elif op_spec(node).accumulates == "value":
             waiting.append(node)
         elif node.op == "call_method" or (is_getitem(node) and node.all_input_nodes[0].op == "call_method"):
             close()
