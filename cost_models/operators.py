@@ -18,7 +18,7 @@ from ..ops.attention.blocks import Sight
 from ..ops.attention.ring_plan import ring_plan
 from ..ops.attention.seen_keys import SeenKeys, seen_by
 from ..ops.attention.tiled import tiled_attention, tiled_attention_backward
-from ..ops.catalog import spec_of
+from ..ops.catalog import op_spec, spec_of
 from ..ops.collectives import (
     all_gather_matmul,
     matmul_reduce_scatter,
@@ -351,7 +351,7 @@ def guessed(node: fx.Node) -> bool:
     """Return whether a price is a bound: of an undescribed operator (its bytes) or linear algebra (a product)."""
     if node.op != "call_function" or is_getitem(node) or getattr(node.target, "namespace", "") == "quintnet":
         return False
-    return (work_of(node.target) is None and node.target is not aten.contiguous.default) or _factorises(node.target)
+    return (work_of(node.target) is None and not op_spec(node).relayouts) or _factorises(node.target)
 
 
 def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
@@ -383,7 +383,7 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
 
 
 def _already_contiguous(node: fx.Node) -> bool:
-    return node.target is aten.contiguous.default and not copies(node)
+    return op_spec(node).relayouts and not copies(node)
 
 
 def launches_of(node: fx.Node) -> int:

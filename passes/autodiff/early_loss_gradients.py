@@ -11,6 +11,7 @@ from torch import fx
 from ...core.annotations import annotate, facts, shape, values
 from ...ir.builder import GraphBuilder
 from ...ir.program import DifferentiatedProgram
+from ...ops.catalog import op_spec
 
 aten = torch.ops.aten
 _SUMS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.matmul.default, aten.sum.dim_IntList})
@@ -228,7 +229,7 @@ def _sums(program: DifferentiatedProgram, moving: set[fx.Node]) -> tuple[Sums, s
 
 def _adds_two(node: fx.Node) -> bool:
     """Return whether a node adds two different tensors of its own shape."""
-    plain = node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs
+    plain = op_spec(node).adds and len(node.args) == 2 and not node.kwargs
     return plain and len(node.all_input_nodes) == 2 and all(shape(x) == shape(node) for x in node.all_input_nodes)
 
 

@@ -26,10 +26,10 @@ from ...compat.torch_texts import forgotten_texts
 from ...core.absent_gpu import CPU, CUDA, AbsentGpu, on_device
 from ...core.annotations import facts, value
 from ...ops.attention.cuda import on_gpu
+from ...ops.catalog import op_spec
 from .recording import record
 
 aten = torch.ops.aten
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.reshape.default)
 _COPIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
 # What fused attention begins with must have neighbours in its rows: see :mod:`.row_strides`.
 _FUSED = (
@@ -192,11 +192,11 @@ def _mutable(node: fx.Node) -> bool:
 def _simplify(graph: fx.Graph) -> None:
     """No copies: ``contiguous`` where memory matters, and what is copied elsewhere."""
     for node in list(graph.nodes):
-        if node.target is aten.clone.default:
+        if op_spec(node).clones:
             format_ = node.kwargs.get("memory_format")
             if format_ in (None, torch.preserve_format):
                 node.replace_all_uses_with(node.args[0])
-            elif format_ is torch.contiguous_format and all(user.target in VIEWS for user in node.users):
+            elif format_ is torch.contiguous_format and all(op_spec(user).reshapes for user in node.users):
                 node.replace_all_uses_with(node.args[0])  # they become reshapes, which copy where they have to
             else:
                 node.target = aten.contiguous.default

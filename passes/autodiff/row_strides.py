@@ -13,13 +13,6 @@ from ...core.annotations import origin, shape, tensor_inputs, value
 from ...ops.catalog import op_spec
 
 aten = torch.ops.aten
-# Their results are contiguous, whatever they read.
-_FRESH = frozenset(
-    {
-        aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.embedding.default,
-        aten.native_layer_norm.default,
-    }
-)  # fmt: skip
 _FURTHEST = 1000  # nodes that are looked at; behind them nothing is taken for granted
 
 
@@ -38,7 +31,7 @@ def _strides_hold(node: fx.Node) -> bool:
     todo, seen = [node], {node}
     while todo:
         made = origin(todo.pop())[0]
-        if made.target in _FRESH:
+        if op_spec(made).contiguous:
             continue
         if made.op == "placeholder" or len(seen) > _FURTHEST:
             return False

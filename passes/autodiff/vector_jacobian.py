@@ -17,11 +17,12 @@ from ...core.absent_gpu import CUDA, AbsentGpu
 from ...core.annotations import facts, shape, value
 from ...ir.builder import GraphBuilder
 from ...ops.attention.tiled import tiled_attention, tiled_attention_backward
+from ...ops.catalog import op_spec
 from ...ops.collectives import COLLECTIVES, ring_attention, ring_attention_backward
 from ...ops.cross_entropy import nll_terms, nll_terms_backward
 from ...ops.experts.grouped_rows import group_rows, grouped_bias_grad, grouped_linear, grouped_weight_grad, ungroup_rows
 from ...ops.rank_local import embedding_rows, embedding_rows_backward, pick_experts, place_experts
-from .operator_trace import VIEWS, Template, trace
+from .operator_trace import Template, trace
 from .row_strides import rows_are_neighbours
 
 aten = torch.ops.aten
@@ -139,7 +140,7 @@ class VectorJacobian:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1:
             return env[node.args[0]]  # type: ignore[index]  # PyTorch's derivative of a square has pow(x, 1)
-        if node.target in VIEWS:
+        if op_spec(node).reshapes:
             return self.builder.reshape(args[0], args[1])  # type: ignore[arg-type]
         return self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
 

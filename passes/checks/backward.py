@@ -342,7 +342,7 @@ class _BackwardCheck:
                 if not self._is_same_value(bindings[expected], actual):
                     return False
                 continue
-            while actual.target is aten.contiguous.default and expected.target is not actual.target:
+            while op_spec(actual).relayouts and expected.target is not actual.target:
                 (actual,) = actual.all_input_nodes
             in_stage = stage is None or self.program.stage.get(actual, stage) == stage
             if not in_stage or not _is_same_call(expected, actual):
@@ -354,13 +354,13 @@ class _BackwardCheck:
     def _is_same_value(self, expected: fx.Node, actual: fx.Node) -> bool:
         """Return whether two nodes are one value, in any memory format."""
         expected, actual = self._original(expected), self._original(actual)
-        while actual is not expected and actual.target is aten.contiguous.default:
+        while actual is not expected and op_spec(actual).relayouts:
             actual = self._original(actual.all_input_nodes[0])
         return actual is expected
 
 
 def _addends(node: fx.Node, name: str, user: fx.Node) -> list[fx.Node]:
-    if node.target is not aten.add.Tensor or len(node.args) != 2 or len(node.all_input_nodes) not in (1, 2):
+    if not op_spec(node).adds or len(node.args) != 2 or len(node.all_input_nodes) not in (1, 2):
         raise _fail(f"{name} adds {node.name}, which is none of its terms", user)
     return list(node.args)  # type: ignore[arg-type]
 

@@ -12,6 +12,7 @@ from torch import fx
 from ...core.annotations import shape
 from ...core.sharding import Shard
 from ...ir.program import Axis
+from ...ops.catalog import op_spec
 from ...ops.rank_local import padding_of
 
 aten = torch.ops.aten
@@ -92,7 +93,7 @@ def _fill(node: fx.Node) -> tuple[fx.Node, Fill] | None:
         return None
     x, mask, number = masked
     inner_dims = 0
-    if mask.target is aten.reshape.default:
+    if op_spec(mask).reshapes:
         inner_dims = len(shape(mask)) - 1
         if any(size != 1 for size in shape(mask)[1:]):
             return None
@@ -117,13 +118,13 @@ def _masked(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
 
 
 def _resize(node: fx.Node) -> tuple[fx.Node, Resize] | None:
-    inner = node.all_input_nodes[0] if node.target is aten.reshape.default else node
+    inner = node.all_input_nodes[0] if op_spec(node).reshapes else node
     resized = _resize_of_one_part(inner)
     if resized is None or inner is node:
         return resized
     # several parts, which are a dim of their own in between
     view, resize = resized
-    if view.target is not aten.reshape.default or resize.dim == 0:
+    if not op_spec(view).reshapes or resize.dim == 0:
         return None
     dim, parts = resize.dim - 1, shape(view)[resize.dim - 1]
     x = view.all_input_nodes[0]
@@ -136,7 +137,7 @@ def _resize(node: fx.Node) -> tuple[fx.Node, Resize] | None:
 
 
 def _resize_of_one_part(node: fx.Node) -> tuple[fx.Node, Resize] | None:
-    if node.target is aten.slice.Tensor:
+    if op_spec(node).slices:
         x, dim, start, end, *step = node.args
         if start != 0 or step or not isinstance(x, fx.Node):
             return None

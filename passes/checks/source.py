@@ -6,9 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-import torch
 from torch import fx
 
+from ...ops.catalog import op_spec
 from .failure import check_failure
 
 _OPEN_END = 2**63 - 1  # torch's end of a slice that has none
@@ -24,7 +24,7 @@ def check_source_slices(code: str, graph: fx.Graph) -> None:
     nodes = {node.name: node for node in graph.nodes}
     for name, source, index in _indexed_assignments(code):
         node = nodes.get(name)
-        if node is None or node.target is not torch.ops.aten.slice.Tensor or node.kwargs:
+        if node is None or not op_spec(node).slices or node.kwargs:
             matches = False
         else:
             matches = _slice_arguments(source, index) == _with_defaults([str(node.args[0]), *node.args[1:]])

@@ -14,6 +14,7 @@ from torch import fx
 from ...core.annotations import facts, is_getitem, origin, shape, tensor_inputs
 from ...ir.builder import GraphBuilder
 from ...ir.program import LocalProgram
+from ...ops.catalog import op_spec
 from .loss_heads import LossHead, loss_heads
 
 aten = torch.ops.aten
@@ -91,7 +92,7 @@ class _Chunking:
         rows = self.new[head.rows]
         with self.builder.at(head.product):
             for node in head.leading:
-                if node.target is aten.reshape.default:
+                if op_spec(node).reshapes:
                     rows = self.builder.reshape(rows, [*shape(node)[:-1], shape(rows)[-1]])
                 else:
                     rows = self.builder.call(node.target, rows, *node.args[1:])  # type: ignore[arg-type]

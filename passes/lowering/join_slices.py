@@ -11,6 +11,7 @@ from torch import fx
 from ...core.annotations import facts, shape
 from ...ir.builder import GraphBuilder
 from ...ir.program import DifferentiatedProgram
+from ...ops.catalog import op_spec
 
 aten = torch.ops.aten
 
@@ -39,7 +40,7 @@ class JoinSlices:
         sums: dict[fx.Node, list[list[fx.Node]]] = {}
         gone: set[fx.Node] = set()
         for node in reversed(program.graph.nodes):
-            if node.target is not aten.add.Tensor or node in gone:
+            if not op_spec(node).adds or node in gone:
                 continue
             inner, terms = _terms(program, node, results)
             private = [term for term in terms if term not in results and _same_function(program, term, node)]
@@ -55,7 +56,7 @@ def _terms(program: DifferentiatedProgram, total: fx.Node, results: set[fx.Node]
     inner, terms, todo = set[fx.Node](), list[fx.Node](), [total]
     while todo:
         node = todo.pop()
-        adds = node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs
+        adds = op_spec(node).adds and len(node.args) == 2 and not node.kwargs
         private = len(node.users) == 1 and node not in results and _same_function(program, node, total)
         inside = adds and (node is total or private) and shape(node) == shape(total)
         if inside and all(isinstance(x, fx.Node) for x in node.args):

@@ -16,7 +16,6 @@ from ...ops.rules.notation import Dims, Factors
 from ...ops.rules.table import RULES
 
 aten = torch.ops.aten
-_LEADING = frozenset({aten.reshape.default, aten.slice.Tensor})  # may rearrange rows, or drop some
 MAX_RESULTS_PER_ROW = 8  # numbers of each row that a loss may return
 
 
@@ -136,8 +135,9 @@ class _HeadSearch:
         if len(orders) > 1:
             raise _NoHeadError
         (leading,) = orders
-        if node.target in _LEADING and len(wide) == 1 and shape(node)[-1] == shape(wide[0])[-1]:
-            if node.target is aten.slice.Tensor and node.args[1] in (-1, len(shape(node)) - 1):
+        rearranges = op_spec(node).reshapes or op_spec(node).slices  # or drops some
+        if rearranges and len(wide) == 1 and shape(node)[-1] == shape(wide[0])[-1]:
+            if op_spec(node).slices and node.args[1] in (-1, len(shape(node)) - 1):
                 raise _NoHeadError
             self.wide[node] = (*leading, node)
             return

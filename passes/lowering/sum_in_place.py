@@ -9,20 +9,11 @@ from torch import fx
 
 from ...core.annotations import facts, memory_of
 from ...ir.program import DifferentiatedProgram
+from ...ops.catalog import op_spec
 from ...ops.collectives import STARTS, all_reduce, all_reduce_
-from ...ops.rank_local import embedding_rows, embedding_rows_backward
 
 aten = torch.ops.aten
 IN_PLACE = {all_reduce: all_reduce_, STARTS[all_reduce]: STARTS[all_reduce_]}
-# Their results are always new memory. Others may return an input where they have nothing to do (a slice of everything),
-# or a compiler may make them do so.
-_FRESH = frozenset(
-    {
-        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
-        aten.add.Tensor, aten.sum.dim_IntList, aten.sum.default, aten.embedding.default,
-        aten.embedding_dense_backward.default, embedding_rows, embedding_rows_backward,
-    }
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,9 +44,9 @@ def _free(program: DifferentiatedProgram, node: fx.Node) -> bool:
     """Return whether the memory that ``node`` reads is new, and nothing else reads it."""
     view = node.all_input_nodes[0]
     root = memory_of(view)
-    if root.target not in _FRESH or not _together(program, root, node):
+    if not op_spec(root).new_memory or not _together(program, root, node):
         return False
-    if root.target is aten.add.Tensor and len(root.all_input_nodes) < 2:
+    if op_spec(root).adds and len(root.all_input_nodes) < 2:
         return False  # a sum with the number 0 may return its input
     while len(view.users) == 1 and view is not root:
         view = view.all_input_nodes[0]

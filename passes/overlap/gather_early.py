@@ -10,6 +10,7 @@ from torch import fx
 
 from ...core.annotations import annotate, facts, is_getitem, value
 from ...ir.program import DifferentiatedProgram
+from ...ops.catalog import op_spec
 from ...ops.collectives import gather_early, gather_states
 from ...ops.rank_local import arrived
 
@@ -99,5 +100,5 @@ def _is_read_in_forward(program: DifferentiatedProgram, part: fx.Node) -> bool:
 
 def _readers(program: DifferentiatedProgram, part: fx.Node) -> list[fx.Node]:
     """Return the nodes that read a parameter, or a view of it."""
-    views = [user for user in part.users if user in program.once and user.target is aten.slice.Tensor]
+    views = [user for user in part.users if user in program.once and op_spec(user).slices]
     return [reader for source in (part, *views) for reader in source.users if reader not in views]

@@ -180,7 +180,7 @@ class ChainFinder:
 
     def _same_rows(self, node: fx.Node, source: fx.Node) -> bool:
         """Return whether ``node`` has the rows of ``source``, under other indices."""
-        return node.target is aten.reshape.default and shape(node)[-1:] == shape(source)[-1:]
+        return op_spec(node).reshapes and shape(node)[-1:] == shape(source)[-1:]
 
     def _same_function(self, node: fx.Node, other: fx.Node) -> bool:
         """Return whether two nodes run in the same function."""
@@ -195,5 +195,5 @@ class ChainFinder:
 
 def _adds_two(node: fx.Node) -> bool:
     """Return whether a node adds two different tensors of its own shape."""
-    plain = node.target is aten.add.Tensor and not node.kwargs and len(node.all_input_nodes) == 2
+    plain = op_spec(node).adds and not node.kwargs and len(node.all_input_nodes) == 2
     return plain and all(shape(source) == shape(node) for source in node.all_input_nodes)

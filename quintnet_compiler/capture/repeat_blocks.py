@@ -22,6 +22,7 @@ from ..core.annotations import Leaf
 from ..core.errors import Where
 from ..guards.attribute_reads import Read
 from ..ir.program import Captured
+from ..ops.catalog import op_spec
 from .block_reuse import BlockRun
 from .canonical import module_of
 from .places import LEAF, WHERE
@@ -252,7 +253,7 @@ class _Names:
 
 
 def _is_clone(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.clone.default
+    return op_spec(node).clones
 
 
 def _sizes(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -88,7 +88,7 @@ class GraphBuilder:
         outputs = (result,) if isinstance(result, Tensor) else result
         user_derivative = spec_of(target).user_derivative
         flows = user_derivative == "tangent" or (
-            target is not aten.detach.default
+            spec_of(target).detaches is None
             and any(facts(s).needs_grad for s in sources)
             and (user_derivative == "declaration" or any(isinstance(o, Tensor) and is_float(o) for o in outputs))
         )

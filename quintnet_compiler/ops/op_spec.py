@@ -64,6 +64,16 @@ class OpSpec:
         product: where its operands are, if it multiplies rows by a matrix.
         permutes: whether it permutes the dims of its input: ``"two"`` of them, or ``"any"``.
         accumulates: whether generated code adds to a gradient with it: a ``"value"``, or the ``"product"`` of two.
+        adds: whether it adds two tensors, or a tensor and a number.
+        reshapes: whether its result is its input in another shape, of as many elements in the same order.
+        slices: whether it takes a range of one dim: (x, dim, start, end, step).
+        relayouts: whether it returns its input in a memory format, and copies only where that is another.
+        clones: whether it copies its input, as it is or in another memory format.
+        detaches: whether no gradient flows through it: its result is a value ``"of its own"``, or it changes its input
+            ``"in place"``.
+        new_memory: whether its result never lies in the memory of an input. Others may return an input where they have
+            nothing to do, or a compiler may make them do so.
+        contiguous: whether its result is contiguous, whatever it reads.
         collective: the collective that it is, or begins; None: it exchanges nothing.
         way: the link that it, or the copy that it begins, takes between the device and where it keeps values meanwhile.
         start: what begins it, where it can run beside other work.
@@ -89,6 +99,14 @@ class OpSpec:
     product: Product | None = None
     permutes: Literal["two", "any"] | None = None
     accumulates: Literal["value", "product"] | None = None
+    adds: bool = False
+    reshapes: bool = False
+    slices: bool = False
+    relayouts: bool = False
+    clones: bool = False
+    detaches: Literal["of its own", "in place"] | None = None
+    new_memory: bool = False
+    contiguous: bool = False
     collective: CollectiveSpec | None = None
     way: Way | None = None
     start: OpOverload | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..ops.rank_local import embedding_rows, embedding_rows_backward
 from .collectives import COLLECTIVES, SIZED, STARTS, combine, convert, dispatch, dispatch_plan, share, wait
 from .copies import WAY_OF
 from .derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
@@ -22,11 +23,25 @@ _FLAGS: Mapping[str, Iterable[Any]] = {
     "cuts_microbatch": [microbatch],
     "shares": [share],
     "by_expert": EXPERT_LAYERS,
+    "adds": [aten.add.Tensor],
+    "reshapes": [aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default],
+    "slices": [aten.slice.Tensor],
+    "relayouts": [aten.contiguous.default],
+    "clones": [aten.clone.default],
+    "new_memory": [
+        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
+        aten.add.Tensor, aten.sum.dim_IntList, aten.sum.default, aten.embedding.default,
+        aten.embedding_dense_backward.default, embedding_rows, embedding_rows_backward,
+    ],
+    "contiguous": [
+        aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.embedding.default,
+        aten.native_layer_norm.default,
+    ],
     "under_way": STARTS.values(),
     "waits": [wait],
     "on_rank": RANKED,
     "takes_size": SIZED,
-}
+}  # fmt: skip
 _VALUES: Mapping[str, Mapping[Any, Any]] = {
     "user_derivative": {with_tangent: "tangent", declare_gradient: "declaration", after_gradients: "end"},
     "routing": {
@@ -42,6 +57,7 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
         aten.bmm.default: Product(weight_dims=3),
     },
     "permutes": {aten.t.default: "two", aten.transpose.int: "two", aten.permute.default: "any"},
+    "detaches": {aten.detach.default: "of its own", aten.detach_.default: "in place"},
     "collective": {
         target: collective
         for collective in COLLECTIVES.values()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from quintnet_compiler.compat.torch import operator_name, schema
 from quintnet_compiler.ops.catalog import OPERATORS, name_of, op_spec, spec_of
@@ -16,6 +18,8 @@ from quintnet_compiler.ops.op_spec import OpSpec
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.rules.work import work_of
 from quintnet_compiler.ops.traits import TRAITS
+
+from ..operator_samples import SAMPLES
 
 aten = torch.ops.aten
 
@@ -123,3 +127,72 @@ def test_generated_code_calls_operators_by_their_names() -> None:
     for target in (target for target in _own() if spec_of(target).on_rank):
         assert op_spec(graph.call_method(operator_name(target), (comm,))) == spec_of(target)
     assert op_spec(graph.call_method("accumulate", (comm,))).accumulates == "value"
+
+
+def _all(field: str) -> set[Any]:
+    """Return the operators of which a trait is declared."""
+    return {target for target, traits in TRAITS.items() if field in traits}
+
+
+def test_what_keeps_values_keeps_them() -> None:
+    x = torch.rand(4, 6).T
+    shaped = {
+        aten.reshape.default: ([2, 12],), aten.view.default: ([2, 2, 6],), aten._unsafe_view.default: ([2, 2, 6],),
+        aten._reshape_alias.default: ([4, 6], [6, 1]),
+    }  # fmt: skip
+    assert _all("reshapes") == set(shaped)
+    for target, (sizes, *rest) in shaped.items():
+        source = x if target is aten.reshape.default else x.contiguous()
+        assert torch.equal(target(source, sizes, *rest), x.reshape(sizes))
+    assert _all("clones") == {aten.clone.default} and _all("relayouts") == {aten.contiguous.default}
+    clone, dense = aten.clone.default(x), aten.contiguous.default(x)
+    assert torch.equal(clone, x) and clone.data_ptr() != x.data_ptr()
+    assert (
+        torch.equal(dense, x)
+        and dense.is_contiguous()
+        and aten.contiguous.default(dense).data_ptr() == dense.data_ptr()
+    )
+    (cast,) = _all("casts")
+    assert torch.equal(cast(x, dtype=torch.float64), x.double())
+    (slices,) = _all("slices")
+    assert torch.equal(slices(x, 1, 1, 4, 2), x[:, 1:4:2])
+
+
+def test_sums_of_two() -> None:
+    a, b = torch.rand(2, 3, 4).unbind()
+    for target in _all("adds"):
+        assert torch.equal(target(a, b), a + b) and torch.equal(target(a, 2), a + 2)
+
+
+def test_no_gradient_flows_through_what_detaches() -> None:
+    for target in _all("detaches"):
+        x = torch.rand(3, requires_grad=True) * 2
+        made = target(x)
+        assert not made.requires_grad and torch.equal(made, x.detach())
+        in_place = spec_of(target).detaches == "in place"
+        assert schema(target).is_mutable == in_place == (not x.requires_grad)
+
+
+def _results(target: Any, *, strided: bool) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield inputs and results of the sample calls of an operator; inputs may be transposed in memory."""
+    dice = torch.Generator().manual_seed(0)
+    for sample in SAMPLES[target]:
+        inputs = [x.draw(dice, x.shape) for x in sample.inputs]
+        inputs = [x.mT.contiguous().mT if strided and x.dim() > 1 else x for x in inputs]
+        made = sample.call(inputs, lambda operator, *args, **kwargs: operator(*args, **kwargs))
+        yield inputs, [made] if isinstance(made, Tensor) else [x for x in made if isinstance(x, Tensor)]
+
+
+@pytest.mark.parametrize("field", ["new_memory", "contiguous"])
+def test_the_memory_of_results(field: str) -> None:
+    without_samples = {"embedding_rows", "embedding_rows_backward", "embedding_dense_backward"}  # write to new_empty
+    targets = {target for target in _all(field) if name_of(target) not in without_samples}
+    assert len(targets) > 5
+    for target in targets:
+        for inputs, results in _results(target, strided=True):
+            if field == "new_memory":
+                assert not {x.untyped_storage().data_ptr() for x in inputs} & {
+                    x.untyped_storage().data_ptr() for x in results
+                }
+            else:
+                assert all(x.is_contiguous() for x in results)

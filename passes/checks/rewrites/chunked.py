@@ -138,7 +138,7 @@ def _run(nodes: list[fx.Node], env: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
             env[node] = args[0]
         elif node.target is nll_terms:
             env[node] = _terms(*args[:2])
-        elif node.target is aten.reshape.default:
+        elif op_spec(node).reshapes:
             kept = shape(node)[-1:] == shape(node.all_input_nodes[0])[-1:]  # of fewer columns than the graph has
             env[node] = args[0].reshape([*args[1][:-1], args[0].shape[-1]] if kept else args[1])
         else:

@@ -12,6 +12,7 @@ from torch import fx
 from ....core.annotations import facts
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import ValueNumbers
+from ....ops.catalog import op_spec
 from ..failure import check_failure
 from .results import check_results
 
@@ -61,7 +62,7 @@ class _Numbered:
         args: Any = node.args
         if node.target is aten.alias.default:
             return self.of[args[0]]
-        if node.target is aten.add.Tensor and not node.kwargs and all(isinstance(x, fx.Node) for x in args):
+        if op_spec(node).adds and not node.kwargs and all(isinstance(x, fx.Node) for x in args):
             added = tuple(sorted(term for x in args for term in self.terms.get(self.of[x], (self.of[x],))))
             found = self.numbers.number("sum", added)
             self.terms[found] = added

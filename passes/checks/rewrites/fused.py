@@ -12,6 +12,7 @@ from torch import fx
 from ....core.annotations import facts, is_getitem, shape, values
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import NumberRead, ValueNumbers
+from ....ops.catalog import op_spec
 from ....ops.collectives import all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter
 from ..failure import check_failure
 
@@ -82,7 +83,7 @@ class _Products:
                 found: Number = self.several[source][index]
                 return found
             return self.number("result", self.of[source], index), own
-        if node.target is aten.reshape.default:
+        if op_spec(node).reshapes:
             return self.of[args[0]][0], own
         if node.target is all_gather_matmul:
             return self._gather(node, place)
@@ -93,7 +94,7 @@ class _Products:
             return self._matmul(place, self.of[product[0]], *product[1:]), own
         inputs = node.all_input_nodes
         alike = len(inputs) == 2 and all(shape(n) == own for n in inputs) and not node.kwargs
-        if node.target is aten.add.Tensor and alike:
+        if op_spec(node).adds and alike:
             return self._sum(place, [self.of[n][0] for n in inputs]), own
         return self._call(place, node.target, *args, **node.kwargs), own
 

@@ -17,6 +17,7 @@ from torch import fx
 from ....core.annotations import facts
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import ValueNumbers
+from ....ops.catalog import op_spec
 from ..failure import check_failure
 from .results import check_results
 
@@ -59,7 +60,7 @@ class _Sums:
     def _call(self, node: fx.Node) -> int:
         place = self.program.stage.get(node), node in self.program.once, facts(node).phase
         args: Any = node.args
-        if node.target is aten.add.Tensor and not node.kwargs and all(isinstance(x, fx.Node) for x in args):
+        if op_spec(node).adds and not node.kwargs and all(isinstance(x, fx.Node) for x in args):
             terms = [term for x in args for term in self._terms(self.of[x], place)]
             return self._sum(place, terms)
         if node.target is aten.cat.default:

@@ -7,6 +7,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import increment_version
 
 from ...core.errors import CompileError
+from ...ops.catalog import op_spec
 from ...ops.define import define_operator
 from ..places import where_of
 from .memory import itself, same_memory, written
@@ -68,6 +69,6 @@ def place_data(graph: fx.Graph) -> None:
 
 def _whole(node: fx.Node) -> fx.Node:
     """What a value is all of: behind ``detach``, and what operators in place return."""
-    while (source := same_memory(node)) is not None and (node.target is aten.detach.default or [*written(node)]):
+    while (source := same_memory(node)) is not None and (op_spec(node).detaches == "of its own" or [*written(node)]):
         node = source
     return node

@@ -30,6 +30,7 @@ from torch.export import ExportedProgram
 
 from ...core.annotations import is_getitem
 from ...core.errors import CompileError
+from ...ops.catalog import op_spec
 from ...ops.derivatives.inner_gradients import gradient, start
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ..places import where_of
@@ -131,7 +132,8 @@ class Tensors:
         for node in self.graph.nodes:
             source = same_memory(node)
             self.memory[node] = node if source is None else self.memory[source]
-            self.tensor[node] = self.tensor[source] if source is not None and node.target is not _detach else node
+            detached = op_spec(node).detaches == "of its own"
+            self.tensor[node] = self.tensor[source] if source is not None and not detached else node
             if source is not None:
                 self.source[node] = source
             if self.tensor[node] is node:
@@ -139,16 +141,16 @@ class Tensors:
             if node.op != "call_function":
                 continue
             flows = WITHOUT_GRADIENTS not in node.meta and any(self.tensor[x] in grown for x in node.all_input_nodes)
-            flows = flows and node.target is not aten.detach_.default
+            flows = flows and op_spec(node).detaches != "in place"
             targets = list(written(node))
             if targets:
                 places = dict.fromkeys(self.memory[x] for x in targets)
                 self.writes[node] = MappingProxyType({m: self._write(m, targets, grown, flows) for m in places})
                 grown |= {self.tensor[x] for x in targets if flows and _differentiable(x)}
-                grown -= {self.tensor[x] for x in targets if node.target is aten.detach_.default}
+                grown -= {self.tensor[x] for x in targets if op_spec(node).detaches == "in place"}
             elif node.target is start:  # its argument is a leaf from now on
                 grown |= {node, *(self.tensor[x] for x in node.all_input_nodes)}
-            elif source is None and flows and node.target is not _detach and _differentiable(node):
+            elif source is None and flows and not detached and _differentiable(node):
                 grown.add(node)
         self._find_unseen()
 
@@ -236,9 +238,11 @@ class _Rewriter:
         for tensor in sorted(write.grown):
             if tensor in self.now and tensor is not write.tensor:
                 self.starts[tensor] = self._made(after_gradients, (self.now[tensor], []), tensor)
-        if node.target is aten.detach_.default:
+        if op_spec(node).detaches == "in place":
             self.starts.pop(self.known.tensor[node.args[0]], None)  # type: ignore[index]
-        if write.tensor is not None and self._current(write.tensor).target is _detach:  # others have its memory
+        if (
+            write.tensor is not None and op_spec(self._current(write.tensor)).detaches == "of its own"
+        ):  # others have its memory
             self.now[write.tensor] = self._made(aten.clone.default, (self.now[write.tensor],), write.tensor)
 
     def _current(self, x: fx.Node) -> fx.Node:

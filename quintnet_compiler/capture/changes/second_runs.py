@@ -24,6 +24,7 @@ from torch.export import ExportedProgram
 
 from ...compat.torch import OpOverload, pytree
 from ...core.errors import CompileError
+from ...ops.catalog import op_spec
 from ...ops.derivatives.inner_gradients import gradient
 from ..derivatives.checkpoints import ASSIGNED, CHECKPOINTS, Checkpoint, Checkpoints, bodies
 from .memory import same_memory, statistics, written
@@ -220,7 +221,7 @@ def _grown(memory: _TracedMemory, trained: Collection[fx.Node]) -> set[fx.Node]:
     """Return what has a gradient, in-place operators included."""
     grown = set(trained)
     for node in memory.root:
-        flows = WITHOUT_GRADIENTS not in node.meta and node.target is not aten.detach.default
+        flows = WITHOUT_GRADIENTS not in node.meta and op_spec(node).detaches != "of its own"
         flows = flows and node.op == "call_function" and _differentiable(node)
         if flows and any(x in grown for x in node.all_input_nodes):
             grown.add(node)
