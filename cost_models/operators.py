@@ -15,19 +15,16 @@ from ..core.annotations import copies, facts, is_getitem, num_bytes, shape, tens
 from ..core.errors import CompileError
 from ..core.slices import runs
 from ..ops.attention.blocks import Sight
-from ..ops.attention.ring_plan import ring_plan
 from ..ops.attention.seen_keys import SeenKeys, seen_by
-from ..ops.attention.tiled import tiled_attention, tiled_attention_backward
 from ..ops.catalog import op_spec, spec_of
 from ..ops.collectives import (
     all_gather_matmul,
     matmul_reduce_scatter,
-    ring_attention,
-    ring_attention_backward,
 )
 from ..ops.experts.grouped_rows import grouped_linear, grouped_weight_grad
 from ..ops.experts.scaled_groups import scaled_expert_linear, scaled_grouped_linear, scaled_grouped_weight_grad
 from ..ops.filters_of_rows import grouped_convolution, grouped_convolution_weight
+from ..ops.op_spec import Attention
 from ..ops.rank_local import embedding_rows
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
@@ -154,16 +151,6 @@ LINEAR_ALGEBRA = frozenset(
         "linalg_tensorinv", "linalg_tensorsolve", "lu_unpack", "matrix_exp", "ormqr", "triangular_solve",
     }
 )  # fmt: skip
-FLASH_BACKWARD = frozenset(
-    {
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        aten._scaled_dot_product_flash_attention_backward.default,
-        aten._scaled_dot_product_efficient_attention_backward.default,
-        aten._scaled_dot_product_cudnn_attention_backward.default,
-        ring_attention_backward,
-        tiled_attention_backward,
-    }
-)
 
 
 # Operators that read as much of their first input as they return: a lookup reads rows of a table.
@@ -185,8 +172,6 @@ SHAPE_OF: Mapping[Any, int] = MappingProxyType(
 # layer_norm_kernel.cu; RMS norms share it).
 NORM_BACKWARD = frozenset({aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default})
 
-RINGS = (ring_attention, ring_attention_backward)
-TILED = (tiled_attention, tiled_attention_backward)
 ATTENTION_BACKWARD_LAUNCHES = 3  # the sums of the result times its gradient, the gradients, a cast
 
 
@@ -217,21 +202,26 @@ def _dtype(node: fx.Node) -> str:
     return DTYPES.get(result.dtype, "fp32")
 
 
+def _kind(node: fx.Node) -> Attention:
+    """Return what kind of attention a node is; the default for others."""
+    return op_spec(node).attention or Attention()
+
+
 def attention_flops(node: fx.Node) -> float:
     """Return the arithmetic of scores and their use, without the causal half that fused kernels skip.
 
     Where a mask is a function of positions, keys are those that :func:`seen_keys` counts. The backward has five
     products where the forward has two (Dao et al. 2022).
     """
-    backward = node.target in FLASH_BACKWARD
-    query, key, value = tensor_inputs(node)[backward : backward + 3]
+    kind = _kind(node)
+    query, key, value = tensor_inputs(node)[kind.backward : kind.backward + 3]
     seen, keys = seen_keys(node), float(shape(key)[-2])
     if seen is not None:
-        keys = seen.mean if node.target in RINGS else min(keys, seen.mean)
+        keys = seen.mean if kind.positions == "ring" else min(keys, seen.mean)
     elif argument(node, "is_causal"):
         keys /= 2
     count = 2.0 * math.prod(shape(query)[:-1]) * keys * (shape(query)[-1] + shape(value)[-1])
-    return count * (2.5 if backward else 1.0)
+    return count * (2.5 if kind.backward else 1.0)
 
 
 def ring_size(node: fx.Node) -> int:
@@ -241,13 +231,13 @@ def ring_size(node: fx.Node) -> int:
 
 def with_documents(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Return attention whose mask has documents, and plans of its runs."""
-    kinds = (node for node in nodes if work_of(node.target) == "attention" or node.target is ring_plan)
+    kinds = (node for node in nodes if work_of(node.target) == "attention" or op_spec(node).plans_ring)
     return [node for node in kinds if argument(node, "segments") is not None]
 
 
 def documents_note(nodes: Iterable[fx.Node]) -> str:
     """Return a note about the packed documents that are assumed; "" where no mask has documents."""
-    of_attention = (node for node in with_documents(nodes) if node.target is not ring_plan)
+    of_attention = (node for node in with_documents(nodes) if not op_spec(node).plans_ring)
     keys = [seen for node in of_attention if (seen := seen_keys(node)) is not None]
     if not keys:
         return ""
@@ -266,7 +256,7 @@ def ring_steps(node: fx.Node) -> float:
 
 
 def _merged(node: fx.Node) -> float:
-    backward = node.target == ring_attention_backward
+    backward = _kind(node).backward
     q, k, v = tensor_inputs(node)[backward : 3 + backward]
     element = num_bytes(values(q)[0]) / max(1, math.prod(shape(q)))
     results = math.prod(shape(q)[:-1]) * (shape(q) if backward else shape(v))[-1]
@@ -281,16 +271,16 @@ def seen_keys(node: fx.Node) -> SeenKeys | None:
     mask = argument(node, "mask")
     if not isinstance(mask, str):
         return None
-    documents = _expected(node)
-    if mask == "all" and not documents and node.target not in RINGS:
+    documents, kind = _expected(node), _kind(node)
+    if mask == "all" and not documents and kind.positions != "ring":
         return None
-    rows, _, queries, _ = shape(tensor_inputs(node)[node.target in FLASH_BACKWARD])
+    rows, _, queries, _ = shape(tensor_inputs(node)[kind.backward])
     whole, ranks, assigned = queries, [[(0, queries)]], 0
-    if node.target in RINGS:
+    if kind.positions == "ring":
         size, plan = ring_size(node), argument(node, "plan")
         whole, ranks = queries * size, _in_order(size, queries)
         assigned = 0 if plan is None else shape(plan)[1]
-    elif node.target in TILED:
+    elif kind.positions == "tiles":
         whole, sizes, parts = (argument(node, name) for name in ("whole", "sizes", "parts"))
         ranks = [runs(whole, parts, sizes, place) for place in itertools.product(*map(range, sizes))]
     return seen_by(Sight.parse(mask), whole, tuple(map(tuple, ranks)), documents, rows, assigned)
@@ -369,7 +359,7 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
         return Kernel(node.name, "view", launches=launches)
     size_moved = traffic(node)
     if work == "attention":
-        size_moved += _merged(node) if target in RINGS else 0
+        size_moved += _merged(node) if _kind(node).positions == "ring" else 0
         return Kernel(node.name, "attention", attention_flops(node), size_moved, _dtype(node), launches=launches)
     if work == "matmul" and (size := product_size(node)) is not None:
         batch, rows, columns, depth = size
@@ -392,7 +382,7 @@ def launches_of(node: fx.Node) -> int:
     if work == "view" or _already_contiguous(node):
         return 0
     if work == "attention":
-        return _attention_calls(node) * (ATTENTION_BACKWARD_LAUNCHES if target in FLASH_BACKWARD else 1)
+        return _attention_calls(node) * (ATTENTION_BACKWARD_LAUNCHES if _kind(node).backward else 1)
     collective = spec_of(target).collective
     if collective is not None and collective.slice_at is not None:
         return int(node.args[2])  # type: ignore[arg-type]
@@ -401,11 +391,11 @@ def launches_of(node: fx.Node) -> int:
 
 def _attention_calls(node: fx.Node) -> int:
     """Return the calls of attention's kernel: one, or one for each document of each row; of a ring, for each run."""
-    seen = seen_keys(node)
-    if seen is None or node.target not in (*RINGS, *TILED):
+    seen, positions = seen_keys(node), _kind(node).positions
+    if seen is None or positions is None:
         return 1
     rows = seen.together if argument(node, "segments") is not None else 1
-    return math.ceil(rows * max(seen.blocks if node.target in RINGS else 1, seen.parts if seen.documents else 1))
+    return math.ceil(rows * max(seen.blocks if positions == "ring" else 1, seen.parts if seen.documents else 1))
 
 
 def model_flops(graph: fx.Graph) -> float:

@@ -15,8 +15,9 @@ from quintnet_compiler.core.annotations import facts
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.cost_models.hardware import H100
-from quintnet_compiler.cost_models.operators import RINGS, attention_flops, launches_of, ring_steps
+from quintnet_compiler.cost_models.operators import attention_flops, launches_of, ring_steps
 from quintnet_compiler.ops.attention.operator import attention
+from quintnet_compiler.ops.catalog import op_spec
 from quintnet_compiler.ops.rules.work import work_of
 from quintnet_compiler.simulation.priced import ProgramPrices
 
@@ -101,6 +102,11 @@ def test_simulations_read_the_latest_batch() -> None:
     assert unknown.simulate().seconds == whole.seconds > known.simulate().seconds
 
 
+def _in_ring(node: fx.Node) -> bool:
+    kind = op_spec(node).attention
+    return kind is not None and kind.positions == "ring"
+
+
 def test_keys_travel_as_far_as_documents_reach() -> None:
     """Over four ranks, documents of half a row need one step of three; those of a quarter none."""
     sent = []
@@ -110,7 +116,7 @@ def test_keys_travel_as_far_as_documents_reach() -> None:
         stage = program.ranks[0].stages[0]
         rings = [time for piece in stage.pieces for time in prices.nodes(stage, piece)
                  if "ring" in str(time.node.target)]  # fmt: skip
-        steps = {ring_steps(node) for node in _attention(program) if node.target in RINGS}
+        steps = {ring_steps(node) for node in _attention(program) if _in_ring(node)}
         sent.append((*steps, sum(time.communication for time in rings)))
     assert [steps for steps, _ in sent] == [4, 2, 1]
     assert sent[0][1] > 2 * sent[1][1] > 0 and sent[2][1] == 0

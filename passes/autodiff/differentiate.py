@@ -31,7 +31,6 @@ from ...ops.derivatives.user_derivatives import (
     is_tangent,
     of_tangents,
 )
-from ...ops.rank_local import LOOKUPS
 from ..lowering.reductions import emit_conversion, emit_conversion_backward, loss_seed, parameter_conversions
 from .operator_trace import Template
 from .vector_jacobian import Pullback, VectorJacobian
@@ -132,7 +131,7 @@ class _Tape:
 
         Of a copy of a parameter it is the parameter's own, as if rows were cast after the lookup.
         """
-        if node.target not in LOOKUPS:
+        if not op_spec(node).looks_up:
             return None
         table = tensor_inputs(node)[0]
         stored = self.parameters.get(table) or copied_from(table)

@@ -31,11 +31,6 @@ from .recording import record
 
 aten = torch.ops.aten
 _COPIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
-# What fused attention begins with must have neighbours in its rows: see :mod:`.row_strides`.
-_FUSED = (
-    aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
-)  # fmt: skip
 _CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
 # They take strides or offsets in memory as numbers.
 _BY_STRIDE = (
@@ -152,7 +147,7 @@ class _OperatorCall:
         forward = _ancestors(outputs)
         # Nodes that need no tangent belong to the forward pass too only if the outputs need them; what else the
         # backward derives from saved values is computed in the backward pass.
-        fused = {source for node in graph.nodes if node.target in _FUSED for source in node.args[:3]}
+        fused = {source for node in graph.nodes if _begins_fused(node) for source in node.args[:3]}
         return Template(
             graph,
             tuple(places[:count]),
@@ -187,6 +182,12 @@ def _contiguous(x: Tensor, device: torch.device | None = None) -> Tensor:
 def _mutable(node: fx.Node) -> bool:
     schema = schema_or_none(node.target)
     return schema is not None and schema.is_mutable
+
+
+def _begins_fused(node: fx.Node) -> bool:
+    """Return whether a node is the forward of fused attention, whose inputs must have neighbours in their rows."""
+    attention = op_spec(node).attention
+    return attention is not None and attention.fused and not attention.backward
 
 
 def _simplify(graph: fx.Graph) -> None:

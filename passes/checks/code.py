@@ -21,7 +21,6 @@ from ...core.sharding import I
 from ...ir.distributed_program import DistributedProgram, Piece, StageProgram, StateSpec
 from ...ir.program import DifferentiatedProgram, ShardedProgram
 from ...ops.catalog import op_spec
-from ...ops.rank_local import DRAWS
 from ...schedules.check import verify_schedule
 from ...schedules.schedule import Op
 from .failure import check_failure
@@ -351,7 +350,7 @@ def _check_runs_per_batch(source: DifferentiatedProgram, names: Mapping[str, str
     for node in source.graph.nodes:
         if node.op != "call_function" or node not in source.once:
             continue
-        if node.target in DRAWS or any(x.name in names for x in node.all_input_nodes):
+        if op_spec(node).random or any(x.name in names for x in node.all_input_nodes):
             raise _fail(f"{node.name} differs between batches, and runs once", node)
 
 

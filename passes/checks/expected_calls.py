@@ -13,7 +13,6 @@ from ...core.sharding import parse_type
 from ...ir.builder import GraphBuilder
 from ...ir.program import LocalProgram
 from ...ops.catalog import op_spec
-from ...ops.rank_local import LOOKUPS
 from .derivatives.calls import OperatorCall, Pattern
 from .derivatives.proven import Derivatives
 from .tables import SUMS, backward_call, dtype_of_sum, dtypes_of_gradient, forward_call
@@ -169,7 +168,7 @@ def moved_parameter(node: fx.Node) -> fx.Node | None:
 
 def _dtype_of_summed_rows(node: fx.Node) -> torch.dtype | None:
     """Return the dtype in which a lookup in a copy of a parameter adds up rows of its gradient: the parameter's."""
-    if node.target not in LOOKUPS:
+    if not op_spec(node).looks_up:
         return None
     parameter = copied_from(_before_conversions(tensor_inputs(node)[0]))
     return None if parameter is None else value(parameter).dtype

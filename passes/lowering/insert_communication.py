@@ -21,7 +21,6 @@ from ...ops.catalog import op_spec
 from ...ops.cross_entropy import row_nll
 from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rank_local import (
-    DRAWS,
     MICROBATCHES,
     dropout,
     embedding_rows,
@@ -366,8 +365,8 @@ class _CommunicationLowering:
         """Return whether a node belongs to no stage, and computes the same in every microbatch from the same inputs."""
         if node.op != "call_function" or op_spec(node).cuts_microbatch or node in self.stage:
             return False
-        draws = DRAWS if self.sharded.program.batches > 1 else frozenset()
-        return MICROBATCHES not in pytree.tree_leaves(node.args) and node.target not in draws
+        draws = op_spec(node).random and self.sharded.program.batches > 1
+        return MICROBATCHES not in pytree.tree_leaves(node.args) and not draws
 
 
 _Lowering = Callable[[_CommunicationLowering, fx.Node, list[Any], dict[str, Any]], fx.Node]

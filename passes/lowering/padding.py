@@ -20,8 +20,7 @@ from ...ir.builder import GraphBuilder
 from ...ir.program import Axis, Strategy
 from ...ops.catalog import op_spec
 from ...ops.derivatives.user_derivatives import arrives
-from ...ops.experts.scaled_groups import EXPERT_LAYERS
-from ...ops.rank_local import LOOKUPS, padding_of
+from ...ops.rank_local import padding_of
 from ...ops.rules.notation import Dims, Factors
 from ...ops.scaled_products import block_max, scaled_cast
 from ..strategies.rule_book import refine
@@ -35,7 +34,6 @@ _KEEP_ZERO = frozenset(
     }
 )  # fmt: skip
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
-_ROWS = LOOKUPS | EXPERT_LAYERS  # read rows that ids name, and no id names padding
 
 
 def padded_dims(sizes: Sequence[int], sharding: Sharding, axes: Sequence[Axis]) -> frozenset[int]:
@@ -164,7 +162,8 @@ class _FillCollector:
     def _has_gradient(self, factor: _FactorDims) -> bool:
         """Return whether the backward computes a gradient for padding that may not be zero."""
         inputs_with_factor = sum(dim is not None for dim in factor.inputs)
-        broadcast_back = not factor.in_all_outputs and inputs_with_factor < 2 and self.node.target not in _ROWS
+        named = op_spec(self.node).reads_named_rows  # no id names padding
+        broadcast_back = not factor.in_all_outputs and inputs_with_factor < 2 and not named
         return factor.in_all_tensors or broadcast_back
 
     def fills(self) -> PaddingFills:

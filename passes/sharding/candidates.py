@@ -14,7 +14,6 @@ from ...core.errors import CompileError
 from ...core.precision import narrows
 from ...core.sharding import AxisType, I, R, S, Shard, local_shape, plain
 from ...ir.program import Strategy
-from ...ops.attention.operator import attention
 from ...ops.catalog import op_spec
 from ...ops.rules.notation import Factors
 from ..strategies.expert_axes import exchanging_strategies, expert_parameters
@@ -71,7 +70,7 @@ class Candidates:
         """Return the strategies that exchange rows only where the plan asks for it, and lose no precision."""
         if op_spec(node).by_expert and self.view.spreads_experts:
             options = exchanging_strategies(node, options, self.axis)
-        elif node.target is not attention or self.axis.role != "context":
+        elif not _rings(node) or self.axis.role != "context":
             options = tuple(s for s in options if not s.exchanges)
         if _rounds_gradient(node, self.activations):
             options = tuple(s for s in options if R not in s.inputs)
@@ -148,7 +147,8 @@ class Candidates:
             return name.partition("+")[0] not in self.samples[node] or cut >= rows
 
         candidates = tuple(s for s in options if whole_samples(s))
-        if node.target in (aten.scaled_dot_product_attention.default, attention):
+        attention = op_spec(node).attention
+        if attention is not None and attention.of_models:
             return self._attention(node, candidates)
         if node in self.activations and _place_of_weight(node) is not None:
             return tuple(s for s in candidates if s.splits and self._keeps_weight(node, s)) or candidates
@@ -214,6 +214,12 @@ class Candidates:
             + (f" after {outer_parts} ways of the other axes" if outer_parts > 1 else ""),
             fix=f"use a batch of {max(1, rows // multiple) * multiple} or a multiple of {multiple}",
         )
+
+
+def _rings(node: fx.Node) -> bool:
+    """Return whether an operator can be run as a ring of ranks."""
+    attention = op_spec(node).attention
+    return attention is not None and attention.of_models and attention.masked
 
 
 def _rounds_gradient(node: fx.Node, activations: frozenset[fx.Node]) -> bool:

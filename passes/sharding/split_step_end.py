@@ -9,6 +9,7 @@ from torch import fx
 
 from ...core.annotations import is_getitem, leaf, origin
 from ...ir.program import Program, StepEnd, outputs
+from ...ops.catalog import op_spec
 from ...ops.rank_local import RANDOM
 from ..strategies.rule_book import RuleBook
 from .coupled_rows import couplings
@@ -52,7 +53,7 @@ def _constant_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Return operators that compute the same in every microbatch of a step: of numbers, buffers and constants."""
     constant = set[fx.Node]()
     for node in graph.nodes:
-        if node.op == "call_function" and node.target not in RANDOM:
+        if node.op == "call_function" and not op_spec(node).random:
             sources = node.all_input_nodes
             constant |= {node} if all(source in constant or _is_state(source) for source in sources) else set()
     return constant

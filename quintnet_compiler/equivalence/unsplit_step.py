@@ -13,7 +13,8 @@ from ..compat.torch import pytree
 from ..core.annotations import is_getitem, leaf, origin
 from ..core.rng import Key
 from ..ir.program import Captured, DifferentiatedProgram, ShardedProgram, StagedProgram
-from ..ops.rank_local import DRAWS, keep_mask, local_noise, loss_scale
+from ..ops.catalog import op_spec
+from ..ops.rank_local import keep_mask, local_noise, loss_scale
 from ..ops.rules.notation import Rule
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.codegen.python_ops import SPELLING
@@ -37,7 +38,7 @@ class UnsplitStep:
     @property
     def draws(self) -> bool:
         """Whether random numbers are drawn."""
-        return any(node.target in DRAWS for node in self.program.graph.nodes)
+        return any(op_spec(node).random for node in self.program.graph.nodes)
 
     @property
     def changed(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from ..core.errors import CompileError
 from ..guards.python_objects import objects_kept
 from ..ir.containers import model_inputs, rebuilt
 from ..ir.distributed_program import DistributedProgram
-from ..ops.rank_local import DRAWS
+from ..ops.catalog import op_spec
 from ..runtime.backends.local import LocalBackend
 from ..runtime.execute.executor import Run
 from .localize import Culprit, localize, swap_buffers
@@ -372,7 +372,7 @@ def _batches(subject: VerifySubject, batch: Any, step: int) -> list[tuple[Any, N
 
 def _masks(program: DistributedProgram, seed: int, step: int) -> contextlib.AbstractContextManager[None]:
     """Return a context with the random masks of a program, if it draws any."""
-    draws = any(node.target in DRAWS for node in program.source.graph.nodes)
+    draws = any(op_spec(node).random for node in program.source.graph.nodes)
     return same_numbers(seed, step) if draws else contextlib.nullcontext()
 
 

@@ -12,7 +12,6 @@ from ..core.annotations import facts, is_getitem, origin, shape, tensor_inputs, 
 from ..core.errors import REPORT, CompileError
 from ..core.precision import narrows
 from ..core.sharding import P, Shard, local_shape
-from ..ops.attention.paged import paged_attention
 from ..ops.catalog import op_spec
 from .codegen_allowlist import check_source
 from .distributed_program import DistributedProgram
@@ -113,7 +112,7 @@ def _(program: DifferentiatedProgram) -> None:
         _require(fits, lambda: f"the gradient of {name} is {mismatch}", node)  # noqa: B023
     for node in program.graph.nodes:
         _require(not op_spec(node).converts, lambda: f"{node} is not lowered", node)  # noqa: B023
-        for cache in node.args[3:5] if node.target is paged_attention else ():
+        for cache in (node.args[position] for position in op_spec(node).caches):
             _require(_is_cache(cache), lambda: f"{node} writes to {cache}, which nobody keeps", node)  # noqa: B023
 
 

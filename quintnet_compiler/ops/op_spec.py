@@ -41,6 +41,26 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """A kind of attention.
+
+    Attributes:
+        backward: whether it computes gradients; the gradient of the result is its first input then.
+        positions: whether keys of all ranks travel in a ``"ring"``, or a rank computes ``"tiles"`` of its positions;
+            None: it has whole sequences.
+        fused: whether it is one of torch's kernels for some device.
+        of_models: whether models call it, for queries and keys of the same sequences.
+        masked: whether its mask is a function of positions and ids.
+    """
+
+    backward: bool = False
+    positions: Literal["ring", "tiles"] | None = None
+    fused: bool = False
+    of_models: bool = False
+    masked: bool = False
+
+
+@dataclass(frozen=True)
 class OpSpec:
     """The facts of an operator. Passes, prices, checks and printers ask these instead of comparing operators.
 
@@ -74,6 +94,12 @@ class OpSpec:
         new_memory: whether its result never lies in the memory of an input. Others may return an input where they have
             nothing to do, or a compiler may make them do so.
         contiguous: whether its result is contiguous, whatever it reads.
+        attention: what kind of attention it is, if any.
+        plans_ring: whether it plans which rank of a ring has which positions.
+        random: whether it draws random numbers, which are those of the unsplit model.
+        looks_up: whether it reads the rows of a table (its first input) that ids name: the gradient of the table is a
+            sum of gradients of rows.
+        caches: the positions of the caches that it writes to.
         collective: the collective that it is, or begins; None: it exchanges nothing.
         way: the link that it, or the copy that it begins, takes between the device and where it keeps values meanwhile.
         start: what begins it, where it can run beside other work.
@@ -107,6 +133,11 @@ class OpSpec:
     detaches: Literal["of its own", "in place"] | None = None
     new_memory: bool = False
     contiguous: bool = False
+    attention: Attention | None = None
+    plans_ring: bool = False
+    random: bool = False
+    looks_up: bool = False
+    caches: tuple[int, ...] = ()
     collective: CollectiveSpec | None = None
     way: Way | None = None
     start: OpOverload | None = None
@@ -149,3 +180,8 @@ class OpSpec:
     def scatters(self) -> bool:
         """Whether it is a reduce-scatter, of a value or of several."""
         return self.collective is not None and self.collective.price == "reduce_scatter" and self.start is not None
+
+    @property
+    def reads_named_rows(self) -> bool:
+        """Whether ids name the rows, or the experts, of an input that it reads."""
+        return self.looks_up or self.by_expert

@@ -8,15 +8,41 @@ from typing import Any
 
 import torch
 
-from ..ops.rank_local import embedding_rows, embedding_rows_backward
-from .collectives import COLLECTIVES, SIZED, STARTS, combine, convert, dispatch, dispatch_plan, share, wait
+from ..ops.rank_local import DRAWS, LOOKUPS, RANDOM, embedding_rows, embedding_rows_backward
+from .attention.operator import attention
+from .attention.paged import paged_attention
+from .attention.ring_plan import ring_plan
+from .attention.tiled import tiled_attention, tiled_attention_backward
+from .collectives import (
+    COLLECTIVES,
+    SIZED,
+    STARTS,
+    combine,
+    convert,
+    dispatch,
+    dispatch_plan,
+    ring_attention,
+    ring_attention_backward,
+    share,
+    wait,
+)
 from .copies import WAY_OF
 from .derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from .experts.scaled_groups import EXPERT_LAYERS
-from .op_spec import Product
+from .op_spec import Attention, Product
 from .rank_local import RANKED, microbatch
 
 aten = torch.ops.aten
+_KERNELS = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
+)  # fmt: skip
+_BACKWARD_KERNELS = (
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+)
 _FLAGS: Mapping[str, Iterable[Any]] = {
     "casts": [aten._to_copy.default],
     "converts": [convert],
@@ -37,6 +63,9 @@ _FLAGS: Mapping[str, Iterable[Any]] = {
         aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.embedding.default,
         aten.native_layer_norm.default,
     ],
+    "plans_ring": [ring_plan],
+    "random": DRAWS | RANDOM,
+    "looks_up": LOOKUPS,
     "under_way": STARTS.values(),
     "waits": [wait],
     "on_rank": RANKED,
@@ -58,6 +87,21 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
     },
     "permutes": {aten.t.default: "two", aten.transpose.int: "two", aten.permute.default: "any"},
     "detaches": {aten.detach.default: "of its own", aten.detach_.default: "in place"},
+    "attention": {
+        aten.scaled_dot_product_attention.default: Attention(of_models=True),
+        attention: Attention(of_models=True, masked=True),
+        paged_attention: Attention(),
+        tiled_attention: Attention(positions="tiles", masked=True),
+        tiled_attention_backward: Attention(positions="tiles", masked=True, backward=True),
+        ring_attention: Attention(positions="ring", masked=True),
+        ring_attention_backward: Attention(positions="ring", masked=True, backward=True),
+        **{
+            kernel: Attention(fused=True, backward=backward)
+            for kernels, backward in ((_KERNELS, False), (_BACKWARD_KERNELS, True))
+            for kernel in kernels
+        },
+    },
+    "caches": {paged_attention: (3, 4)},
     "collective": {
         target: collective
         for collective in COLLECTIVES.values()

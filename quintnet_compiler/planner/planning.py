@@ -20,8 +20,8 @@ from ..cost_models.collectives import bucket_bytes
 from ..ir.cost_protocol import RankCosts
 from ..ir.plan import HOSTED, Plan, precision_of
 from ..ir.program import Captured
-from ..ops.attention.operator import attention
 from ..ops.attention.seen_keys import rows_of
+from ..ops.catalog import op_spec
 from ..ops.rules.notation import Rule
 from ..passes.frontend.document_ids import documents_in, expect_documents
 from ..passes.frontend.lower_precision import LowerPrecision
@@ -208,9 +208,9 @@ class Planner:
     @cached_property
     def _lengths(self) -> list[int]:
         """Return the lengths of sequences that attend to themselves."""
-        targets = (attention, aten.scaled_dot_product_attention.default)
-        nodes = [node for node in self.folded.program.graph.nodes if node.op == "call_function"]
-        return [values(node)[0].shape[-2] for node in nodes if node.target in targets]
+        nodes = self.folded.program.graph.nodes
+        kinds = ((node, op_spec(node).attention) for node in nodes)
+        return [values(node)[0].shape[-2] for node, kind in kinds if kind is not None and kind.of_models]
 
     def _context_sizes(self) -> tuple[int, ...]:
         """Return the sizes of cp that divide every sequence that attends to itself."""

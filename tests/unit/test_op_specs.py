@@ -196,3 +196,39 @@ def test_the_memory_of_results(field: str) -> None:
                 }
             else:
                 assert all(x.is_contiguous() for x in results)
+
+
+def test_all_attention_says_what_kind_it_is() -> None:
+    declared = _all("attention")
+    priced = {getattr(getattr(torch.ops, space), name) for name, row in OPERATORS.items() if row.work == "attention"
+              for space in ("aten", "quintnet") if name in dir(getattr(torch.ops, space))}  # fmt: skip
+    ruled = {target for target in RULES if work_of(target) == "attention"}
+    assert {packet.default for packet in priced} | ruled == declared
+    for target in declared:
+        kind, names = spec_of(target).attention, [name for name, _ in _arguments(target)]
+        assert kind is not None and work_of(target) == "attention"
+        assert kind.backward == names[0].startswith("grad") and names[kind.backward] in ("q", "query", "axis")
+        assert kind.masked == ("mask" in names)
+        assert (kind.positions == "ring") == spec_of(target).communicates
+        assert kind.fused == operator_name(target).startswith("_scaled_dot_product")
+
+
+def test_draws_have_the_number_of_a_random_operator() -> None:
+    assert {target for target in _own() if spec_of(target).random} == _all("random")
+    for target in _own():
+        assert spec_of(target).random == ("op" in {name for name, _ in _arguments(target)})
+
+
+def test_operators_write_to_the_caches_that_they_say() -> None:
+    """Keys and values of earlier positions; a schema cannot say it, as these are inputs of the program, too."""
+    for target in _own():
+        names = [name for name, _ in _arguments(target)]
+        caches = {"keys", "values"} if "keys" in names else set()
+        assert {names[position] for position in spec_of(target).caches} == caches
+
+
+def test_lookups_return_rows_of_their_first_input() -> None:
+    table, ids = torch.rand(5, 3), torch.tensor([[4, 0], [2, 2]])
+    for target in _all("looks_up"):
+        assert [kind for _, kind in _arguments(target)][:2] == ["Tensor", "Tensor"]
+    assert torch.equal(aten.embedding.default(table, ids), table[ids])

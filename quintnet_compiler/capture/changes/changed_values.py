@@ -240,9 +240,9 @@ class _Rewriter:
                 self.starts[tensor] = self._made(after_gradients, (self.now[tensor], []), tensor)
         if op_spec(node).detaches == "in place":
             self.starts.pop(self.known.tensor[node.args[0]], None)  # type: ignore[index]
-        if (
-            write.tensor is not None and op_spec(self._current(write.tensor)).detaches == "of its own"
-        ):  # others have its memory
+        current = None if write.tensor is None else self._current(write.tensor)
+        if write.tensor is not None and current is not None and op_spec(current).detaches == "of its own":
+            # others have its memory
             self.now[write.tensor] = self._made(aten.clone.default, (self.now[write.tensor],), write.tensor)
 
     def _current(self, x: fx.Node) -> fx.Node:
