@@ -15,7 +15,7 @@ from ..ops.cross_entropy import row_nll
 from ..schedules.synthesis import StageTimes
 from .hardware import Hardware
 from .kernels import Kernel, kernel_seconds, memory
-from .operators import ATTENTION_BACKWARD_LAUNCHES, SIZES, kernel_of, moved
+from .operators import ATTENTION_BACKWARD_LAUNCHES, kernel_of, moved, size_of
 
 # operators whose gradient is that of the result, or an expanded view of it: no kernel computes it
 PASSED_ON = frozenset({"add", "sub", "sum"})
@@ -51,7 +51,7 @@ def _backward_seconds(
 ) -> tuple[float, float]:
     """Return the times of gradients of inputs, and of parameters."""
     trained = _trained_inputs(node, reads)
-    product = kernel.kind == "matmul" and kernel.rows > 0 and node.target not in SIZES
+    product = kernel.kind == "matmul" and kernel.rows > 0 and size_of(node) is None
     halves = {False: 0.0, True: 0.0}  # by whether gradients are of parameters
     for operand in trained:
         if product and operand.place < 2:

@@ -25,7 +25,6 @@ from ..ops.experts.grouped_rows import grouped_linear, grouped_weight_grad
 from ..ops.experts.scaled_groups import scaled_expert_linear, scaled_grouped_linear, scaled_grouped_weight_grad
 from ..ops.filters_of_rows import grouped_convolution, grouped_convolution_weight
 from ..ops.op_spec import Attention
-from ..ops.rank_local import embedding_rows
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
 from ..ops.rules.work import work_of
@@ -56,15 +55,10 @@ def _convolution_backward(node: fx.Node) -> ProductSize:
 
 
 def _grouped_convolution(node: fx.Node) -> ProductSize:
-    """Return the size of :func:`_convolution` for each group."""
-    x, weight = (shape(source) for source in tensor_inputs(node))
-    image = x if argument(node, "transposed") else shape(node)
-    return x[1], x[0] * math.prod(image[3:]), weight[1], math.prod(weight[2:])
-
-
-def _grouped_convolution_weight(node: fx.Node) -> ProductSize:
-    grad, x, weight = (shape(source) for source in tensor_inputs(node))
-    image = x if argument(node, "transposed") else grad
+    """Return the size of :func:`_convolution` for each group, or of its gradient of the filters (grad, x, weight)."""
+    *grad, x, weight = (shape(source) for source in tensor_inputs(node))
+    result = grad[0] if grad else shape(node)
+    image = x if argument(node, "transposed") else result
     return x[1], x[0] * math.prod(image[3:]), weight[1], math.prod(weight[2:])
 
 
@@ -120,7 +114,7 @@ def _cdist_backward(node: fx.Node) -> ProductSize:
     return math.prod(left[:-2]), left[-2], right[-2], left[-1]
 
 
-# Of products without a rule, and of those with filters, whose places in the image are no factors of a rule
+# Of products without a rule, and of groups of filters, whose places in the image are no factors of a rule
 SIZES: Mapping[Any, Callable[[fx.Node], ProductSize]] = MappingProxyType(
     {
         all_gather_matmul: _all_gather_matmul,
@@ -129,14 +123,9 @@ SIZES: Mapping[Any, Callable[[fx.Node], ProductSize]] = MappingProxyType(
         **dict.fromkeys([grouped_weight_grad, scaled_grouped_weight_grad], _grouped_weight_grad),
         aten.convolution_backward.default: _convolution_backward,
         grouped_convolution: _grouped_convolution,
-        grouped_convolution_weight: _grouped_convolution_weight,
+        grouped_convolution_weight: _grouped_convolution,
         aten._trilinear.default: _trilinear,
         aten._cdist_backward.default: _cdist_backward,
-        **dict.fromkeys(
-            [aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-             aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding, aten.conv_transpose1d.default,
-             aten.conv_transpose2d.input, aten.conv_transpose3d.input], _convolution,
-        ),
     }
 )  # fmt: skip
 # What factorises or solves: of each matrix, about as many multiply-adds as its product with itself has. Few devices
@@ -153,25 +142,6 @@ LINEAR_ALGEBRA = frozenset(
 )  # fmt: skip
 
 
-# Operators that read as much of their first input as they return: a lookup reads rows of a table.
-LOOKUPS = frozenset(
-    {aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default,
-     aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, embedding_rows}
-)  # fmt: skip
-# The input of which operators use the shape alone, by its place.
-SHAPE_OF: Mapping[Any, int] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            [aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
-             aten.new_zeros.default, aten.new_ones.default, aten.new_full.default], 0,
-        ),
-        **dict.fromkeys([aten.nll_loss_backward.default, aten.nll_loss2d_backward.default], 1),
-    }
-)  # fmt: skip
-# A second kernel reads the result's gradient and the input once more, for the gradients of weight and bias (PyTorch's
-# layer_norm_kernel.cu; RMS norms share it).
-NORM_BACKWARD = frozenset({aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default})
-
 ATTENTION_BACKWARD_LAUNCHES = 3  # the sums of the result times its gradient, the gradients, a cast
 
 
@@ -184,13 +154,12 @@ def traffic(node: fx.Node) -> float:
 
 def moved(target: Any, inputs: Sequence[float], written: float) -> float:
     """Return the bytes that an operator reads and writes, by those of each tensor input and of all its results."""
-    shape_only, twice = SHAPE_OF.get(target), target in NORM_BACKWARD
-    read = 0.0
+    spec, read = spec_of(target), 0.0
     for place, size in enumerate(inputs):
-        if place == shape_only:
+        if place == spec.shape_only:
             continue
-        needed = min(size, written) if place == 0 and target in LOOKUPS else size
-        read += needed * (2 if twice and place < 2 else 1)
+        needed = min(size, written) if place == 0 and spec.reads_result_size else size
+        read += needed * (2 if spec.reads_twice and place < 2 else 1)
     return read + written
 
 
@@ -310,11 +279,17 @@ def product_size(node: fx.Node) -> ProductSize | None:
     Raises:
         CompileError: QN210 for a product without a rule and without an entry in :data:`SIZES`.
     """
-    if node.target in SIZES:
-        return SIZES[node.target](node)
-    if node.target not in RULES:
+    own_size, rule = size_of(node), RULES.get(node.target)
+    if own_size is not None:
+        return own_size(node)
+    if rule is None:
         raise _unpriced(node)
-    return RULES[node.target].factors(node).product
+    return rule.factors(node).product
+
+
+def size_of(node: fx.Node) -> Callable[[fx.Node], ProductSize] | None:
+    """Return the function that computes the size of a product, where the factors of a rule do not say it."""
+    return _convolution if op_spec(node).convolves else SIZES.get(node.target)
 
 
 def _unpriced(node: fx.Node) -> CompileError:
@@ -386,7 +361,7 @@ def launches_of(node: fx.Node) -> int:
     collective = spec_of(target).collective
     if collective is not None and collective.slice_at is not None:
         return int(node.args[2])  # type: ignore[arg-type]
-    return 2 if target in NORM_BACKWARD else 1
+    return 2 if spec_of(target).reads_twice else 1
 
 
 def _attention_calls(node: fx.Node) -> int:

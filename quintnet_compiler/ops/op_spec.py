@@ -100,6 +100,10 @@ class OpSpec:
         looks_up: whether it reads the rows of a table (its first input) that ids name: the gradient of the table is a
             sum of gradients of rows.
         caches: the positions of the caches that it writes to.
+        convolves: whether it is a convolution, whose filters move over an image.
+        reads_result_size: whether it reads no more of its first input than its result has: rows of a table.
+        shape_only: the position of the tensor input of which it reads the shape alone.
+        reads_twice: whether a second kernel reads its first two inputs again, for gradients of a weight and a bias.
         collective: the collective that it is, or begins; None: it exchanges nothing.
         way: the link that it, or the copy that it begins, takes between the device and where it keeps values meanwhile.
         start: what begins it, where it can run beside other work.
@@ -138,6 +142,10 @@ class OpSpec:
     random: bool = False
     looks_up: bool = False
     caches: tuple[int, ...] = ()
+    convolves: bool = False
+    reads_result_size: bool = False
+    shape_only: int | None = None
+    reads_twice: bool = False
     collective: CollectiveSpec | None = None
     way: Way | None = None
     start: OpOverload | None = None

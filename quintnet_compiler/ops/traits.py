@@ -33,6 +33,11 @@ from .op_spec import Attention, Product
 from .rank_local import RANKED, microbatch
 
 aten = torch.ops.aten
+CONVOLUTIONS = (
+    aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding,
+    aten.conv2d.padding, aten.conv3d.padding, aten.conv_transpose1d.default, aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+)  # fmt: skip
 _KERNELS = (
     aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
@@ -66,6 +71,13 @@ _FLAGS: Mapping[str, Iterable[Any]] = {
     "plans_ring": [ring_plan],
     "random": DRAWS | RANDOM,
     "looks_up": LOOKUPS,
+    "convolves": CONVOLUTIONS,
+    "reads_result_size": [
+        aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default,
+        aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, embedding_rows,
+    ],
+    # layer_norm_kernel.cu of PyTorch; RMS norms share it
+    "reads_twice": [aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default],
     "under_way": STARTS.values(),
     "waits": [wait],
     "on_rank": RANKED,
@@ -102,6 +114,13 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
         },
     },
     "caches": {paged_attention: (3, 4)},
+    "shape_only": {
+        **dict.fromkeys(
+            [aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
+             aten.new_zeros.default, aten.new_ones.default, aten.new_full.default], 0,
+        ),
+        **dict.fromkeys([aten.nll_loss_backward.default, aten.nll_loss2d_backward.default], 1),
+    },
     "collective": {
         target: collective
         for collective in COLLECTIVES.values()
@@ -110,7 +129,7 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
     },
     "way": WAY_OF,
     "start": STARTS,
-}
+}  # fmt: skip
 
 
 def _by_operator() -> dict[Any, dict[str, Any]]:

@@ -232,3 +232,32 @@ def test_lookups_return_rows_of_their_first_input() -> None:
     for target in _all("looks_up"):
         assert [kind for _, kind in _arguments(target)][:2] == ["Tensor", "Tensor"]
     assert torch.equal(aten.embedding.default(table, ids), table[ids])
+
+
+def test_convolutions_are_all_that_torch_calls_so() -> None:
+    assert _all("convolves") == {target for target in RULES if (name_of(target) or "").startswith("conv")}
+
+
+def test_of_some_inputs_only_the_shape_is_read() -> None:
+    for target in _all("shape_only"):
+        names = [name for name, kind in _arguments(target) if kind == "Tensor"]
+        assert names[spec_of(target).shape_only or 0] == "self"
+        for sample in SAMPLES.get(target, ()):
+            dice = torch.Generator().manual_seed(0)
+            inputs = [x.draw(dice, x.shape) for x in sample.inputs]
+            others = [x + 1 if place == spec_of(target).shape_only else x for place, x in enumerate(inputs)]
+            made, again = (sample.call(x, lambda f, *args, **kwargs: f(*args, **kwargs)) for x in (inputs, others))
+            assert made.shape == again.shape and ("empty" in str(target) or torch.equal(made, again))
+
+
+def test_lookups_read_as_much_as_they_return() -> None:
+    """At most as many elements of the first input have a gradient as the result has, or as rows are labelled."""
+    for target in (target for target in _all("reads_result_size") if target in SAMPLES):
+        for sample in SAMPLES[target]:
+            dice = torch.Generator().manual_seed(0)
+            table, *others = (x.draw(dice, x.shape) for x in sample.inputs)
+            table = table.clone().requires_grad_()
+            made = sample.call([table, *others], lambda f, *args, **kwargs: f(*args, **kwargs))
+            result = made if isinstance(made, Tensor) else made[0]
+            (read,) = torch.autograd.grad(result.sum(), table)
+            assert int((read != 0).sum()) <= max(result.numel(), others[0].numel())

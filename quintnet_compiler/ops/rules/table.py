@@ -23,6 +23,7 @@ from ..filled_rows import alike, fill_rows
 from ..filters_of_rows import grouped_convolution, grouped_convolution_weight
 from ..rank_local import dropout, noise
 from ..scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
+from ..traits import CONVOLUTIONS
 from . import contractions as c
 from . import lookups as look
 from . import reductions as red
@@ -141,11 +142,7 @@ RULES = MappingProxyType(
         _each([aten.matmul.default, aten.mm.default, aten.bmm.default], c.matmul, "matmul"),
         _each([aten.einsum.default], c.einsum, "matmul"),
         _each(
-            [
-                aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-                aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding, aten.conv_transpose1d.default,
-                aten.conv_transpose2d.input, aten.conv_transpose3d.input,
-            ],
+            CONVOLUTIONS,
             c.convolution,
             "matmul",
         ),
