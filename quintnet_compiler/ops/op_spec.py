@@ -104,6 +104,8 @@ class OpSpec:
         reads_result_size: whether it reads no more of its first input than its result has: rows of a table.
         shape_only: the position of the tensor input of which it reads the shape alone.
         reads_twice: whether a second kernel reads its first two inputs again, for gradients of a weight and a bias.
+        inner_gradient: which mark of ``torch.autograd.grad`` in a model's forward it is
+            (:mod:`.derivatives.inner_gradients`).
         collective: the collective that it is, or begins; None: it exchanges nothing.
         way: the link that it, or the copy that it begins, takes between the device and where it keeps values meanwhile.
         start: what begins it, where it can run beside other work.
@@ -146,6 +148,7 @@ class OpSpec:
     reads_result_size: bool = False
     shape_only: int | None = None
     reads_twice: bool = False
+    inner_gradient: Literal["start", "gradient"] | None = None
     collective: CollectiveSpec | None = None
     way: Way | None = None
     start: OpOverload | None = None

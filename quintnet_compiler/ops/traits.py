@@ -27,6 +27,7 @@ from .collectives import (
     wait,
 )
 from .copies import WAY_OF
+from .derivatives.inner_gradients import gradient, start
 from .derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from .experts.scaled_groups import EXPERT_LAYERS
 from .op_spec import Attention, Product
@@ -121,6 +122,7 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
         ),
         **dict.fromkeys([aten.nll_loss_backward.default, aten.nll_loss2d_backward.default], 1),
     },
+    "inner_gradient": {start: "start", gradient: "gradient"},
     "collective": {
         target: collective
         for collective in COLLECTIVES.values()

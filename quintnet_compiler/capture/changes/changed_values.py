@@ -31,7 +31,6 @@ from torch.export import ExportedProgram
 from ...core.annotations import is_getitem
 from ...core.errors import CompileError
 from ...ops.catalog import op_spec
-from ...ops.derivatives.inner_gradients import gradient, start
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ..places import where_of
 from .autocast import regions
@@ -148,7 +147,7 @@ class Tensors:
                 self.writes[node] = MappingProxyType({m: self._write(m, targets, grown, flows) for m in places})
                 grown |= {self.tensor[x] for x in targets if flows and _differentiable(x)}
                 grown -= {self.tensor[x] for x in targets if op_spec(node).detaches == "in place"}
-            elif node.target is start:  # its argument is a leaf from now on
+            elif op_spec(node).inner_gradient == "start":  # its argument is a leaf from now on
                 grown |= {node, *(self.tensor[x] for x in node.all_input_nodes)}
             elif source is None and flows and not detached and _differentiable(node):
                 grown.add(node)
@@ -177,7 +176,7 @@ class Tensors:
 
 
 def _differentiable(node: fx.Node) -> bool:
-    if node.target is gradient:
+    if op_spec(node).inner_gradient == "gradient":
         return bool(node.args[3])
     if declare_gradient in (node.target, getattr(node.args[0] if node.args else None, "target", None)):
         return True  # it says where a gradient goes

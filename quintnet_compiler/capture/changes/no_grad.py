@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from ...compat.torch import OpOverload, schema
 from ...compat.torch_func import set_grad
-from ...ops.derivatives.inner_gradients import start
+from ...ops.catalog import op_spec
 from .memory import itself
 
 WITHOUT_GRADIENTS = "quintnet_without_gradients"  # an entry of ``meta`` of what is computed there
@@ -30,8 +30,8 @@ def without_switches(graph: fx.Graph, enabled: bool) -> Mapping[str, str]:
         if node.target is set_grad:
             enabled = bool(node.args[0])
             graph.erase_node(node)
-        elif not enabled and node.op == "call_function" and node.target is not start:  # that has a gradient
-            node.meta[WITHOUT_GRADIENTS] = True
+        elif not enabled and node.op == "call_function" and op_spec(node).inner_gradient != "start":
+            node.meta[WITHOUT_GRADIENTS] = True  # a start has a gradient even there
             _detach_what_is_read(node)
             inside.append(node)
     renamed = {}

@@ -25,7 +25,6 @@ from torch.export import ExportedProgram
 from ...compat.torch import OpOverload, pytree
 from ...core.errors import CompileError
 from ...ops.catalog import op_spec
-from ...ops.derivatives.inner_gradients import gradient
 from ..derivatives.checkpoints import ASSIGNED, CHECKPOINTS, Checkpoint, Checkpoints, bodies
 from .memory import same_memory, statistics, written
 from .no_grad import WITHOUT_GRADIENTS
@@ -50,7 +49,7 @@ def run_again(exported: ExportedProgram, checkpoints: Checkpoints) -> None:
     names = {key: name.removeprefix("model.") for key, name in (signature.inputs_to_buffers | parameters).items()}
     inputs = [node for node in graph.nodes if node.op == "placeholder" and node.name in parameters]
     grown = _grown(memory, [x for x in inputs if exported.state_dict[parameters[x.name]].requires_grad])
-    differentiates = any(node.target is gradient for node in graph.nodes)
+    differentiates = any(op_spec(node).inner_gradient == "gradient" for node in graph.nodes)
     for checkpoint, nodes in reversed(found):
         _SecondRun(graph, memory, names, grown, checkpoint, nodes, differentiates).add()
     graph.lint()

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ...compat.torch import recording, unrecorded, without_torch_function
 from ...compat.torch_func import is_transformed
 from ...core.errors import CompileError, Where
+from ...ops.catalog import op_spec
 from ...ops.derivatives.inner_gradients import gradient, start
 from ..places import OWN
 from ..watched_trace import user_line
@@ -179,15 +180,16 @@ def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
 def place_starts(graph: fx.Graph) -> None:
     """In a traced graph, what is computed of an input of a gradient reads its ``start``: all of it, or what comes after
     a tensor was made a leaf."""
-    numbers = itertools.count(1 + max((n.args[1] for n in graph.nodes if n.target is start), default=-1))
+    starts = [node for node in graph.nodes if op_spec(node).inner_gradient == "start"]
+    numbers = itertools.count(1 + max((node.args[1] for node in starts), default=-1))
     place = {node: number for number, node in enumerate(graph.nodes)}
     last = max((node for node in graph.nodes if node.op == "placeholder"), key=place.__getitem__, default=None)
-    for node in [n for n in graph.nodes if n.target is start]:
+    for node in starts:
         x = node.args[0]
         for user in [u for u in x.users if u is not node and place[u] > place[node]]:
             user.replace_input_with(x, node)
-    for node in [n for n in graph.nodes if n.target is gradient]:
-        for x in [x for x in node.args[1] if x.target is not start]:
+    for node in [n for n in graph.nodes if op_spec(n).inner_gradient == "gradient"]:
+        for x in [x for x in node.args[1] if op_spec(x).inner_gradient != "start"]:
             after = last if x.op == "placeholder" else x
             assert after is not None
             with graph.inserting_after(after):
