@@ -7,7 +7,7 @@ knows which line of the user's model it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,18 +81,13 @@ class VectorJacobian:
     def _applied(
         self, target: Any, args: Sequence[Any], kwargs: dict[str, Any], wanted: Sequence[int]
     ) -> tuple[list[fx.Node | None], Pullback]:
-        if target is aten.linear.default:
-            return self._linear(args, kwargs)
-        if target is embedding_rows:
-            return self._embedding_rows(args)
-        if target is nll_terms:
-            return self._nll_terms(args)
-        if target is grouped_linear:
-            return self._grouped_linear(args)
-        if (back := _TRANSPOSES.get(target)) is not None:
+        by_hand, back, attention = _BY_HAND.get(target), _TRANSPOSES.get(target), _ATTENTION.get(target)
+        if by_hand is not None:
+            return by_hand(self, *args, **kwargs)
+        if back is not None:
             return self._transposed(target, back, args)
-        if target in _ATTENTION:
-            return self._attention(target, *_ATTENTION[target], args)
+        if attention is not None:
+            return self._attention(target, *attention, args)
         if target is aten.rms_norm.default and self.absent is not None and _fuses(*args, **kwargs):
             return self._rms_norm(*args, **kwargs)
         tensors: list[fx.Node] = []
@@ -144,9 +139,10 @@ class VectorJacobian:
             return self.builder.reshape(args[0], args[1])  # type: ignore[arg-type]
         return self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
 
-    def _linear(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[fx.Node | None], Pullback]:
+    def _linear(
+        self, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None
+    ) -> tuple[list[fx.Node | None], Pullback]:
         """Append a linear layer. A trace of autograd would have three times as many nodes."""
-        x, weight, bias = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
         call = self.builder.call
         inputs = [x, weight] + ([bias] if bias is not None else [])
         out = call(aten.linear.default, *inputs)
@@ -168,25 +164,24 @@ class VectorJacobian:
 
         return [out], pullback
 
-    def _embedding_rows(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
-        weight, ids, *layout = args
+    def _embedding_rows(self, weight: fx.Node, ids: fx.Node, *layout: Any) -> tuple[list[fx.Node | None], Pullback]:
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
             return [self.builder.call(embedding_rows_backward, tangents[0], ids, shape(weight)[0], *layout), None]
 
-        return [self.builder.call(embedding_rows, *args)], pullback
+        return [self.builder.call(embedding_rows, weight, ids, *layout)], pullback
 
-    def _nll_terms(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
-        terms = self.builder.call(nll_terms, *args)
+    def _nll_terms(self, logits: fx.Node, *rest: Any) -> tuple[list[fx.Node | None], Pullback]:
+        terms = self.builder.call(nll_terms, logits, *rest)
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
-            logits, *rest = args
             return [self.builder.call(nll_terms_backward, tangents[0], logits, terms, *rest), None]
 
         return [terms], pullback
 
-    def _grouped_linear(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
-        rows, ends, weight, bias, transposed = args
+    def _grouped_linear(
+        self, rows: fx.Node, ends: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool
+    ) -> tuple[list[fx.Node | None], Pullback]:
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
             call, grad = self.builder.call, tangents[0]
@@ -199,7 +194,7 @@ class VectorJacobian:
                 gradients[3] = call(grouped_bias_grad, grad, ends)
             return gradients
 
-        return [self.builder.call(grouped_linear, *args)], pullback
+        return [self.builder.call(grouped_linear, rows, ends, weight, bias, transposed)], pullback
 
     def _transposed(self, target: Any, back: Any, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
         """Append an operator that is linear in its first argument; its transpose takes the same other arguments."""
@@ -247,6 +242,15 @@ class VectorJacobian:
             return [self.builder.getitem(gradients, i) if wanted[i] else None for i in range(len(inputs))]
 
         return [out], pullback
+
+
+# derivatives that are written by hand, as a trace of autograd would have more nodes, or there is none
+_BY_HAND: Mapping[Any, Callable[..., tuple[list[fx.Node | None], Pullback]]] = {
+    aten.linear.default: VectorJacobian._linear,
+    embedding_rows: VectorJacobian._embedding_rows,
+    nll_terms: VectorJacobian._nll_terms,
+    grouped_linear: VectorJacobian._grouped_linear,
+}
 
 
 def _fuses(x: fx.Node, sizes: Sequence[int], weight: fx.Node | None = None, eps: float | None = None) -> bool:
