@@ -106,6 +106,8 @@ class OpSpec:
         reads_twice: whether a second kernel reads its first two inputs again, for gradients of a weight and a bias.
         inner_gradient: which mark of ``torch.autograd.grad`` in a model's forward it is
             (:mod:`.derivatives.inner_gradients`).
+        reduces: what it makes of all that it reduces, if it does so: a ``"sum"``, a ``"mean"``, or sums by ``"bins"``.
+        averages: over what a loss takes the mean, if it is one: labels that count, ``"elements"``, or ``"rows"``.
         collective: the collective that it is, or begins; None: it exchanges nothing.
         way: the link that it, or the copy that it begins, takes between the device and where it keeps values meanwhile.
         start: what begins it, where it can run beside other work.
@@ -149,6 +151,8 @@ class OpSpec:
     shape_only: int | None = None
     reads_twice: bool = False
     inner_gradient: Literal["start", "gradient"] | None = None
+    reduces: Literal["sum", "mean", "bins"] | None = None
+    averages: Literal["labels", "elements", "rows"] | None = None
     collective: CollectiveSpec | None = None
     way: Way | None = None
     start: OpOverload | None = None

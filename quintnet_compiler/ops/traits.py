@@ -123,6 +123,29 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
         **dict.fromkeys([aten.nll_loss_backward.default, aten.nll_loss2d_backward.default], 1),
     },
     "inner_gradient": {start: "start", gradient: "gradient"},
+    "reduces": {
+        **dict.fromkeys(
+            [aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default, aten.count_nonzero.dim_IntList], "sum"
+        ),
+        **dict.fromkeys([aten.mean.default, aten.mean.dim], "mean"),
+        aten.histc.default: "bins",
+    },
+    "averages": {
+        **dict.fromkeys(
+            [aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default],
+            "labels",
+        ),
+        **dict.fromkeys(
+            [aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+             aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,
+             aten.soft_margin_loss.default, aten.hinge_embedding_loss.default, aten.margin_ranking_loss.default,
+             aten.poisson_nll_loss.default], "elements",
+        ),
+        **dict.fromkeys(
+            [aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default, aten.multi_margin_loss.default,
+             aten.multilabel_margin_loss.default], "rows",
+        ),
+    },
     "collective": {
         target: collective
         for collective in COLLECTIVES.values()

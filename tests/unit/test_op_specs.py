@@ -261,3 +261,28 @@ def test_lookups_read_as_much_as_they_return() -> None:
             result = made if isinstance(made, Tensor) else made[0]
             (read,) = torch.autograd.grad(result.sum(), table)
             assert int((read != 0).sum()) <= max(result.numel(), others[0].numel())
+
+
+def test_losses_say_over_what_they_average() -> None:
+    """Of all operators of torch with a reduction; CTC's mean is weighted, and others are parts of these."""
+    reducing = set()
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if not name.startswith("aten::") or "backward" in packet or packet.endswith("_forward") or packet == "ctc_loss":
+            continue
+        target = getattr(getattr(aten, packet), overload or "default")
+        if ("reduction", "int") in _arguments(target) and not schema(target).is_mutable:
+            reducing.add(target)
+    assert _all("averages") == reducing
+
+
+def test_reductions_are_sums_or_means() -> None:
+    x = torch.tensor([[1.0, 0, 2], [3, 4, 0]])
+    computed = {"sum": (x.sum(), (x != 0).sum()), "mean": (x.mean(),)}
+    for target in _all("reduces"):
+        kind, name = spec_of(target).reduces, name_of(target)
+        if kind == "bins":
+            assert int(target(x, 4, 0.0, 4.0).sum()) == x.numel()
+            continue
+        dims = [[0, 1]] if len(_arguments(target)) > 1 and "List" in _arguments(target)[1][1] else []
+        assert target(x, *dims) in computed[kind or ""], name

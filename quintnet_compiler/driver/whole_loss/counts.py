@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.torch import OpOverload, schema
+from ...ops.catalog import op_spec
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2  # of the argument ``reduction``, as operators take it
@@ -29,19 +30,16 @@ def reduction_of(node: fx.Node, add: Callable[..., fx.Node]) -> Reduction | None
 
     ``add(target, *args)`` adds a node to the graph, behind what it reads.
     """
-    target: Any = node.target
-    if target in _SUMS:
+    spec, arguments = op_spec(node), arguments_of(node)
+    fixed_bins = spec.reduces == "bins" and arguments["min"] < arguments["max"]  # else bins are those of the batch
+    if spec.reduces == "sum" or fixed_bins:
         return Reduction("sum")
-    arguments = arguments_of(node)
-    if target is aten.histc.default and arguments["min"] < arguments["max"]:  # else bins are those of the batch
-        return Reduction("sum")
-    if target in (aten.mean.default, aten.mean.dim):
+    if spec.reduces == "mean":
         return Reduction("mean", _numel(arguments["self"]) // _numel(node))
-    items = _ITEMS.get(target)
     reduced = arguments.get("reduction", MEAN)
-    if items is None or reduced not in (MEAN, SUM):
+    if spec.averages is None or reduced not in (MEAN, SUM):
         return None
-    return Reduction("sum") if reduced == SUM else Reduction("mean", items(arguments, add))
+    return Reduction("sum") if reduced == SUM else Reduction("mean", _COUNTS[spec.averages](arguments, add))
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
@@ -57,7 +55,7 @@ def _numel(node: fx.Node) -> Any:
     return prod(node.meta["val"].shape)
 
 
-def _classes(arguments: Mapping[str, Any], add: Callable[..., fx.Node]) -> Any:
+def _labels(arguments: Mapping[str, Any], add: Callable[..., fx.Node]) -> Any:
     """Labels that are not ignored, or the sum of their weights; for probabilities, the number of items."""
     target, weight = arguments["target"], arguments["weight"]
     value: Tensor = target.meta["val"]
@@ -86,35 +84,8 @@ def _rows(arguments: Mapping[str, Any], add: Callable[..., fx.Node]) -> Any:
     return prod(torch.broadcast_shapes(*rows)[:-1])  # type: ignore[no-untyped-call]
 
 
-_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default, aten.count_nonzero.dim_IntList}
-_ITEMS: Mapping[Any, Callable[[Mapping[str, Any], Callable[..., fx.Node]], Any]] = {
-    **dict.fromkeys(
-        (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default),
-        _classes,
-    ),
-    **dict.fromkeys(
-        (
-            aten.mse_loss.default,
-            aten.l1_loss.default,
-            aten.smooth_l1_loss.default,
-            aten.huber_loss.default,
-            aten.binary_cross_entropy.default,
-            aten.binary_cross_entropy_with_logits.default,
-            aten.kl_div.default,
-            aten.soft_margin_loss.default,
-            aten.hinge_embedding_loss.default,
-            aten.margin_ranking_loss.default,
-            aten.poisson_nll_loss.default,
-        ),
-        _elements,
-    ),
-    **dict.fromkeys(
-        (
-            aten.cosine_embedding_loss.default,
-            aten.triplet_margin_loss.default,
-            aten.multi_margin_loss.default,
-            aten.multilabel_margin_loss.default,
-        ),
-        _rows,
-    ),
+_COUNTS: Mapping[str, Callable[[Mapping[str, Any], Callable[..., fx.Node]], Any]] = {
+    "labels": _labels,
+    "elements": _elements,
+    "rows": _rows,
 }
