@@ -13,12 +13,11 @@ from ...compat.torch import schema
 from ...core.annotations import origin, shape, tensor_inputs, value
 from ...core.sharding import Shard
 from ...ir.program import Axis, LocalProgram
-from ...ops.attention.operator import IDS, attention
+from ...ops.attention.operator import IDS
 from ...ops.attention.ring_plan import ring_plan
-from ...ops.attention.tiled import tiled_attention
 from ...ops.catalog import op_spec
-from ...ops.collectives import return_runs, ring_attention, send_runs
-from ...ops.rank_local import dropout, keep_mask, local_noise, noise
+from ...ops.collectives import return_runs, send_runs
+from ...ops.rank_local import keep_mask, local_noise, noise
 from .failure import check_failure
 
 _fail = partial(check_failure, "positions check")
@@ -32,16 +31,28 @@ def check_positions(local: LocalProgram) -> None:
         CompileError: QN209 with what a rank would compute otherwise than the unsplit model.
     """
     for node in local.staged.sharded.program.graph.nodes:
-        if node.target not in (attention, dropout, noise) or (node, 0) not in local.parts:
+        attends = _splits_positions(node)
+        if not (attends or op_spec(node).random) or (node, 0) not in local.parts:
             continue
         result = local.parts[node, 0]
-        if result.target is return_runs and node.target is attention:
+        if attends and result.target is return_runs:
             result = result.all_input_nodes[0]
         call, _ = origin(result)
-        if call.target in (ring_attention, tiled_attention):
+        if _positions(call) is not None:
             _compare(node, call, _attention_arguments(local, node, call))
-        elif node.target is not attention:
+        elif not attends:
             _check_random(local, node, call)
+
+
+def _splits_positions(node: fx.Node) -> bool:
+    kind = op_spec(node).attention
+    return kind is not None and kind.splits_positions
+
+
+def _positions(node: fx.Node) -> str | None:
+    """Return how a rank attends to positions of other ranks: in a ring, or in tiles; None if it does not."""
+    kind = op_spec(node).attention
+    return None if kind is None else kind.positions
 
 
 def _attention_arguments(local: LocalProgram, node: fx.Node, call: fx.Node) -> dict[str, Any]:
@@ -49,7 +60,7 @@ def _attention_arguments(local: LocalProgram, node: fx.Node, call: fx.Node) -> d
     sharded = local.staged.sharded
     reads = iter(local.reads[node])
     expected = {name: next(reads) if isinstance(x, fx.Node) else x for name, x in _arguments(node).items()}
-    if call.target is ring_attention:
+    if _positions(call) == "ring":
         (axis,) = (a for a, s in zip(sharded.axes, sharded.strategies[node], strict=True) if s.exchanges)
         return expected | _ring_operands(local, node, call, axis) | {"axis": axis.name, "size": axis.size}
     layout = _layout(local, node)

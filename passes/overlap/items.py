@@ -10,7 +10,6 @@ from torch import fx
 
 from ...core.annotations import is_getitem, leaf
 from ...ops.catalog import op_spec
-from ...ops.copies import copy_in
 
 aten = torch.ops.aten
 
@@ -36,7 +35,7 @@ def stored_in(node: fx.Node) -> fx.Node | None:
     """The parameter that ``node`` is, or of which it is the copy that gathers read: from the host, in another dtype."""
     cast = op_spec(node).casts
     source = node.all_input_nodes[0] if cast else node
-    source = source.all_input_nodes[0] if source.target is copy_in else source
+    source = source.all_input_nodes[0] if op_spec(source).way == "from host" else source
     found = leaf(source)
     return source if found is not None and (found.held is not None or not cast) else None
 

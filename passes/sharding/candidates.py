@@ -70,7 +70,7 @@ class Candidates:
         """Return the strategies that exchange rows only where the plan asks for it, and lose no precision."""
         if op_spec(node).by_expert and self.view.spreads_experts:
             options = exchanging_strategies(node, options, self.axis)
-        elif not _rings(node) or self.axis.role != "context":
+        elif not _splits_positions(node) or self.axis.role != "context":
             options = tuple(s for s in options if not s.exchanges)
         if _rounds_gradient(node, self.activations):
             options = tuple(s for s in options if R not in s.inputs)
@@ -216,10 +216,10 @@ class Candidates:
         )
 
 
-def _rings(node: fx.Node) -> bool:
-    """Return whether an operator can be run as a ring of ranks."""
+def _splits_positions(node: fx.Node) -> bool:
+    """Return whether ranks can have other positions of what an operator attends to."""
     attention = op_spec(node).attention
-    return attention is not None and attention.of_models and attention.masked
+    return attention is not None and attention.splits_positions
 
 
 def _rounds_gradient(node: fx.Node, activations: frozenset[fx.Node]) -> bool:

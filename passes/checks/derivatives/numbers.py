@@ -61,7 +61,8 @@ def _example(
         operands: list[Tensor] = []
         for x, first in zip(call.operands, call.first_use, strict=True):  # a value that is read twice is drawn once
             operands.append(operands[first] if first < len(operands) else drawn(x, generator, bound, positive))
-        operands = _PLANNED[call.target](operands) if call.target in _PLANNED else operands
+        plan = _PLANNED.get(call.target)
+        operands = operands if plan is None else plan(operands)
         tangents = [None if t is None else drawn(t, generator, bound, False) for t in call.tangents]
         try:
             expected = _eager(call, operands, tangents)

@@ -66,7 +66,7 @@ class _Sums:
         if node.target is aten.cat.default:
             return self._join(place, args[1] if len(args) > 1 else 0, (self.of[x] for x in args[0]))
         found = self.numbers.call(place, node.target, (args, node.kwargs), self.of.__getitem__)
-        if node.target is aten.slice_backward.default and args[5] == 1:
+        if op_spec(node).slice_gradient and args[5] == 1:
             dim = args[2] % len(args[1])
             kind = (place, tuple(args[1]), dim)
             self.slices[found] = kind, args[3], args[4], args[1][dim], self.of[args[0]]

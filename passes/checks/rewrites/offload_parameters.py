@@ -10,7 +10,7 @@ from ....compat.torch import schema_or_none
 from ....core.annotations import facts, leaf, origin
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import ValueNumbers
-from ....ops.copies import copy_in
+from ....ops.catalog import op_spec
 from ..failure import check_failure
 from .offload import NumberedCopies
 from .results import check_results
@@ -47,7 +47,7 @@ def check_offload_parameters(before: DifferentiatedProgram, after: Differentiate
 
 
 def _check_copy(program: DifferentiatedProgram, parameter: fx.Node, reader: fx.Node) -> None:
-    if reader.target is not copy_in:
+    if not _comes_from_host(reader):
         raise _fail(f"{reader.name} reads {parameter.name}, which is on the host", reader)
     stage = program.stage.get(reader)
     if stage is None or reader in program.once:
@@ -60,10 +60,14 @@ def _check_copy(program: DifferentiatedProgram, parameter: fx.Node, reader: fx.N
             raise _fail(f"{user.name} reads {reader.name} of another function", user)
 
 
+def _comes_from_host(node: fx.Node) -> bool:
+    return op_spec(node).copies and op_spec(node).way == "from host"
+
+
 def _copied(node: fx.Node) -> fx.Node | None:
     """The copy of a parameter in a forward in whose memory a value may lie."""
     while node.op == "call_function" and facts(node).phase == "forward":
-        if node.target is copy_in:
+        if _comes_from_host(node):
             return node if _parameter(node.all_input_nodes[0]) else None
         made = origin(node)[0]
         views = any(r.alias_info is not None for r in getattr(schema_or_none(made.target), "returns", ()))
