@@ -15,7 +15,6 @@ from ...ops.catalog import op_spec
 
 aten = torch.ops.aten
 _SUMS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.matmul.default, aten.sum.dim_IntList})
-_JOINS = frozenset({aten.add.Tensor, aten.slice_backward.default})  # combine the gradients of parts
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,8 @@ def _add_sources(program: DifferentiatedProgram, nodes: set[fx.Node]) -> None:
 def _add_joins(program: DifferentiatedProgram, nodes: set[fx.Node]) -> None:
     """Add the backward nodes that combine gradients of parts, all of which are in ``nodes``."""
     for node in program.graph.nodes:
-        if _is_backward(node) and node.target in _JOINS and nodes.issuperset(node.all_input_nodes):
+        joins = op_spec(node).adds or op_spec(node).slice_gradient
+        if _is_backward(node) and joins and nodes.issuperset(node.all_input_nodes):
             nodes.add(node)
 
 

@@ -32,10 +32,6 @@ from .recording import record
 aten = torch.ops.aten
 _COPIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
 _CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
-# They take strides or offsets in memory as numbers.
-_BY_STRIDE = (
-    aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default, aten.as_strided_copy.default,
-)  # fmt: skip
 # They factorise a contiguous matrix transposed, and autograd knows when: the derivative is of that format.
 _BY_FORMAT = (aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default)
 
@@ -80,7 +76,7 @@ def trace(
     call = _OperatorCall(target, args, kwargs, tensors, flags, wanted, mode, absent, again)
     try:
         template = call.traced(dense=False)
-        if not any(node.target in (*_BY_STRIDE, *_BY_FORMAT) for node in template.graph.nodes):
+        if not any(op_spec(n).takes_strides or n.target in _BY_FORMAT for n in template.graph.nodes):
             return template
     except (RuntimeError, NotImplementedError, ValueError):
         pass  # views of complex numbers, for instance, ask for some strides

@@ -75,7 +75,7 @@ def _same_function(program: DifferentiatedProgram, a: fx.Node, b: fx.Node) -> bo
 
 def _grouped(terms: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """Return groups of gradients whose slices cover a value once, in the order of the slices."""
-    slices = [term for term in terms if term.target is aten.slice_backward.default and len(term.users) == 1]
+    slices = [term for term in terms if op_spec(term).slice_gradient and len(term.users) == 1]
     groups = []
     for dim in dict.fromkeys(_dim(term) for term in slices):
         group = sorted((term for term in slices if _dim(term) == dim and term.args[5] == 1), key=lambda n: n.args[3])  # type: ignore[arg-type,return-value]

@@ -26,13 +26,6 @@ from ...ops.scaled_products import block_max, scaled_cast
 from ..strategies.rule_book import refine
 
 aten = torch.ops.aten
-# f(0) = 0, with a finite derivative there
-_KEEP_ZERO = frozenset(
-    {
-        aten.gelu.default, aten.silu.default, aten.relu.default, aten.tanh.default, aten.square.default,
-        aten.mul.Tensor, aten._to_copy.default,
-    }
-)  # fmt: skip
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 
 
@@ -289,6 +282,6 @@ class Padding:
         if node.target is scaled_cast:  # the scale does not matter
             linear, inputs = True, list(inputs)[:1]
         adds_tensors = node.target in _SUMS and len(factors.inputs) == 2
-        return (linear or adds_tensors or node.target in _KEEP_ZERO) and all(
+        return (linear or adds_tensors or op_spec(node).keeps_zero) and all(
             self.zeros.get(x, frozenset()) >= dims for x, dims in inputs
         )

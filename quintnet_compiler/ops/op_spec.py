@@ -59,6 +59,11 @@ class Attention:
     of_models: bool = False
     masked: bool = False
 
+    @property
+    def splits_positions(self) -> bool:
+        """Whether ranks that have other positions run another operator for it: a ring, or tiles."""
+        return self.of_models and self.masked
+
 
 @dataclass(frozen=True)
 class OpSpec:
@@ -108,6 +113,10 @@ class OpSpec:
             (:mod:`.derivatives.inner_gradients`).
         reduces: what it makes of all that it reduces, if it does so: a ``"sum"``, a ``"mean"``, or sums by ``"bins"``.
         averages: over what a loss takes the mean, if it is one: labels that count, ``"elements"``, or ``"rows"``.
+        slice_gradient: whether it is the gradient of a slice: zeros, but for what the slice took.
+        takes_strides: whether strides or offsets in memory are among its arguments.
+        overwrites: whether it writes to all of its first argument, and reads nothing of it.
+        keeps_zero: whether it is 0 where all that it reads is 0, with a finite derivative there.
         collective: the collective that it is, or begins; None: it exchanges nothing.
         way: the link that it, or the copy that it begins, takes between the device and where it keeps values meanwhile.
         start: what begins it, where it can run beside other work.
@@ -153,6 +162,10 @@ class OpSpec:
     inner_gradient: Literal["start", "gradient"] | None = None
     reduces: Literal["sum", "mean", "bins"] | None = None
     averages: Literal["labels", "elements", "rows"] | None = None
+    slice_gradient: bool = False
+    takes_strides: bool = False
+    overwrites: bool = False
+    keeps_zero: bool = False
     collective: CollectiveSpec | None = None
     way: Way | None = None
     start: OpOverload | None = None

@@ -79,6 +79,16 @@ _FLAGS: Mapping[str, Iterable[Any]] = {
     ],
     # layer_norm_kernel.cu of PyTorch; RMS norms share it
     "reads_twice": [aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default],
+    "slice_gradient": [aten.slice_backward.default],
+    "takes_strides": [
+        aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default,
+        aten.as_strided_copy.default,
+    ],
+    "overwrites": [aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default],
+    "keeps_zero": [
+        aten.gelu.default, aten.silu.default, aten.relu.default, aten.tanh.default, aten.square.default,
+        aten.mul.Tensor, aten._to_copy.default,
+    ],
     "under_way": STARTS.values(),
     "waits": [wait],
     "on_rank": RANKED,
@@ -149,8 +159,7 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
     "collective": {
         target: collective
         for collective in COLLECTIVES.values()
-        for target in (collective.op, collective.start)
-        if target is not None
+        for target in filter(None, (collective.op, collective.start))
     },
     "way": WAY_OF,
     "start": STARTS,

@@ -286,3 +286,31 @@ def test_reductions_are_sums_or_means() -> None:
             continue
         dims = [[0, 1]] if len(_arguments(target)) > 1 and "List" in _arguments(target)[1][1] else []
         assert target(x, *dims) in computed[kind or ""], name
+
+
+def test_zeros_stay_zeros() -> None:
+    for target in _all("keeps_zero"):
+        zeros = [torch.zeros(3, requires_grad=True) for name, kind in _arguments(target) if kind == "Tensor"]
+        made = target(*zeros)
+        assert not made.any() and all(x.isfinite().all() for x in torch.autograd.grad(made.sum(), zeros))
+
+
+def test_gradients_of_slices() -> None:
+    for target in _all("slice_gradient"):
+        x = torch.rand(4, 6, requires_grad=True)
+        part = aten.slice.Tensor(x, 1, 1, 5, 2)
+        grad = torch.rand(part.shape)
+        assert torch.equal(target(grad, [4, 6], 1, 1, 5, 2), *torch.autograd.grad(part, x, grad))
+
+
+def test_operators_that_overwrite_read_nothing_of_it() -> None:
+    for target in _all("overwrites"):
+        x = torch.full([3], torch.nan)
+        others = [torch.tensor(2.0) if kind == "Tensor" else 2.0 for _, kind in _arguments(target)[1:2]]
+        assert schema(target).is_mutable and not target(x, *others).isnan().any()
+
+
+def test_operators_that_take_strides() -> None:
+    names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()]
+    strided = [getattr(aten, name).default for name in names if name.startswith("as_strided") and "." not in name]
+    assert _all("takes_strides") == set(strided)

@@ -30,7 +30,6 @@ from .memory import same_memory, statistics, written
 from .no_grad import WITHOUT_GRADIENTS
 
 aten = torch.ops.aten
-_OVERWRITES = (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
 
 
 def run_again(exported: ExportedProgram, checkpoints: Checkpoints) -> None:
@@ -148,7 +147,7 @@ class _SecondRun:
             CompileError: QN105 if gradients or random numbers of the second run would be others.
         """
         root, norms, targets = self.memory.root, statistics(node), list(written(node))
-        overwritten = targets if node.target in _OVERWRITES else []
+        overwritten = targets if op_spec(node).overwrites else []
         whole = [x for x in overwritten if root[x] is x]
         read = [x for x in node.all_input_nodes if x not in norms and x not in whole]
         differs = frozenset[fx.Node]().union(*(self.differs.get(root[x], ()) for x in read))

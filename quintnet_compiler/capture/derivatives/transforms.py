@@ -26,7 +26,6 @@ from ..places import OWN
 from ..watched_trace import user_line
 
 aten = torch.ops.aten
-_BY_STRIDE = (aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default)
 _OURS = __name__.partition(".")[0]
 _DETACHED = (aten.detach.default, aten.alias.default)  # below autograd: torch 2.14 says alias
 # these are not differentiable again as they stand
@@ -83,7 +82,7 @@ class _Transforms:
                 node.replace_all_uses_with(node.args[0])
                 traced.graph.erase_node(node)
         _plain_numbers(traced.graph)
-        if any(node.target in _BY_STRIDE for node in traced.graph.nodes):
+        if any(op_spec(node).takes_strides for node in traced.graph.nodes):
             raise _refusal("an assignment to a part of a tensor", "torch.where", depth=1)
         tensors = iter(_Again(traced).run(*given, *sizes))
         found, form = made
