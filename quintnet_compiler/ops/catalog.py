@@ -26,8 +26,8 @@ from typing import Any, cast
 
 from torch import fx
 
-from .op_spec import FUSED, OpSpec
 from ..compat.torch import operator_name
+from .op_spec import FUSED, OpSpec
 from .rules.notation import Work
 from .traits import TRAITS
 
