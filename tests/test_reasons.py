@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import quintnet
 import quintnet_compiler.capture.capture as tracing
 from quintnet import Mesh
-from quintnet_compiler.compat.torch_checkpoint import without_checkpoints
+from quintnet_compiler.compat.torch_checkpoints import without_checkpoints
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.equivalence.module_check import ModuleCheck
 from quintnet_compiler.equivalence.module_step import Owner

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.utils.checkpoint as checkpoints
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.utils.checkpoint import _checkpoint_hook, noop_context_fn
 
 __all__ = [
     "CheckpointOptions",  # what a checkpoint was given; instead: a tuple of these three
-    "options_of", "saves_tensors", "sequence_number", "sequence_number_of",
+    "options_of", "saves_tensors", "sequence_number", "sequence_number_of", "without_checkpoints",
 ]  # fmt: skip
 
 # The number of the next node of autograd's graph; instead: making a node, and asking it for its number.
@@ -58,3 +62,28 @@ def saves_tensors(node: Any) -> bool:
     """Return whether a node of autograd's graph reads tensors that were saved; instead: an own graph with our own
     hooks."""
     return any(name.startswith("_raw_saved") for name in dir(node))
+
+
+@contextlib.contextmanager
+def without_checkpoints(replace: Callable[[Any, Any], Any]) -> Iterator[list[str]]:
+    """Inside, ``torch.utils.checkpoint`` calls its function once, and keeps what autograd saves. ``replace(ours,
+    theirs)`` is what the process calls meanwhile. Yields a list with an entry for each call. Instead: the module of
+    which somebody has removed them."""
+    calls: list[str] = []
+    reentrant = checkpoints.CheckpointFunction.apply
+    other = "_checkpoint_without_reentrant_generator"
+    theirs = getattr(checkpoints, other)
+
+    def at_once(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        calls.append("reentrant")
+        return function(*args)
+
+    def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+        calls.append("not reentrant")
+        yield
+
+    with (
+        mock.patch.object(checkpoints.CheckpointFunction, "apply", staticmethod(replace(at_once, reentrant))),
+        mock.patch.object(checkpoints, other, replace(nothing, theirs)),
+    ):
+        yield calls

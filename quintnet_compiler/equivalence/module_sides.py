@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.torch_checkpoint import without_checkpoints
+from ..compat.torch_checkpoints import without_checkpoints
 from ..core.errors import CompileError
 from ..core.replaced import for_this_thread, one_thread
 from ..guards.call_attributes import call_attributes

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from quintnet_compiler.compat.torch_checkpoint import without_checkpoints
+from quintnet_compiler.compat.torch_checkpoints import without_checkpoints
 from quintnet_compiler.equivalence.exact_step import Float64
 from quintnet_compiler.guards.python_objects import objects_kept
 
