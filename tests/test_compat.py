@@ -8,6 +8,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -80,6 +81,7 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_model_mapping": transformers.AutoModelForCausalLM,
         "_normalize_placements_into_shard_order": DTensorSpec,
         "_pp_plan": _LLAMA,
+        "_register_atexit": threading,
         "_split_tensor": Shard(0),
         "_to_replicate_tensor": Shard(0),
         "_get_num_items_in_batch": transformers.Trainer,

@@ -92,7 +92,7 @@ def _script(folder: Path, how: str, *prefix: str) -> subprocess.CompletedProcess
     (script := folder / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, *prefix, str(script), str(folder / "run"), how]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -114,6 +114,42 @@ def test_the_interpreter_tells_of_a_failed_save(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     said = _script(tmp_path, "return").stderr
     assert "CheckpointWarning: QN603" in said and "run: step-00000001 was not written: save_async failed" in said
+
+
+AT_EXIT = f"""
+import atexit, concurrent.futures.thread, sys, threading
+import quintnet
+from tests.test_saves_at_the_end import _program
+
+folder, how = sys.argv[1:]
+if "no hook" in how:
+    del threading._register_atexit
+program = _program(quintnet.Mesh(dp=1), {WIDE})
+if "before" in how:
+    program.save_async(folder, step=1)
+last = program.save if "save" in how else program.save_async
+if "atexit" in how:
+    atexit.register(last, folder, step=2)
+else:
+    last(folder, step=2)
+"""
+
+
+@pytest.mark.parametrize(
+    "how", ["atexit", "before, atexit", "atexit, save", "before, no hook", "before, no hook, atexit"]
+)
+def test_a_save_that_begins_when_the_interpreter_ends_is_written(how: str, tmp_path: Path) -> None:
+    """Also with a Python that lacks the private hook before thread pools refuse new work."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::quintnet.CheckpointWarning", "-c", AT_EXIT, str(tmp_path / "run"), how],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
+    assert _program(quintnet.Mesh(dp=1), WIDE).load(tmp_path / "run").step == 2
 
 
 @pytest.mark.parametrize("told_by", ["save_async", "save", "close"])

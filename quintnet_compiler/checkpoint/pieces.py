@@ -23,6 +23,7 @@ from .reading.open_files import Damaged
 PIECE = 4 * 2**20  # bytes: what a core's cache may still hold when it is hashed
 _AHEAD = 8  # pieces that are written but not hashed yet, at most: each may be a copy
 _THREADS = 8
+A = TypeVar("A")
 T = TypeVar("T")
 
 
@@ -75,6 +76,19 @@ def threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(cores, _THREADS), "quintnet-checkpoint")
 
 
+def begun(pool: ThreadPoolExecutor, work: Callable[[A], T], argument: A) -> Future[T]:
+    """Have a thread do ``work``, or do it here where none takes any: when the interpreter ends, pools refuse it."""
+    try:
+        return pool.submit(work, argument)
+    except RuntimeError:
+        done: Future[T] = Future()
+    try:
+        done.set_result(work(argument))
+    except Exception as error:
+        done.set_exception(error)
+    return done
+
+
 def write(sink: FileSink, buffers: Iterable[memoryview]) -> Digest:
     """Write ``buffers`` one after the other, and hash them meanwhile."""
     size, hashes = 0, list[Future[str]]()
@@ -82,7 +96,7 @@ def write(sink: FileSink, buffers: Iterable[memoryview]) -> Digest:
         for piece in cut(buffers):
             if len(hashes) >= _AHEAD:
                 hashes[-_AHEAD].result()
-            hashes.append(pool.submit(_hash, piece))
+            hashes.append(begun(pool, _hash, piece))
             sink.write(piece)
             size += sum(map(len, piece))
     return Digest(size, tuple(one.result() for one in hashes))
@@ -244,7 +258,7 @@ def in_threads(work: Callable[[Sequence[T]], object], items: Sequence[T]) -> Ite
     """
     with threads() as pool:
         parts = [Share(number, _THREADS).share_of(items) for number in range(_THREADS)]
-        running = [pool.submit(work, part) for part in parts if part]
+        running = [begun(pool, work, part) for part in parts if part]
         try:
             yield
         finally:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import threading
 import time
 import warnings
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
+from ...compat.interpreter_exit import run_before_exit
 from ...core.errors import CheckpointWarning, QuintNetError
 
 PATIENCE = 600.0  # seconds that a process waits at its end for background work
@@ -32,10 +31,14 @@ class Unfinished(Protocol):
 
 
 def finish_at_exit(work: Unfinished) -> None:
-    """Remember ``work`` until it has ended: see :func:`finish_all`. The interpreter's exit waits for it, too."""
-    unfinished = _under_way(os.getpid())
-    unfinished[:] = [task for task in unfinished if not task.over]
-    unfinished.append(work)
+    """Remember ``work`` until it has ended: see :func:`finish_all`.
+
+    The interpreter's exit waits for it, too. Of work that begins later, in a function of :mod:`atexit`, this waits.
+    """
+    tasks = _tasks_of(os.getpid())
+    tasks.unfinished = [task for task in tasks.unfinished if not task.over] + [work]
+    if tasks.ending:
+        finish_or_warn(PATIENCE)
 
 
 def finish_all(seconds: float) -> None:
@@ -45,7 +48,7 @@ def finish_all(seconds: float) -> None:
         QuintNetError: the first one, see :meth:`Unfinished.finish`.
     """
     deadline, errors = time.monotonic() + seconds, list[QuintNetError]()
-    unfinished = _under_way(os.getpid())
+    unfinished = _tasks_of(os.getpid()).unfinished
     while unfinished:
         try:
             unfinished.pop(0).finish(max(0.0, deadline - time.monotonic()))
@@ -55,18 +58,26 @@ def finish_all(seconds: float) -> None:
         raise errors[0]
 
 
+@dataclass
+class _Tasks:
+    """Background work of a process. ``ending``: whether the interpreter ends, and will not wait for more of it."""
+
+    unfinished: list[Unfinished] = field(default_factory=list)
+    ending: bool = False
+
+
 @lru_cache(maxsize=1)
-def _under_way(process: int) -> list[Unfinished]:
-    """Return the list of a process's work, empty in a forked process, and have it finished at exit."""
+def _tasks_of(process: int) -> _Tasks:
+    """Return a process's work, none in a forked process, and have it finished at exit."""
+    tasks = _Tasks()
 
     def end() -> None:
+        tasks.ending = True
         if os.getpid() == process:
             finish_or_warn(PATIENCE)
 
-    # runs before thread pools refuse new work, which is long before the functions of atexit
-    register: Callable[[Callable[[], None]], object] = getattr(threading, "_register_atexit", atexit.register)
-    register(end)
-    return []
+    tasks.ending = not run_before_exit(end)
+    return tasks
 
 
 def finish_or_warn(seconds: float) -> None:
