@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -185,6 +186,28 @@ def test_modules_of_their_own_wait_for_nobody() -> None:
 
     next(program.parameters()).register_post_accumulate_grad_hook(waits)
     assert _together([lambda: program.step(_batch()), lambda: (other.step(_batch()), done.set())]) == []
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_hooks_that_call_each_others_programs_in_threads_are_told(number: int) -> None:
+    """Each thread's step waits for the next one's program: one thread is told, and all others end."""
+    programs = [_program(_net(), {"dp": 1}) for _ in range(number)]
+    expected = [float(program.evaluate(_batch())) for program in programs]
+    inside, seen = threading.Barrier(number), dict[int, float]()
+
+    def call_next(i: int) -> None:
+        inside.wait(60)
+        following = (i + 1) % number
+        seen[following] = float(programs[following].evaluate(_batch()))
+
+    for i, program in enumerate(programs):
+        next(program.parameters()).register_post_accumulate_grad_hook(lambda _, i=i: call_next(i))
+    errors = _together([lambda program=program: program.step(_batch()) for program in programs])
+    assert len(errors) == 1 and isinstance(errors[0], quintnet.RunError)
+    names = re.findall(r"thread '(Thread-\d+) \(go\)'", str(errors[0]))
+    assert "QN113" in str(errors[0]) and "none would go on" in str(errors[0])
+    assert len(names) == number + 1 and names[0] == names[-1] and len(set(names)) == number
+    assert len(seen) == number - 1 and all(seen[i] == expected[i] for i in seen)
 
 
 def test_a_child_that_was_forked_in_a_step_of_another_thread_has_its_turn() -> None:

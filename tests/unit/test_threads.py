@@ -29,6 +29,55 @@ def test_who_shares_a_part_shares_a_turn() -> None:
     assert turn_of([nn.Sequential(free)]) is not turn_of([nn.Sequential(free)])
 
 
+def test_one_thread_of_a_circle_is_told_and_the_others_go_on() -> None:
+    """Threads acquire the locks of the next ones, time and again: each circle has one error, and all go on."""
+    number, rounds = 4, 200
+    turns = [turn_of([nn.Linear(1, 1)]) for _ in range(number)]
+    start, told = threading.Barrier(number), list[str]()
+
+    def hold(i: int) -> None:
+        for _ in range(rounds):
+            start.wait(60)
+            with turns[i], turns[i]:
+                start.wait(60)
+                try:
+                    with turns[(i + 1) % number]:
+                        pass
+                except RunError as error:
+                    told.append(str(error))
+
+    threads = [threading.Thread(target=hold, args=(i,), name=f"holder-{i}", daemon=True) for i in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert len(told) == rounds
+    assert all(f"'holder-{i}'" in text for i in range(number) for text in told)
+
+
+def test_threads_that_hold_locks_in_one_order_are_never_told() -> None:
+    first, last, errors = turn_of([nn.Linear(1, 1)]), turn_of([nn.Linear(1, 1)]), list[BaseException]()
+    count = [0]
+
+    def enter() -> None:
+        try:
+            for _ in range(3000):
+                with first, last, first:
+                    count[0] += 1
+                with last:
+                    count[0] += 1
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=enter, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert errors == [] and count == [3 * 6000]
+
+
 def test_the_turn_of_a_world_names_who_has_it() -> None:
     turn, inside, end = WorldTurn(), threading.Event(), threading.Event()
 

@@ -1,8 +1,8 @@
 """Locks that let one thread at a time run the programs of a module.
 
 The programs of a module share parameters and gradients. Where all ranks are in this process, a second thread waits for
-the first one. Where each rank is a process, threads would run in different orders on different ranks and mix up their
-communication, so the second thread is refused.
+the first one, unless that waits for it: a hook of each calls the other's program. Where each rank is a process, threads
+would run in different orders on different ranks and mix up their communication, so the second thread is refused.
 """
 
 from __future__ import annotations
@@ -45,18 +45,57 @@ class HasTurn(Protocol):
 Self = TypeVar("Self", bound=HasTurn)
 
 
-class LocalTurn:
-    """The lock of programs whose ranks are all in this process: threads wait for it."""
+@dataclass
+class Waits:
+    """Which lock each thread waits for, by the thread's number. ``guard``: one thread at a time looks for a circle."""
 
-    def __init__(self) -> None:
-        """Number the lock, so that several are acquired in one order."""
+    turns: dict[int, LocalTurn] = field(default_factory=dict)
+    guard: threading.Lock = field(default_factory=threading.Lock)
+
+
+class LocalTurn:
+    """The lock of programs whose ranks are all in this process: threads wait for it.
+
+    Attributes:
+        number: says in which order several locks are acquired.
+        waits: of all locks.
+        holder: the number of the thread that has the lock, else 0. It is set after the lock is acquired, and unset
+            before it is released.
+        depth: how many times that thread has entered.
+    """
+
+    def __init__(self, waits: Waits) -> None:
+        """Number the lock."""
         self.number = next(_ORDER)
+        self.waits = waits
         self.lock = threading.RLock()
+        self.holder, self.depth = 0, 0
 
     def __enter__(self) -> None:
-        self.lock.acquire()
+        """Acquire the lock.
+
+        Raises:
+            RunError: QN113 if its thread waits, through others or not, for a lock that this thread has.
+        """
+        thread = threading.get_ident()
+        if self.holder == thread:
+            self.lock.acquire()
+        else:
+            waiting = self.waits.turns
+            waiting[thread] = self
+            try:
+                if self.holder:
+                    self._require_end(thread)
+                self.lock.acquire()
+            finally:
+                waiting.pop(thread, None)
+            self.holder = thread
+        self.depth += 1
 
     def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.holder = 0
         self.lock.release()
 
     def fork(self) -> None:
@@ -64,7 +103,44 @@ class LocalTurn:
         if self.lock.acquire(blocking=False):
             self.lock.release()
         else:
-            self.lock = threading.RLock()
+            self.lock, self.holder, self.depth = threading.RLock(), 0, 0
+
+    def _require_end(self, thread: int) -> None:
+        """Refuse to let ``thread`` wait for this lock if it would wait for itself.
+
+        Each thread says for which lock it waits before it waits, so the last one of a circle sees all of it.
+
+        Raises:
+            RunError: QN113, naming the threads.
+        """
+        with self.waits.guard:
+            circle = self._circle(thread)
+            if not circle:
+                return
+            del self.waits.turns[thread]  # for the others it is no circle any more
+        mine = f"thread {_name(thread)}"
+        others = ", which waits for one that ".join(f"thread {_name(turn.holder)} runs" for turn in circle[:-1])
+        raise RunError(
+            "QN113",
+            f"{mine} would wait for a program that {others}, which waits for one that {mine} runs: none would go on",
+            fix="call no program of another module while one runs, for example in a hook, or use one thread",
+        )
+
+    def _circle(self, thread: int) -> list[LocalTurn]:
+        """Return this lock, that which its holder waits for, and so on to one of ``thread``; none if it has an end."""
+        waiting = self.waits.turns
+        circle = [self]
+        while circle[-1].holder != thread:
+            following = waiting.get(circle[-1].holder)
+            if following is None or following in circle:
+                return []
+            circle.append(following)
+        # others may have gone on meanwhile; from the lock of this thread backwards, each one seen to wait cannot
+        for turn, following in reversed(list(itertools.pairwise(circle))):
+            holder = turn.holder
+            if waiting.get(holder) is not following or turn.holder != holder:
+                return []
+        return circle
 
 
 class LocalTurns:
@@ -134,18 +210,20 @@ class Turns:
         guard: protects the others.
         by_part: the lock of each module, parameter and buffer.
         all: all locks.
+        waits: of all threads.
     """
 
     guard: threading.Lock = field(default_factory=threading.Lock)
     by_part: Any = field(default_factory=WeakIdKeyDictionary)
     all: WeakSet[LocalTurn] = field(default_factory=WeakSet)
+    waits: Waits = field(default_factory=Waits)
 
     def of(self, parts: Collection[object]) -> LocalTurn | LocalTurns:
         """Return the lock of programs that read ``parts``: a new one, or the locks of all programs that share some."""
         with self.guard:
             turns: set[LocalTurn] = {turn for x in parts if (turn := self.by_part.get(x)) is not None}
             if not turns:
-                turns = {LocalTurn()}
+                turns = {LocalTurn(self.waits)}
                 self.all |= turns
             first = min(turns, key=lambda turn: turn.number)
             for x in parts:
@@ -155,6 +233,8 @@ class Turns:
     def fork(self) -> None:
         """Release all locks in a forked process."""
         self.guard = threading.Lock()
+        self.waits.turns.clear()
+        self.waits.guard = threading.Lock()
         for turn in list(self.all):
             turn.fork()
 
@@ -195,10 +275,7 @@ def in_turn(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[S
 
     @functools.wraps(method)
     def locked(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        turn = self._turn
-        with (
-            turn.lock if type(turn) is LocalTurn else turn
-        ):  # each step does: the lock itself takes no call of Python's
+        with self._turn:
             return method(self, *args, **kwargs)
 
     return locked
