@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,6 +165,9 @@ def _other_arguments(folder: str) -> list[str]:
         lambda: program.load("."),
         lambda: program.reserve(f"{folder}/new{rank}"),
         lambda: program.save_pretrained(f"{folder}/weights", merged=bool(rank)),
+        lambda: program.save(f"{folder}/new", step=3, extra={"name": "run", "rows": {"seen": rank}}),
+        lambda: program.save_async(f"{folder}/new", step=3, extra={"rows": 1} if rank else None),
+        lambda: program.save(f"{folder}/new", step=3, extra={"rows": {rank}}),
     ]
     for call in calls:
         try:
@@ -176,10 +178,10 @@ def _other_arguments(folder: str) -> list[str]:
             texts.append("")
     program.save(f"{folder}/new", step=1, optimizer=optimizer)
     assert program.load(f"{folder}/new", optimizer=optimizer).step == 1
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        program.save(f"{folder}/new", step=2, extra={"rank": rank})
-    return [*texts, *(str(warning.message) for warning in told)]
+    same: list[dict[str, object]] = [{"a": (1, 2), "b": torch.tensor(0.5)}, {"b": 0.5, "a": [1, 2]}]
+    program.save(f"{folder}/new", step=2, extra=same[rank])
+    assert program.load(f"{folder}/new").extra == same[1]
+    return texts
 
 
 def test_ranks_that_save_or_load_something_else_are_told_at_once(tmp_path: Path) -> None:
@@ -195,7 +197,9 @@ def test_ranks_that_save_or_load_something_else_are_told_at_once(tmp_path: Path)
         "ranks would load 2 different checkpoints of step 2",
         "folder of reserve: rank 1:",
         "merged of save_pretrained: rank 1: True; all others: False",
-        "extra of save is not the same on all ranks: that of rank 0 is kept",
+        'extra of save: rank 1: "seen": 1; all others: "seen": 0',
+        'extra of save_async: rank 1: {\n "rows": 1\n}; all others: {}',
+        "extra of save: rank 1: {'rows': {1}}; all others: {'rows': {0}}",
     ]
     for texts in quintnet.launch(_other_arguments, 2, (str(tmp_path),), timeout=120):
         assert len(texts) == len(expected)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import math
 import os
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,8 +26,7 @@ from ..checkpoint.pretrained import WeightsSubject as Pretrained
 from ..checkpoint.pretrained_save import save_weights
 from ..checkpoint.replica import replica
 from ..checkpoint.stores.places import folder_at
-from ..checkpoint.training_state import Destination, Restored, Snapshot, read, snapshot, write
-from ..core.errors import CheckpointWarning
+from ..checkpoint.training_state import Destination, Restored, Snapshot, as_stored, read, snapshot, write
 from ..driver.compiler import Compiled
 from ..driver.task import Task, modules_of
 from ..driver.variants import Programs
@@ -37,7 +35,6 @@ from ..runtime.launch.accelerator import group_accelerator
 from ..runtime.launch.calls import collective, frequent
 from ..runtime.launch.heartbeat import current
 from ..runtime.launch.preemption import SIGNALS, Preemption, handling
-from ..runtime.state.digests import together
 from ..runtime.state.plain_update import Make
 from ..runtime.state.state import without_offset
 from ..runtime.state.whole_optimizer import WholeOptimizer
@@ -472,10 +469,8 @@ class ProgramState(abc.ABC):
             f"{name} of {call}": os.path.abspath(x) if isinstance(x, Path) else str(x) for name, x in more.items()
         }
         claims[f"optimizer of {call}"] = "None" if optimizer is None else type(optimizer).__name__
+        claims[f"extra of {call}"] = as_stored(extra or {})
         self._state().agree(claims, f"call {call} with the same arguments on every rank")
-        if len(set(self._state().told(str(together(extra))))) > 1:
-            message = f"extra of {call} is not the same on all ranks: that of rank 0 is kept"
-            warnings.warn(CheckpointWarning(message), stacklevel=4)
 
     def _snapshot(self, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None) -> Snapshot:
         return snapshot(self._pretrained(), optimizer, extra or {}, self._run_now())

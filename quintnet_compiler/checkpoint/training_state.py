@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -76,6 +77,14 @@ def snapshot(
     """
     with everywhere(subject.backend, "QN603"):
         return snapshot_here(subject, optimizer, extra, run)
+
+
+def as_stored(extra: Mapping[str, Any]) -> str:
+    """Return what a checkpoint has of ``extra``, a value on each line; or its ``repr`` if no checkpoint can have it."""
+    try:
+        return json.dumps(plain(extra, "extra"), indent=1, sort_keys=True)
+    except CheckpointError:
+        return repr(extra)
 
 
 def snapshot_here(
