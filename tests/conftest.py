@@ -11,7 +11,11 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from quintnet_compiler.api import plan
+from quintnet_compiler.driver import variants
+
 from .samples import spread
+from .shared_captures import SharedCaptures
 
 with torch.device("meta"):
     # torch remembers its functions that make tensors at the first such call. If that were inside of transformers, which
@@ -59,3 +63,17 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     MemoryFileSystem.pseudo_dirs[:] = [""]
     yield str(tmp_path / "run") if request.param == "disk" else f"memory://{tmp_path.name}/run"
     MemoryFileSystem.store.clear()
+
+
+@pytest.fixture(scope="session")
+def captures_of_process() -> SharedCaptures:
+    """Return the captures that tests of this process share."""
+    return SharedCaptures()
+
+
+@pytest.fixture
+def shared_captures(captures_of_process: SharedCaptures, monkeypatch: pytest.MonkeyPatch) -> SharedCaptures:
+    """Let modules that are alike share one trace, see :mod:`.shared_captures`."""
+    for user in (variants, plan):
+        monkeypatch.setattr(user, "capture", captures_of_process)
+    return captures_of_process

@@ -14,6 +14,8 @@ from quintnet_compiler.passes.frontend.eight_bits import RECIPES, Recipe
 
 from .test_eight_bits import assert_equal, otherwise_exact
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 WIDTH, ROWS, EXPERTS = 32, 16, 4
 NAMES = sorted(RECIPES)
 

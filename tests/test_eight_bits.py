@@ -17,6 +17,8 @@ from quintnet_compiler.core.precision import Precision
 from quintnet_compiler.driver import pipeline
 from quintnet_compiler.passes.frontend.eight_bits import RECIPES, Recipe
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 WIDTH, ROWS, LENGTH = 32, 8, 4
 E4M3 = torch.float8_e4m3fn
 

@@ -35,6 +35,8 @@ from quintnet_compiler.passes.strategies.rule_book import RuleBook
 from .models import EXPERTS, WIDTH, Mixture
 from .zoo import ZOO, InDouble
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 torch.set_num_threads(1)
 ROWS = 12
 

@@ -37,6 +37,8 @@ from .models import CASES, build
 from .one_operator import call, check
 from .operator_samples import bools, f, ints
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 torch.set_num_threads(1)
 LENGTH = 16
 MASKS: dict[str, dict[str, Any]] = {
