@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,10 @@ with torch.device("meta"):
     # torch remembers its functions that make tensors at the first such call. If that were inside of transformers, which
     # has another torch.linspace there meanwhile, torch's own would ignore devices in all tests that follow.
     torch.empty(0)
+
+# pytest listens to each logger that does not propagate. What torch would write for this one, of each trace and each
+# graph, is made only if somebody listens.
+logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
