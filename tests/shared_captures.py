@@ -1,11 +1,11 @@
 """One trace for modules that are alike, where a test is about what follows the trace.
 
 Tests of layouts, stages, state, precision, checkpoints and prices compile the same few models many times, and half of
-what that takes is torch.export. With the fixture ``shared_captures`` a module is traced once in a process of tests;
-another one that is built of the same classes, settings and shapes gets that graph with its own parameters and buffers.
-Such a program has no guards, so the fixture is not for tests of capture, of guards, of caches, or of modules that
-change between steps. What cannot be compared without doubt (hooks, closures, objects, tensors of other classes) is
-traced as usual.
+what that takes is torch.export. With the fixture ``shared_captures`` a module is traced once in a process of tests, and
+compared with its trace once; another one that is built of the same classes, settings and shapes gets that graph with
+its own parameters and buffers. Such a program has no guards, so the fixture is not for tests of capture, of guards, of
+caches, of that comparison, or of modules that change between steps. What cannot be compared without doubt (hooks,
+closures, objects, tensors of other classes) is traced as usual.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -26,6 +26,7 @@ from quintnet_compiler.capture.places import LEAF
 from quintnet_compiler.compat.torch import storage_key
 from quintnet_compiler.compat.torch_hooks import GLOBAL_HOOKS, MODULE_HOOKS, accumulation_hooks, backward_hooks
 from quintnet_compiler.compat.torch_settings import active_modes, settings_of_torch
+from quintnet_compiler.driver.variants import Programs
 from quintnet_compiler.ir.program import Captured
 
 TORCHS = frozenset(vars(nn.Module())) - {"training"}
@@ -43,6 +44,7 @@ class SharedCaptures:
     """Calls of :func:`quintnet_compiler.capture.capture.capture`, of which equal ones share a graph."""
 
     kept: dict[Hashable, Captured] = field(default_factory=dict)
+    compared: set[fx.Graph] = field(default_factory=set)
     reused: int = 0
 
     def __call__(
@@ -61,6 +63,24 @@ class SharedCaptures:
             return captured
         self.kept[key] = replace(captured, tensors=_constants(captured), guards=None)
         return replace(captured, guards=None)
+
+    def compare_once(
+        self,
+        programs: Programs,
+        kind: str,
+        captured: Captured,
+        batch: Any,
+        *,
+        first: bool,
+        compare: Callable[..., None],
+    ) -> None:
+        """Compare a capture with its module as ``compare`` does, unless its graph was found to be that of one."""
+        asked = first and kind != "parts" and programs.task.check == "first"
+        if asked and captured.graph in self.compared:
+            return
+        compare(programs, kind, captured, batch, first=first)
+        if asked:
+            self.compared.add(captured.graph)
 
 
 def _constants(captured: Captured) -> dict[str, Tensor | None]:

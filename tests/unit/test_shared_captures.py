@@ -127,3 +127,23 @@ def test_programs_of_one_trace_train_their_own_modules(shared_captures: SharedCa
     assert shared_captures.reused > before and losses[0] != losses[1]
     expected = [float(F.cross_entropy(m(case.batch(4)[0]), case.batch(4)[1]).detach()) for m in (build("mlp"),)]
     assert losses[0] == pytest.approx(expected[0], rel=1e-12)
+
+
+class Drifting(nn.Linear):
+    """Reads a number of its class, which is not among what is compared."""
+
+    drift = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean() + self.drift
+
+
+def test_a_graph_is_compared_with_the_first_module_that_has_it(
+    shared_captures: SharedCaptures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, batch = quintnet.Mesh(dp=2), (torch.ones(2, 4),)
+    quintnet.compile(Drifting(4, 4), mesh, batch)
+    monkeypatch.setattr(Drifting, "drift", 1.0)
+    quintnet.compile(Drifting(4, 4), mesh, batch)
+    with pytest.raises(quintnet.CompileError, match="QN111"):
+        quintnet.compile(Drifting(4, 4), mesh, batch, check="always")
