@@ -24,6 +24,8 @@ from quintnet_compiler.loops.transformers_trainer import TrainerMixin  # noqa: E
 
 from .short_texts import WORDS, Texts, language_model  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 ROWS = 4
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp2": ({"dp": 2}, {}),
@@ -201,10 +203,11 @@ def test_a_run_goes_on_in_an_epoch(kind: str, before: str, after: str, tmp_path:
     _same(resumed, known, first=5)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("transformers", marks=pytest.mark.slow), *KINDS[1:]])
 def test_smoothed_labels(kind: str, layout: str, tmp_path: Path) -> None:
+    """Of transformers' own Trainer, test_transformers_trainer.py has models and layouts, too."""
     changes = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "num_train_epochs": 2}
     known = _run(kind, str(tmp_path / "plain"), **changes)
     _same(_run(kind, str(tmp_path / "ours"), layout, **changes), known)

@@ -21,6 +21,8 @@ from quintnet_compiler.loops.transformers_trainer import TrainerMixin  # noqa: E
 
 from .short_texts import LENGTH, Texts, gpt2, language_model  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 SAME = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy")
 LOOP: Mapping[str, Any] = {
     "num_train_epochs": 2,
@@ -235,14 +237,6 @@ def _best(folder: str, mesh: quintnet.Mesh | None, slow: bool = False) -> tuple[
     return Path(trainer.state.best_model_checkpoint).name, losses, float(whole.double().sum())
 
 
-def test_all_ranks_load_the_best_model(tmp_path: Path) -> None:
-    """It is the last one, and rank 0 writes it slowly."""
-    name, losses, weight = _best(str(tmp_path / "plain"), None)
-    for rank in quintnet.launch(_best, 2, args=(str(tmp_path / "ours"), quintnet.Mesh(dp=2), True), timeout=300):
-        assert rank[0] == name == "checkpoint-8"
-        assert rank[1] == pytest.approx(losses, rel=2e-5) and rank[2] == pytest.approx(weight, rel=1e-4)
-
-
 def _numbers(predicted: Any) -> dict[str, float]:
     return {"mean": float(predicted.predictions.mean()), "accuracy": accuracy(predicted)["accuracy"]}
 
@@ -309,16 +303,39 @@ def test_an_evaluation_divides_by_what_the_trainer_counts(tmp_path: Path) -> Non
     assert_same(_logs_and_evaluation(str(tmp_path), gpt2(), quintnet.Mesh(tp=2), **changes), known, first=-1)
 
 
-def test_smoothed_labels_in_processes(tmp_path: Path) -> None:
-    changes = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.2}
-    known = _logs_and_evaluation(str(tmp_path), language_model(), None, **changes)
-    for ours in quintnet.launch(_smoothed, 2, args=(str(tmp_path), changes), timeout=300):
+Found = tuple[Sequence[tuple[int, str, float]], tuple[str, list[float], float]]
+
+
+@pytest.fixture(scope="module")
+def in_processes(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """Return what each of two ranks has of a run with smoothed labels, and of one that loads its best model.
+
+    Both are in one start: each rank imports transformers, which takes longer than either run.
+    """
+    folder = tmp_path_factory.mktemp("processes")
+    return quintnet.launch(_smoothed_and_best, 2, args=(str(folder),), timeout=300)
+
+
+def _smoothed_and_best(folder: str) -> Found:
+    logs = _logs_and_evaluation(f"{folder}/smoothed", language_model(), quintnet.Mesh(pp=2), **SMOOTHED)
+    return [(*key, x) for key, x in logs.items()], _best(f"{folder}/best", quintnet.Mesh(dp=2), True)
+
+
+SMOOTHED = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.2}
+
+
+def test_smoothed_labels_in_processes(in_processes: list[Found], tmp_path: Path) -> None:
+    known = _logs_and_evaluation(str(tmp_path), language_model(), None, **SMOOTHED)
+    for ours, _ in in_processes:
         assert_same(as_logs(ours), known, first=-1)
 
 
-def _smoothed(folder: str, changes: dict[str, Any]) -> list[tuple[int, str, float]]:
-    logs = _logs_and_evaluation(folder, language_model(), quintnet.Mesh(pp=2), **changes)
-    return [(*key, x) for key, x in logs.items()]
+def test_all_ranks_load_the_best_model(in_processes: list[Found], tmp_path: Path) -> None:
+    """It is the last one, and rank 0 writes it slowly."""
+    name, losses, weight = _best(str(tmp_path), None)
+    for _, rank in in_processes:
+        assert rank[0] == name == "checkpoint-8"
+        assert rank[1] == pytest.approx(losses, rel=2e-5) and rank[2] == pytest.approx(weight, rel=1e-4)
 
 
 def test_a_model_may_smooth_its_own_loss(tmp_path: Path) -> None:
