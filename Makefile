@@ -6,7 +6,7 @@ WORKERS ?= logical
 # each process that a test starts compiles this package
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo smoke golden test first-gpu test-all matrix check docs screenshots
+.PHONY: setup demo smoke golden test first-gpu test-all matrix lint check docs screenshots
 
 setup: .venv/.installed
 
@@ -39,11 +39,14 @@ test-all: setup
 matrix:
 	$(PYTHON) tools/matrix.py
 
-check: setup
+# What no test says. `make test` has the tests of `make check`, too.
+lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check: lint
 	$(BIN)/python -m pytest -p no:xdist -q tests/test_structure.py tests/test_compat.py tests/test_docs_claims.py \
 		tests/unit/test_every_module_has_a_test.py tests/test_ratchets.py
 
