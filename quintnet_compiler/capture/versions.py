@@ -88,6 +88,13 @@ class CapturedVersions:
                 return version, wider
         return None
 
+    def of_other_containers(self, kind: str, batch: FlatBatch) -> Version | None:
+        """The version for batches like this one that was used last, of a module that is as it was, but for what its
+        containers hold."""
+        fits = (version for version in self._kept.get(kind, []) if version.sizes(batch, batch.rows) is not None)
+        guarded = ((version, version.captured.guards) for version in fits)
+        return next((version for version, guards in guarded if guards and guards.only_containers_differ()), None)
+
     def same(self, kind: str, captured: Captured) -> Version | None:
         """A version whose programs are those of ``captured``: the same graph of the same tensors."""
         return next((version for version in self._kept.get(kind, []) if is_same(version.captured, captured)), None)

@@ -273,6 +273,8 @@ class Programs:
             CompileError: see :func:`capture`; also says in what the batch differs from the first one.
         """
         flat = self.flat(batch)
+        if (same := self._of_unread_state(kind, batch)) is not None:
+            return same
         other = self._versions.alike(kind, flat)
         if other is not None:
             with contextlib.suppress(CompileError):
@@ -291,8 +293,7 @@ class Programs:
             text = f"{error.message}\n  {difference}" if difference else error.message
             raise CompileError(error.code, text, where=error.where, fix=error.fix) from error
         if (same := self._versions.same(kind, captured)) is not None:
-            then, same.captured = same.captured.guards, captured
-            same.captured = self._unread.without(then, captured, lambda: self._traced(kind, batch, form))
+            same.captured = captured
             return same
         if other is not None:
             other[0].fixed = True
@@ -301,6 +302,18 @@ class Programs:
             hint = "pass numbers that change as tensors, and pad lengths with quintnet.pad_to_bucket"
             warnings.warn(CompileWarning(f"{text}. To trace less often, {hint}."), stacklevel=2)
         return self._versions.add(kind, captured)
+
+    def _of_unread_state(self, kind: str, batch: Any) -> Version | None:
+        """Return a version for batches like this one, if all that changed since is shown not to be read."""
+        version = self._versions.of_other_containers(kind, self.flat(batch))
+        if version is None:
+            return None
+        form = version.captured.form
+        captured = self._unread.without(version.captured, lambda: self._traced(kind, batch, form))
+        if captured is None:
+            return None
+        version.captured = captured
+        return version
 
     def _traced(self, kind: str, batch: Any, form: BatchForm) -> Captured:
         task = self.task

@@ -48,35 +48,35 @@ def equal(a: Any, b: Any) -> bool:
 class PlainValues:
     """Names whose values equal those of ``rows``, and have their types (1, 1.0 and True are equal).
 
-    ``rows``: of values that cannot change in place, by two. ``objects``: of each two, the namespaces, names, and the
+    ``rows``: of values that cannot change in place, by four. ``objects``: of each four, the namespaces, names, and the
     objects that had the values last, which need no comparison. ``in_place``: of values that can change in place.
     """
 
-    rows: tuple[tuple[Row, Row], ...]
-    objects: list[tuple[Space, Any, Any, Space, Any, Any]]
+    rows: tuple[tuple[Row, Row, Row, Row], ...]
+    objects: list[tuple[Any, ...]]
     in_place: tuple[Row, ...]
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> PlainValues:
         """Return guards of the values that these rows have now."""
-        fixed = _by_two([row for row in rows if copied(row[-1]) is row[-1]])
+        fixed = _by_four([row for row in rows if copied(row[-1]) is row[-1]])
         copies = tuple((*row[:-1], copied(row[-1])) for row in rows if copied(row[-1]) is not row[-1])
-        return cls(fixed, [(*row[1:], *other[1:]) for row, other in fixed], copies)
+        return cls(fixed, [tuple(x for row in group for x in row[1:]) for group in fixed], copies)
 
     def hold(self) -> bool:
-        for space, name, value, other_space, other_name, other_value in self.objects:
-            if space[name] is not value or other_space[other_name] is not other_value:
+        for a, b, x, c, d, y, e, f, z, g, h, w in self.objects:
+            if a[b] is not x or c[d] is not y or e[f] is not z or g[h] is not w:
                 return self._equal()
         return not self.in_place or _all_equal(self.in_place)
 
     def _equal(self) -> bool:
         """Compare what are other objects now by their values, and remember them."""
-        for index, (space, name, value, other_space, other_name, other_value) in enumerate(self.objects):
-            if space[name] is not value or other_space[other_name] is not other_value:
-                row, other = self.rows[index]
-                if not _all_equal((row, other)):
+        for index, objects in enumerate(self.objects):
+            if any(space[name] is not x for space, name, x in zip(*[iter(objects)] * 3, strict=True)):
+                group = self.rows[index]
+                if not _all_equal(group):
                     return False
-                self.objects[index] = (*_unchangeable(row), *_unchangeable(other))
+                self.objects[index] = tuple(x for row in group for x in _unchangeable(row))
         return _all_equal(self.in_place)
 
     def broken(self) -> list[str]:
@@ -88,9 +88,10 @@ class PlainValues:
         return list(dict.fromkeys(lines))
 
 
-def _by_two(items: Sequence[_T]) -> tuple[tuple[_T, _T], ...]:
-    """Return items by two, the last one twice if there is one left: a loop over them has half the steps."""
-    return tuple(zip(items[::2], [*items[1::2], *items[-1:]], strict=False))
+def _by_four(items: Sequence[_T]) -> tuple[tuple[_T, _T, _T, _T], ...]:
+    """Return items by four, the last one again where some are missing: a loop over them has a fourth of the steps."""
+    filled = [*items, *[items[-1]] * (-len(items) % 4)] if items else []
+    return tuple(zip(filled[::4], filled[1::4], filled[2::4], filled[3::4], strict=True))
 
 
 def _unchangeable(row: Row) -> tuple[Space, Any, Any]:
@@ -165,31 +166,39 @@ class Absent:
     """Names that namespaces do not have (because a class has them, or nobody), and attributes that classes do not.
 
     ``rows``: a label, a namespace, and the name. ``many``: a label, names, and a namespace that has none of them.
-    ``by_name``: each name of ``rows``, and the namespaces that do not have it.
+    ``by_name``: each name of ``rows``, and the namespaces that do not have it, by four. ``held``: all names that each
+    namespace of ``many`` had last.
     """
 
     rows: tuple[tuple[str, Space, str], ...]
     classes: tuple[tuple[type, str], ...]
     many: tuple[tuple[str, frozenset[str], Space], ...]
-    by_name: dict[str, list[Space]] = field(init=False)
+    by_name: dict[str, Sequence[tuple[Space, Space, Space, Space]]] = field(init=False)
+    held: list[list[str]] = field(init=False)
 
     def __post_init__(self) -> None:
         """Group the rows by their names."""
-        object.__setattr__(self, "by_name", {})
+        spaces: dict[str, list[Space]] = {}
         for _, space, name in self.rows:
-            self.by_name.setdefault(name, []).append(space)
+            spaces.setdefault(name, []).append(space)
+        object.__setattr__(self, "by_name", {name: _by_four(items) for name, items in spaces.items()})
+        object.__setattr__(self, "held", [[*space] for _, _, space in self.many])
 
     def hold(self) -> bool:
         for name, spaces in self.by_name.items():
-            for space in spaces:
-                if name in space:
+            for a, b, c, d in spaces:
+                if name in a or name in b or name in c or name in d:
                     return False
         for kind, name in self.classes:
             if hasattr(kind, name):
                 return False
-        for _, names, space in self.many:  # noqa: SIM110 -- a generator makes a call for each
-            if not names.isdisjoint(space):
-                return False
+        return [[*space] for _, _, space in self.many] == self.held or self._none_of_many()
+
+    def _none_of_many(self) -> bool:
+        """Return whether no namespace has a name that it must not have, and remember the names that it has."""
+        if not all(names.isdisjoint(space) for _, names, space in self.many):
+            return False
+        self.held[:] = [[*space] for _, _, space in self.many]
         return True
 
     def broken(self) -> list[str]:

@@ -62,7 +62,12 @@ def _named_fields(owner: Any) -> dict[str, Any]:
     return {name: x for name, x in named.items() if name not in OWN} if isinstance(owner, nn.Module) else named
 
 
-_FIELDS = ContainerReading(methodcaller("values"), iter, vars)
+def _own_fields(owner: Any) -> dict[str, Any]:
+    """Return what ``vars`` returns, without a call of the object's own ``__getattribute__``."""
+    return object.__getattribute__(owner, "__dict__")  # type: ignore[no-any-return]
+
+
+_FIELDS = ContainerReading(methodcaller("values"), iter, _own_fields)
 _NAMED_FIELDS = ContainerReading(dict.values, dict.keys, _named_fields)
 
 # How values of a type, or of its subclasses, give what they hold; the methods of the base class, whatever a subclass
@@ -179,6 +184,14 @@ class ContainerSnapshot:
             return None
         then = zip(self.held, _named(names, values), strict=True)
         return [name for value, (name, now) in then if not equal(now, value)]
+
+    def changed_names(self) -> frozenset[Any]:
+        """Return the names of the values that are others now, or that are or were not there."""
+        values, names = self._read()
+        then, now = dict(_named(self.names, self.held)), dict(_named(names, values))
+        return frozenset(
+            name for name in then.keys() | now.keys() if not equal(now.get(name, MISSING), then.get(name, MISSING))
+        )
 
     def broken(self) -> list[str]:
         """Say what is not as it was."""

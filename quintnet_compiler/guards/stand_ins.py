@@ -54,10 +54,11 @@ def touched(wire: Tripwire) -> bool:
 
 
 class RecordingDict(StandIn, dict[Any, Any]):
-    """A dict that records which names are read, and whether more than single ones are. Whoever reads it by other ways
-    than its methods finds tripwires."""
+    """A dict that records which names are read, and whether more than single ones are. Whoever reads one of ``changed``
+    raises. Whoever reads it by other ways than its methods finds tripwires."""
 
     held: dict[Any, Any]
+    changed: frozenset[Any]
     wires: list[Tripwire]
     names: dict[Any, None]
     all_read: bool
@@ -69,10 +70,17 @@ class RecordingDict(StandIn, dict[Any, Any]):
             return None
         return tuple(self.names) or None
 
+    @property
+    def changed_names(self) -> frozenset[Any]:
+        """The names that were read and have other values than they had."""
+        return self.changed & self.names.keys()
+
 
 def _one(name: str) -> Callable[..., Any]:
     def read(recorder: RecordingDict, key: Any, *arguments: Any) -> Any:
         recorder.names[key] = None
+        if key in recorder.changed:
+            raise UnreadStateUsed
         return getattr(recorder.held, name)(key, *arguments)
 
     return read
@@ -113,10 +121,12 @@ RECORDING: dict[type, type[RecordingDict]] = {
 }
 
 
-def recording(owner: Any) -> RecordingDict:
-    """Return a dict with what ``owner`` holds, of the kind of ``owner``, that records its reads."""
+def recording(owner: Any, changed: frozenset[Any] = frozenset()) -> RecordingDict:
+    """Return a dict with what ``owner`` holds, of the kind of ``owner``, that records its reads; none of ``changed``
+    names is to be read."""
     recorder = RECORDING[type(owner)]()
     recorder.held, recorder.wires, recorder.names, recorder.all_read = copy.copy(owner), [], {}, False
+    recorder.changed = changed
     for name, value in owner.items():
         recorder.wires.append(Tripwire(type(value)))
         dict.__setitem__(recorder, name, recorder.wires[-1])

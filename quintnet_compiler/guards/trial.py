@@ -47,7 +47,7 @@ class Trial:
         return all(self._wire(snapshot, name) for name in snapshot.unread)
 
     def _stand_in(self, snapshot: ContainerSnapshot) -> bool:
-        if any(known is snapshot for known, _ in self.recorders):
+        if any(recorded is snapshot for recorded, _ in self.recorders):
             return True
         if type(snapshot.owner) in RECORDING:
             return self._record(snapshot)
@@ -60,7 +60,8 @@ class Trial:
         return all(self._wire(snapshot, name) for name in names)
 
     def _record(self, snapshot: ContainerSnapshot) -> bool:
-        recorder, holders = recording(snapshot.owner), self._holders(snapshot.owner)
+        changed = snapshot.changed_names()
+        recorder, holders = recording(snapshot.owner, changed), self._holders(snapshot.owner)
         for holder, name in holders:
             self._set(holder.owner if isinstance(holder, ContainerSnapshot) else holder, name, recorder)
         self.recorders.append((snapshot, recorder))
@@ -98,7 +99,7 @@ class Trial:
     def unread(self) -> dict[int, Unread] | None:
         """What the trace was shown not to read, by the ``id`` of what holds it; None if it read what changed, or if a
         stand-in that is somewhere where forward reads saw nothing."""
-        if any(recorder.single_names is None for _, recorder in self.recorders):
+        if self.read or any(recorder.single_names is None for _, recorder in self.recorders):
             return None
         if any(touched(wire) for _, _, wire in self.wires):
             return None
@@ -108,3 +109,9 @@ class Trial:
             if part.only is None:
                 unread[id(snapshot.owner)] = Unread(part.names | {name})
         return unread
+
+    @property
+    def read(self) -> list[tuple[Any, frozenset[Any]]]:
+        """The dicts of which the trace read names that have other values now, with these names."""
+        rows = [(snapshot.owner, recorder.changed_names) for snapshot, recorder in self.recorders]
+        return [(owner, names) for owner, names in rows if names]

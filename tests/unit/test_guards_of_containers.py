@@ -187,7 +187,26 @@ def test_no_trial_without_a_change() -> None:
     guards = _guards({"k": 1.0})
     assert Trial.of(guards) is None
     now: Any = types.SimpleNamespace(guards=guards)
-    assert UnreadState().without(None, now, lambda: now) is now
+    assert UnreadState().without(now, lambda: pytest.fail("it was traced")) is None
+
+
+def test_a_read_of_a_name_that_changed_ends_a_trial() -> None:
+    held = {"k": 1.0, "log": 0}
+    guards = _guards(held)
+    space: Any = guards.source.variables[0].space
+    state, traces = UnreadState(), list[str]()
+
+    def trace() -> Any:
+        traces.append("begun")
+        space["c"]["k"]
+        traces.append("read")
+
+    now: Any = types.SimpleNamespace(guards=guards)
+    for k in (2.0, 3.0):  # it is known the second time
+        held["k"] = k
+        assert state.without(now, trace) is None and traces == ["begun"] and space["c"] is held
+    held.update(k=1.0, log=1)
+    assert state.without(now, trace) is None and traces == ["begun", "begun", "read"]
 
 
 def test_an_equal_value_is_remembered_unless_it_can_change_in_place() -> None:
