@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from quintnet_compiler.runtime.transport import shared_memory
 from quintnet_compiler.runtime.transport.shared_memory import (
-    LOOKS,
-    MOST_VIEWS,
-    SECRET,
-    SMALLEST,
+    MAX_POLLS,
+    MAX_VIEWS,
+    MIN_BLOCK_BYTES,
+    SECRET_BYTES,
     MemoryLink,
-    _answered,
-    _called,
+    _accept,
+    _connect,
 )
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd and SOCK_SEQPACKET are Linux's")
@@ -61,7 +61,7 @@ def test_memory_is_used_again(ends: Ends) -> None:
     for number in range(20):
         waits = [end.exchange(torch.full((number % 5, 3), float(number)), torch.sum) for end in ends]
         assert [float(wait()) for wait in waits] == [number * (number % 5) * 3.0] * 2
-    assert [end.own[0].memory.numel() for end in ends] == [SMALLEST] * 2
+    assert [end.own[0].memory.numel() for end in ends] == [MIN_BLOCK_BYTES] * 2
     assert [len(end.own) for end in ends] == [2, 2]  # one that is read, and one for the next
 
 
@@ -79,20 +79,20 @@ def test_memory_is_used_again_where_one_end_puts_and_the_other_takes() -> None:
 
 
 def test_of_many_shapes_few_views_are_kept(ends: Ends) -> None:
-    for size in range(MOST_VIEWS + 6):
+    for size in range(MAX_VIEWS + 6):
         waits = [end.exchange(torch.full((size,), float(size)), torch.clone) for end in ends]
         assert [wait().tolist() for wait in waits] == [[float(size)] * size] * 2
-    assert all(len(block.views) <= MOST_VIEWS for end in ends for block in end.own + end.others)
+    assert all(len(block.views) <= MAX_VIEWS for end in ends for block in end.own + end.others)
 
 
 def test_who_looked_in_vain_looks_less_often_until_a_message_is_there(ends: Ends) -> None:
     late = ends[0].exchange(torch.ones(1), torch.clone)
     with pytest.raises(dist.DistError, match="timed out"):
         late()
-    assert ends[0].looks == LOOKS // 2
+    assert ends[0].polls == MAX_POLLS // 2
     ends[1].put(torch.ones(1))
     late()
-    assert ends[0].looks == LOOKS
+    assert ends[0].polls == MAX_POLLS
 
 
 def test_an_end_that_does_not_come_is_waited_for_so_long(ends: Ends) -> None:
@@ -117,26 +117,26 @@ def test_ends_that_exchange_other_things_are_told(ends: Ends) -> None:
 
 
 def test_only_who_knows_the_secret_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "ANSWER", 0.2)
+    monkeypatch.setattr(shared_memory, "ACCEPT_SECONDS", 0.2)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.bind("")
         door.listen()
-        name, secret = door.getsockname(), b"s" * SECRET
-        stranger, friend = _called(name, b"x" * SECRET), _called(name, secret)
+        name, secret = door.getsockname(), b"s" * SECRET_BYTES
+        stranger, friend = _connect(name, b"x" * SECRET_BYTES), _connect(name, secret)
         assert stranger is not None and friend is not None
-        found = _answered(door, secret)
+        found = _accept(door, secret)
         assert found is not None
         ends = MemoryLink(found, 1.0), MemoryLink(friend, 1.0)
         waits = [end.exchange(torch.ones(1), torch.clone) for end in ends]
         assert [float(wait()) for wait in waits] == [1.0, 1.0]
         assert stranger.recv(1) == b""
-        assert _answered(door, secret) is None
+        assert _accept(door, secret) is None
         for one in (stranger, found, friend):
             one.close()
 
 
 def test_a_process_of_another_host_is_not_found() -> None:
-    assert _called(b"\0nobody listens here", b"s" * SECRET) is None
+    assert _connect(b"\0nobody listens here", b"s" * SECRET_BYTES) is None
 
 
 def test_an_end_that_nothing_needs_is_closed_without_a_warning() -> None:
@@ -146,7 +146,7 @@ def test_an_end_that_nothing_needs_is_closed_without_a_warning() -> None:
         files = [link.connection.fileno() for link in links]
         del links
         gc.collect()
-        assert _called(b"\0nobody listens here", b"s" * SECRET) is None
+        assert _connect(b"\0nobody listens here", b"s" * SECRET_BYTES) is None
         gc.collect()
     assert not [warning for warning in told if warning.category is ResourceWarning]
     for file in files:

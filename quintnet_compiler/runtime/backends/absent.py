@@ -30,8 +30,8 @@ class AbsentBackend(WholeState):
     def __init__(self, program: DistributedProgram, tensors: Mapping[str, Tensor], gpu: AbsentGpu) -> None:
         self.gpu, self.scaler, self.tensors = gpu, LossScale.of(program), dict(tensors)
         self.unset = {name for name, x in tensors.items() if x.is_meta}
-        known = {name for name, spec in program.state.items() if spec.kind == "parameter"}
-        self.parameters = {n: x for n, x in tensors.items() if n in known and isinstance(x, nn.Parameter)}
+        names = {name for name, spec in program.state.items() if spec.kind == "parameter"}
+        self.parameters = {n: x for n, x in tensors.items() if n in names and isinstance(x, nn.Parameter)}
 
     def parts(
         self, program: DistributedProgram, kinds: Sequence[str] = ("parameter",)

@@ -1,4 +1,4 @@
-"""What holds a program's state and runs it, and what its two kinds share."""
+"""The interface of backends, which hold a program's state and run it, and functions that they share."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ Caches = Mapping[int, Mapping[str, Tensor]]  # of each rank of this process, by 
 class Backend(Protocol):
     """Holds state and runs programs."""
 
-    label: str  # what tells its programs' calls from others', see :func:`..launch.calls.next_label`
+    label: str  # tells its programs' calls from those of other backends, see :func:`..launch.calls.next_label`
     scaler: LossScale
-    unset: set[str]  # tensors (of all ranks) that nobody gave values yet: with any of them, nothing runs
+    unset: set[str]  # tensors (of all ranks) that have no values yet: while there are some, nothing runs
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]: ...
@@ -50,8 +50,10 @@ class Backend(Protocol):
         caches: Caches | None = None,
         recorder: Recorder | None = None,
     ) -> list[Tensor]:
-        """One step over the whole batch. The result is the same on every rank. What the program keeps from run to run
-        is in ``caches``; ``recorder`` takes the time."""
+        """Run one step over the whole batch, and return its results, the same on every rank.
+
+        ``caches``: values that the program keeps from run to run. ``recorder`` takes the time.
+        """
         ...
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
@@ -63,27 +65,31 @@ class Backend(Protocol):
         ...
 
     def new_caches(self, program: DistributedProgram, pages: int, old: Caches | None = None) -> Caches:
-        """Room for ``pages`` pages in each pool of what the ranks of this process keep from one run of ``program`` to
-        the next, with what ``old`` has in its (fewer) pages."""
+        """Return caches of ``program`` for the ranks of this process, with ``pages`` pages in each pool.
+
+        The first pages are copies of those of ``old``, which has fewer.
+        """
         ...
 
     def weights_stay(self) -> contextlib.AbstractContextManager[None]:
-        """While inside, nobody but the programs that run here changes parameters: programs that generate on CPUs may
-        have them in memory a second time, as they are read fastest."""
+        """Return a context in which only programs of this backend change parameters.
+
+        Programs that generate on CPUs may hold a second copy of them inside, in the layout that is fastest to read.
+        """
         ...
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
-        """Scale all gradients to a global L2 norm of at most ``max_norm``; returns the norm before."""
+        """Scale all gradients to a global L2 norm of at most ``max_norm``; return the norm before that."""
         ...
 
     def parts(
         self, program: DistributedProgram, kinds: Sequence[str] = ("parameter",)
     ) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
-        """Each parameter that this process holds a part of: the storage, and the global indices of each dim in it."""
+        """Yield the parameters of which this process has a part: the part, and the global indices of each dim in it."""
         ...
 
     def wholes(self, program: DistributedProgram, names: Sequence[str]) -> Iterator[tuple[str, Tensor | None]]:
-        """Each of these tensors in turn, whole on the first rank; None on the others, which must ask for as many."""
+        """Yield these tensors, whole on the first rank, None on the others, which must iterate as far."""
         ...
 
     def whole_tensors(self, program: DistributedProgram) -> WholeTensors:
@@ -94,15 +100,15 @@ class Backend(Protocol):
         ...
 
     def cuts(self) -> Mapping[str, StoredPart]:
-        """Which part of each parameter this process has; none where all ranks are here."""
+        """Return which part of each parameter this process has; empty where all ranks run in it."""
         ...
 
     def everywhere(self, program: DistributedProgram, names: Sequence[str]) -> dict[str, Tensor]:
-        """These tensors, whole on every rank (copies, where ranks have parts)."""
+        """Return these tensors, whole on every rank (copies, where ranks have parts)."""
         ...
 
     def agree(self, claims: Mapping[str, str], fix: str = SAME_SCRIPT) -> None:
-        """Raises: RunError QN403 on every rank if their claims differ."""
+        """Raise RunError QN403 on every rank if their claims differ."""
         ...
 
     def saved(self, path: Saved) -> None:
@@ -120,14 +126,14 @@ class Backend(Protocol):
 
 
 def running_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """While inside, generated code makes its tensors on ``device``: it names a kind of device, never which one."""
+    """Return a context in which generated code, which names only the type of device, makes tensors on ``device``."""
     if device.type == "cpu" or device.index is None:
         return contextlib.nullcontext()
     return torch.accelerator.device_index(device.index)
 
 
 def total_norm(gradients: Sequence[Tensor], program: DistributedProgram, device: torch.device) -> Tensor:
-    """The L2 norm of all elements: in float64 if any parameter of the program is, else in float32."""
+    """Return the L2 norm of all elements: in float64 if any parameter of the program is, else in float32."""
     double = torch.float64 in set(map(attrgetter("dtype"), program.state.values()))
     dtype = torch.float64 if double else torch.float32
     if not gradients:
@@ -137,21 +143,21 @@ def total_norm(gradients: Sequence[Tensor], program: DistributedProgram, device:
 
 
 def clip(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
-    """As torch.nn.utils.clip_grad_norm_ does."""
+    """Scale gradients as torch.nn.utils.clip_grad_norm_ does."""
     if not gradients:  # of a step that was skipped
         return
     share = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     foreach_mul_(list(gradients), share.to(gradients[0].device, gradients[0].dtype))
 
 
-def not_known(program: DistributedProgram, known: Mapping[str, Tensor]) -> list[str]:
-    """Return the constants of ``program`` that are not among those ``known``."""
+def new_constants(program: DistributedProgram, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the buffers and constants of ``program`` that are not in ``tensors``."""
     kinds = ("buffer", "constant")
-    return [spec.name for spec in program.state.values() if spec.kind in kinds and spec.name not in known]
+    return [spec.name for spec in program.state.values() if spec.kind in kinds and spec.name not in tensors]
 
 
 def refuse_unset(unset: set[str], program: DistributedProgram) -> None:
-    """Raises: RunError QN604 if the program reads a tensor without values."""
+    """Raise RunError QN604 if the program reads a tensor without values."""
     if unset and (names := sorted(unset & program.state.keys())):
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise RunError(
@@ -169,8 +175,8 @@ def home_of(spec: StateSpec, device: torch.device) -> torch.device:
 
 def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return the gradients that exist."""
-    there = zip(parameters, map(attrgetter("grad"), parameters.values()), strict=True)
-    return {name: gradient for name, gradient in there if gradient is not None}
+    gradients = zip(parameters, map(attrgetter("grad"), parameters.values()), strict=True)
+    return {name: gradient for name, gradient in gradients if gradient is not None}
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,7 @@ class Ready:
         watch: Watch | None = None,
         recorder: Recorder | None = None,
     ) -> tuple[list[Tensor], bool]:
-        """The results, and whether the gradients are good: if not, their scale was too large.
+        """Run a step; return its results, and whether gradients are finite (if not, their scale was too large).
 
         Raises:
             RunError: QN501 on every rank where the scale is not to blame; QN402, QN405, QN406 or QN407 if a device

@@ -31,10 +31,10 @@ def open_backend(
     tune_process: bool = True,
     compare_every: int = EVERY,
 ) -> Backend:
-    """One rank per process inside an initialised process group of more than one rank, or of an accelerator's backend
-    (NCCL); else all ranks here.
+    """Return the backend of a mesh: one rank per process, or all ranks in this process.
 
-    ``plan``: as text, for ranks to compare. ``engine``: what runs generated functions. ``slots``: where modules keep
+    One rank per process inside an initialised process group of more than one rank, or of an accelerator's backend
+    (NCCL). ``plan``: as text, for ranks to compare. ``engine``: runs generated functions. ``slots``: where modules keep
     ``tensors``. ``tune_process``, ``compare_every``: see :func:`quintnet.compile`.
 
     Raises:

@@ -27,8 +27,8 @@ class ProgramTensors:
     @property
     def parameters(self) -> dict[str, StateSpec]:
         """Return the module's parameters; those of a loss are not among them."""
-        own = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        return {n: spec for n, spec in self.program.state.items() if spec.kind == "parameter" and n in own}
+        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        return {n: spec for n, spec in self.program.state.items() if spec.kind == "parameter" and n in names}
 
 
 def copied(target: ProgramTensors, source: ProgramTensors) -> int:
@@ -37,7 +37,8 @@ def copied(target: ProgramTensors, source: ProgramTensors) -> int:
     Raises:
         CheckpointError: QN602, RunError: QN301 or QN604, see :meth:`ProgramGeneration.copy_parameters`.
     """
-    _refuse_others(target.parameters, given := source.parameters)
+    source_specs = source.parameters
+    _refuse_others(target.parameters, source_specs)
     buffers = dict(source.model.named_buffers())
     _refuse_others(dict(target.model.named_buffers()), buffers)
     refuse_unset(source.backend.unset, source.program)
@@ -48,14 +49,14 @@ def copied(target: ProgramTensors, source: ProgramTensors) -> int:
             "one of the programs has a process for each rank, and the other has all ranks in one",
             fix="give both meshes as many ranks as there are processes",
         )
-    mine, theirs = ({spec.name: x for spec, x, _ in one.backend.parts(one.program)} for one in (target, source))
+    mine, theirs = (_parts(tensors) for tensors in (target, source))
     received = 0
     with torch.no_grad():
         if device is None:
             for name in target.parameters:
                 mine[name].copy_(theirs[name])
         else:
-            sent = {name: _narrower(given[name].dtype, spec.dtype) for name, spec in target.parameters.items()}
+            sent = {name: _narrower(source_specs[name].dtype, spec.dtype) for name, spec in target.parameters.items()}
             for dtype in sorted(set(sent.values()), key=str):
                 names = sorted(name for name in sent if sent[name] == dtype)
                 parts = (
@@ -71,36 +72,40 @@ def copied(target: ProgramTensors, source: ProgramTensors) -> int:
     return received
 
 
+def _parts(tensors: ProgramTensors) -> dict[str, Tensor]:
+    """Return this rank's parts by name."""
+    return {spec.name: x for spec, x, _ in tensors.backend.parts(tensors.program)}
+
+
 def _refuse_others(ours: Mapping[str, StateSpec | Tensor], theirs: Mapping[str, StateSpec | Tensor]) -> None:
-    """Raises: CheckpointError QN602 if one has what the other has not, in another shape, or in a dtype whose numbers it
-    cannot be given by rounding each."""
-    odd = [
+    """Raise CheckpointError QN602 if names or shapes differ, or a dtype that cannot be rounded to the other."""
+    differences = [
         f"{name} is {_described(theirs.get(name))} there, and {_described(ours.get(name))} here"
         for name in sorted(ours.keys() | theirs.keys())
         if not _alike(ours.get(name), theirs.get(name))
     ]
-    if odd:
-        more = f", and {len(odd) - 8} more" if len(odd) > 8 else ""
+    if differences:
+        more = f", and {len(differences) - 8} more" if len(differences) > 8 else ""
         raise CheckpointError(
             "QN602",
-            f"the other program has other parameters: {'; '.join(odd[:8])}{more}",
+            f"the other program has other parameters: {'; '.join(differences[:8])}{more}",
             fix="compile a copy of the same module; it may have another floating-point dtype of 16 bits or more",
         )
 
 
-def _alike(one: StateSpec | Tensor | None, other: StateSpec | Tensor | None) -> bool:
-    if one is None or other is None or tuple(one.shape) != tuple(other.shape):
+def _alike(ours: StateSpec | Tensor | None, theirs: StateSpec | Tensor | None) -> bool:
+    if ours is None or theirs is None or tuple(ours.shape) != tuple(theirs.shape):
         return False
-    return one.dtype == other.dtype or (_rounds(one.dtype) and _rounds(other.dtype))
+    return ours.dtype == theirs.dtype or (_rounds(ours.dtype) and _rounds(theirs.dtype))
 
 
 def _rounds(dtype: torch.dtype) -> bool:
-    """Return whether numbers of other such dtypes are rounded to this one; those of 8 bits come with scales."""
+    """Return whether values are converted to and from this dtype by rounding; those of 8 bits have scales."""
     return dtype.is_floating_point and not is_narrow(dtype)
 
 
 def _narrower(source: torch.dtype, target: torch.dtype) -> torch.dtype:
-    """In which of two dtypes numbers travel, which are rounded once."""
+    """Return the smaller of two dtypes, in which values are sent, so that they are rounded once."""
     return target if target.itemsize < source.itemsize else source
 
 

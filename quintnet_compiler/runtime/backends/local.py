@@ -27,7 +27,7 @@ from ..state.gradients import GradientStore
 from ..state.module_parameters import Slots, WholeTensor, check_fits, like, moved, whole_parameter
 from ..state.state import new_caches, part_of
 from ..transport.local import LocalTransport, LocalWorld
-from .backend import Caches, Ready, clip, gradients_of, home_of, not_known, refuse_unset, running_on, total_norm
+from .backend import Caches, Ready, clip, gradients_of, home_of, new_constants, refuse_unset, running_on, total_norm
 from .whole_state import WholeState
 
 
@@ -78,7 +78,7 @@ class LocalBackend(WholeState):
             self.tensors[name] = x.detach().to(self.device)
 
     def _follow_module(self) -> None:
-        """Read what was assigned to the module since, or raise QN112 if that does not fit the program."""
+        """Read tensors that were assigned to the module since, or raise QN112 if they do not fit the program."""
         if self.slots is None or self.slots.same:
             return
         changed = self.slots.changed()
@@ -177,7 +177,7 @@ class LocalBackend(WholeState):
                     state[name] = part_of(assigned[name], ready.program.state[name].sharding, ready.program.axes, place)
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
-        for name in not_known(program, self.tensors):
+        for name in new_constants(program, self.tensors):
             self._take(name, tensors[name], program.state[name])
 
     def forget(self, program: DistributedProgram) -> None:
@@ -233,17 +233,17 @@ class LocalBackend(WholeState):
     def _new_world(self, program: DistributedProgram, train: bool) -> _LocalRanks:
         world, device, ranks = LocalWorld(self.mesh, program.sites), self.device, []
         state: list[dict[str, Tensor]] = []
-        kept = [spec for spec in program.state.values() if spec.kind != "cache"]
+        specs = [spec for spec in program.state.values() if spec.kind != "cache"]
         for rank in range(self.mesh.size):
             part, transport = program.rank(rank), world.transport(rank)
             store = GradientStore(program, part, transport, device) if train else None
             engine = self.linears.of(program, self.engine)
             ranks.append(Ready(program, Executor(program, part, transport, device, store, engine), store))
             state.append(
-                {s.name: part_of(self.tensors[s.name], s.sharding, program.axes, part.coordinate) for s in kept}
+                {s.name: part_of(self.tensors[s.name], s.sharding, program.axes, part.coordinate) for s in specs}
             )
-        cut = [s.name for s in kept if not all(_views(mine[s.name], self.tensors[s.name]) for mine in state)]
-        settled = {name: x for one in reversed(ranks) if one.store for name, x in one.store.settled.items()}
+        cut = [s.name for s in specs if not all(_views(mine[s.name], self.tensors[s.name]) for mine in state)]
+        settled = {name: x for ready in reversed(ranks) if ready.store for name, x in ready.store.settled.items()}
         joined = {
             name: torch.empty(program.state[name].shape, dtype=x.dtype, device=x.device)
             for name, x in settled.items()
@@ -256,11 +256,12 @@ class LocalBackend(WholeState):
     def _join(self, ready: _LocalRanks, program: DistributedProgram) -> None:
         """Assemble the whole gradients from the ranks' parts."""
         for name, whole in ready.joined.items():
-            settled = [one.store.settled.get(name) if one.store is not None else None for one in ready.ranks]
+            stores = [rank.store for rank in ready.ranks]
+            settled = [None if store is None else store.settled.get(name) for store in stores]
             whole.copy_(self._assembled(program, program.state[name], settled))
 
     def _assembled(self, program: DistributedProgram, spec: StateSpec, each: Sequence[Tensor | None]) -> Tensor:
-        """The whole of what ``each`` rank has a part of, laid out as ``spec``; None or no memory: it has none."""
+        """Return the whole tensor from the part of ``each`` rank, laid out as ``spec``; None or meta: it has none."""
         space = [(i, axis) for i, axis in enumerate(program.axes) if axis.role != "time"]
         parts: dict[tuple[int, ...], Tensor] = {}
         for rank, part in enumerate(each):
@@ -273,8 +274,11 @@ class LocalBackend(WholeState):
 
 @dataclass(frozen=True)
 class _LocalRanks:
-    """All ranks of a program in this process, and what they meet in. ``state``: each rank's parts; ``cut``: the names
-    of those that are no views, and have to be cut again; ``joined``: whole gradients whose parts several ranks have."""
+    """All ranks of a program in this process, and the world that they run in.
+
+    ``state``: each rank's parts. ``cut``: the names of those that are no views, and are cut again in each run.
+    ``joined``: whole gradients of which several ranks have parts.
+    """
 
     world: LocalWorld
     ranks: Sequence[Ready]

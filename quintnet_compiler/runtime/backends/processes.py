@@ -45,7 +45,7 @@ from ..transport.connections import connections_of
 from ..transport.distributed import gradient_groups, shared_transport
 from ..transport.gloo_threads import lower_gloo_thread_priority
 from ..transport.host_copies import host_room
-from .backend import Caches, Ready, clip, gradients_of, home_of, not_known, refuse_unset, running_on, total_norm
+from .backend import Caches, Ready, clip, gradients_of, home_of, new_constants, refuse_unset, running_on, total_norm
 from .whole_parameters import OneOwnerEach
 
 
@@ -90,7 +90,7 @@ class ProcessBackend:
         self.ready: dict[int, _Process] = {}
         self.counted: dict[int, tuple[DistributedProgram, set[str]]] = {}  # parameters whose norm this rank adds
         self.slots, self.specs, self.axes = slots, program.state, program.axes
-        self.mine = set(self._owned(program))
+        self.mine = set(self._owned_names(program))
         self.placed = frozenset(() if slots is None else slots.names)
         self.state: dict[str, Tensor] = {}  # this rank's parts, without padding
         self.padded: dict[str, Tensor] = {}  # what programs read, where a part has padding
@@ -101,7 +101,7 @@ class ProcessBackend:
         self.same = SameState(mesh, device, compare_every, OptimizerSettings(self.parameters))
 
     def _tune(self) -> None:
-        """After process groups were made."""
+        """Set the priority of gloo's threads, after process groups were made."""
         if self.tune_process:
             lower_gloo_thread_priority()
 
@@ -112,7 +112,7 @@ class ProcessBackend:
             self.slots.put(new)
 
     def _take(self, x: Tensor, spec: StateSpec) -> Tensor:
-        """Return what the module has from now on in the place of ``x``."""
+        """Return the tensor that replaces ``x`` in the module."""
         name = spec.name
         if spec.kind != "parameter":
             if spec.kind == "buffer" and not x.is_meta:
@@ -120,42 +120,42 @@ class ProcessBackend:
                 self.buffers[name] = x.detach()
                 self.state[name] = part_of(self.buffers[name], spec.sharding, self.axes, self.place)
                 return x
-            self.state[name] = _kept(x.detach(), spec, self.axes, self.place, self.device)
+            self.state[name] = _stored_part(x.detach(), spec, self.axes, self.place, self.device)
             if self.state[name].shape != x.shape:
                 return x
             self.buffers[name] = self.state[name]
             return self.state[name]
         trainable = x.requires_grad if isinstance(x, nn.Parameter) else spec.trainable
         if name in self.mine:
-            self.state[name] = self._kept(x.detach(), spec)
+            self.state[name] = self._stored_part(x.detach(), spec)
             part: Tensor = sharded_dtensor(self.state[name], spec, self.axes, self.stage_mesh)
         else:
             part = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-        found: nn.Parameter
+        parameter: nn.Parameter
         if name in self.mine:
-            found = split_parameter(part, trainable=trainable)  # type: ignore[assignment]
+            parameter = split_parameter(part, trainable=trainable)  # type: ignore[assignment]
         else:
-            found = nn.Parameter(part, requires_grad=trainable)
+            parameter = nn.Parameter(part, requires_grad=trainable)
         if isinstance(x, nn.Parameter):
-            found.__dict__.update({k: v for k, v in x.__dict__.items() if k not in found.__dict__})
-            share_hooks(x, found)
+            parameter.__dict__.update({k: v for k, v in x.__dict__.items() if k not in parameter.__dict__})
+            share_hooks(x, parameter)
             if name in self.placed:
                 retire(x)
         if name not in self.mine:
-            return of_other_ranks(found, self.device)
-        self.parameters[name] = found
-        return found
+            return of_other_ranks(parameter, self.device)
+        self.parameters[name] = parameter
+        return parameter
 
-    def _kept(self, x: Tensor, spec: StateSpec) -> Tensor:
+    def _stored_part(self, x: Tensor, spec: StateSpec) -> Tensor:
         """Return this rank's part of a parameter, where there is room for its padding."""
-        kept = _kept(x, spec, self.axes, self.place, self.device)
-        mine = self._true_part(spec).of_padded(kept)
-        if mine.shape != kept.shape:
-            self.padded[spec.name] = kept
+        part = _stored_part(x, spec, self.axes, self.place, self.device)
+        mine = self._true_part(spec).of_padded(part)
+        if mine.shape != part.shape:
+            self.padded[spec.name] = part
         return mine
 
-    def _again(self, mine: Tensor, spec: StateSpec) -> Tensor:
-        """New memory for a part that somebody has assigned: who has the old memory keeps what is in it."""
+    def _reallocate(self, mine: Tensor, spec: StateSpec) -> Tensor:
+        """Copy a part that was assigned to new memory: other references to the old memory keep their values."""
         room = _room(spec, self.axes, self.place, spec.dtype, self.device).zero_()
         self.padded.pop(spec.name, None)
         self.state[spec.name] = self._true_part(spec).of_padded(room)
@@ -167,7 +167,7 @@ class ProcessBackend:
         return TruePart.of(spec.shape, spec.sharding, self.axes, self.place)
 
     def cuts(self) -> dict[str, StoredPart]:
-        """Which part of each parameter this rank has."""
+        """Return which part of each parameter this rank has."""
         sizes = tuple(axis.size for axis in self.axes)
         places = tuple(self.place.get(axis.name, 0) for axis in self.axes)
         return {
@@ -176,7 +176,7 @@ class ProcessBackend:
         }
 
     def _follow_module(self) -> None:
-        """Raises: RunError QN112 if the module has something else now than the program was made for."""
+        """Read tensors that were assigned to the module since, or raise QN112 if they do not fit the program."""
         if self.slots is None or self.slots.same:
             return
         changed = {name: x for name, x in self.slots.changed().items() if name in self.mine or not x.is_meta}
@@ -185,17 +185,18 @@ class ProcessBackend:
             self.values.built.pop(name, None)
         with torch.no_grad():
             for name, x in list(changed.items()):
-                if isinstance(x, DTensor):  # it stays, over memory that has room for what is gathered there
-                    replace_local_tensor(x, self._again(local_tensor(x), self.specs[name]))
+                if isinstance(x, DTensor):  # the object stays; its memory gets room for the gathered value
+                    replace_local_tensor(x, self._reallocate(local_tensor(x), self.specs[name]))
                     self.parameters[name] = changed.pop(name)  # type: ignore[assignment]
             self._take_all(changed)
             self.slots.look()
-            self.ready = {key: self._made(one.program, one.store is not None) for key, one in self.ready.items()}
+            for key, ready in self.ready.items():
+                self.ready[key] = self._new_process(ready.program, ready.store is not None)
 
-    def _owned(self, program: DistributedProgram) -> Iterator[str]:
-        here = self.place.get("pp", 0)
+    def _owned_names(self, program: DistributedProgram) -> Iterator[str]:
+        place = self.place.get("pp", 0)
         for name, spec in program.state.items():
-            if any(program.schedule.placement[stage] == here for stage in spec.stages):
+            if any(program.schedule.placement[stage] == place for stage in spec.stages):
                 yield name
 
     def run(
@@ -219,7 +220,7 @@ class ProcessBackend:
             if how.train:
                 self._free_gradients(program)
             if how.train and ready.handover.kept:
-                ready = self.ready[id(program)] = self._made(program, how.train)
+                ready = self.ready[id(program)] = self._new_process(program, how.train)
             try:
                 results, good = ready.step(state, own_inputs, how, recorder=recorder)
             except RunError:
@@ -251,12 +252,12 @@ class ProcessBackend:
         self.same.newest = path
 
     def _free_gradients(self, program: DistributedProgram) -> None:
-        """Only one program at a time has memory for gradients."""
+        """Release the gradients of other programs: only one at a time has memory for them."""
         for key, other in list(self.ready.items()):
             if key == id(program) or other.store is None:
                 continue
             if other.handover.kept:
-                del self.ready[key]  # somebody has them: what runs this program next has others
+                del self.ready[key]  # the caller holds them: the program gets new ones when it runs next
             else:
                 other.store.release()
 
@@ -277,7 +278,7 @@ class ProcessBackend:
             self.state[name] = part_of(now[name], program.state[name].sharding, self.axes, self.place)
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
-        new = not_known(program, self.state)
+        new = new_constants(program, self.state)
         self.values.see({name: tensors[name] for name in new})
         for name in new:
             self._take(tensors[name], program.state[name])
@@ -296,8 +297,7 @@ class ProcessBackend:
         return self.linears.weights_stay({**self.state, **self.padded}[name] for name in self.parameters)
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
-        there = gradients_of(self.parameters)
-        gradients = {name: local_of(x) for name, x in there.items()}
+        gradients = {name: local_of(x) for name, x in gradients_of(self.parameters).items()}
         if id(program) not in self.counted:
             mine = {name for name in self.parameters if self._counts(program.state[name], program)}
             self.counted[id(program)] = program, mine
@@ -339,25 +339,25 @@ class ProcessBackend:
             dist.send(whole.contiguous(), 0)
         if not self.first:
             return None
-        found = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-        dist.recv(found, sender)
-        return found
+        received = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+        dist.recv(received, sender)
+        return received
 
     def whole_tensors(self, program: DistributedProgram) -> OneOwnerEach:
         specs = {id(p): program.state[name] for name, p in self.parameters.items()}
         host = program.host_optimizer or any(spec.host for spec in specs.values())
-        found = OneOwnerEach(self.mesh, self.transport, program.axes, specs, self.device, self.label, host)
+        owners = OneOwnerEach(self.mesh, self.transport, program.axes, specs, self.device, self.label, host)
         self._tune()
-        return found
+        return owners
 
     def everywhere(self, program: DistributedProgram, names: Sequence[str]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, whole in self.wholes(program, names):
             spec = program.state[name]
             empty = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-            found[name] = empty if whole is None else whole.contiguous().clone()
-            dist.broadcast(found[name], 0)
-        return found
+            tensors[name] = empty if whole is None else whole.contiguous().clone()
+            dist.broadcast(tensors[name], 0)
+        return tensors
 
     def agree(self, claims: Mapping[str, str], fix: str = SAME_SCRIPT) -> None:
         agree(claims, self.device, fix)
@@ -376,20 +376,20 @@ class ProcessBackend:
         return self.place.get("pp", 0) == first and all(self.place.get(axis, 0) == 0 for axis in whole)
 
     def _ready(self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run) -> _Process:
-        found = self.ready.get(id(program))
-        if found is None:
+        ready = self.ready.get(id(program))
+        if ready is None:
             agree({"program": program.text}, self.device)
             self.values.require(program, inputs, self.state, local=how.local)
             self.transport.add_groups(_groups(program, self.mesh))
             self.transport.connect(connections_of(program.schedule, self.mesh))
             self._tune()
-            found = self.ready[id(program)] = self._made(program, how.train)
+            ready = self.ready[id(program)] = self._new_process(program, how.train)
         else:
-            where = f"step {how.step}" if how.train else "a run without training"
-            self.values.look(program, inputs, where, local=how.local)
-        return found
+            moment = f"step {how.step}" if how.train else "a run without training"
+            self.values.look(program, inputs, moment, local=how.local)
+        return ready
 
-    def _made(self, program: DistributedProgram, train: bool) -> _Process:
+    def _new_process(self, program: DistributedProgram, train: bool) -> _Process:
         part = program.rank(self.transport.rank)
         store = GradientStore(program, part, self.transport, self.device) if train else None
         settled = store.settled if store else {}
@@ -406,37 +406,37 @@ class ProcessBackend:
 
 @dataclass(frozen=True)
 class _Process(Ready):
-    """The same, with what parameters get."""
+    """The executor of a program in this process, and the gradients that its parameters get."""
 
     handover: HandOver
 
 
 def _groups(program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:
-    """Return every group that settling gradients needs."""
+    """Return the groups of ranks that add up gradients."""
     trained = [spec for spec in program.state.values() if spec.trainable]
     axes = {axes(spec, program) for spec in trained for axes in (reduced_axes, scattered_axes)}
-    found = dict.fromkeys(gradient_groups(mesh, axes - {()}))
+    groups = dict.fromkeys(gradient_groups(mesh, axes - {()}))
     for _, spec in sorted(program.state.items()):
         for rank in range(mesh.size):
-            found[shared_by(spec, program, rank)] = None
-    return [ranks for ranks in found if ranks]
+            groups[shared_by(spec, program, rank)] = None
+    return [ranks for ranks in groups if ranks]
 
 
-def _kept(
+def _stored_part(
     whole: Tensor, spec: StateSpec, axes: Sequence[Axis], place: Mapping[str, int], device: torch.device
 ) -> Tensor:
-    """A part in memory of its own (with room for what is gathered there); without values if the module has none."""
+    """Copy this rank's part to new memory with room for the gathered value; without values on the meta device."""
     part = part_of(whole, spec.sharding, axes, place)
-    kept = _room(spec, axes, place, part.dtype, device)
-    return kept if part.is_meta else kept.copy_(part)
+    room = _room(spec, axes, place, part.dtype, device)
+    return room if part.is_meta else room.copy_(part)
 
 
 def _room(
     spec: StateSpec, axes: Sequence[Axis], place: Mapping[str, int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return memory for a part, in memory that has room for what is gathered there."""
+    """Return memory for a part, within memory that has room for the gathered value."""
     size = spec.room([axis.size for axis in axes])
     room = host_room(size, dtype, device) if spec.host else torch.empty(size, dtype=dtype, device=device)
     resident = spec.resident if spec.in_place else spec.sharding
-    later = tuple(kind if kind != there else I for kind, there in zip(spec.sharding, resident, strict=True))
+    later = tuple(kind if kind != now else I for kind, now in zip(spec.sharding, resident, strict=True))
     return part_of(room, later, axes, place)

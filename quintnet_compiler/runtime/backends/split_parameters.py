@@ -1,4 +1,4 @@
-"""A module whose parameters are parts on each rank: what it refuses, what its state dict holds, and who split it."""
+"""Hooks of a module whose parameters are parts on each rank, and the record of the program that split it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .backend import Backend
 
 
 class CutWhatIsLoaded:
-    """A load_state_dict hook: whole tensors become this rank's parts, and those of other stages are left out."""
+    """A load_state_dict hook that cuts whole tensors to this rank's parts, and leaves out those of other stages."""
 
     def __init__(self, cuts: Mapping[str, StoredPart]) -> None:
         self.cuts = cuts
@@ -30,7 +30,7 @@ class CutWhatIsLoaded:
 
 
 def leave_out_others(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """A state_dict hook: without what other stages hold, but for ``keep_vars=True``, which says what there is."""
+    """Drop parameters of other stages from a state dict (a state_dict hook), unless it has ``keep_vars=True``."""
     for key in module._parameters:
         x = state.get(prefix + key)
         if isinstance(x, Tensor) and x.is_meta and not isinstance(x, nn.Parameter):
@@ -38,7 +38,7 @@ def leave_out_others(module: nn.Module, state: dict[str, Any], prefix: str, _: A
 
 
 def refuse_call(module: nn.Module, _: Any) -> None:
-    """A forward pre-hook, which lets a module through that has whole parameters (a copy, or while it is traced)."""
+    """Raise QN113 (a forward pre-hook) unless the module has whole parameters, as a copy and a traced one have."""
     if any(isinstance(p, DTensor) or (p.is_meta and p.numel()) for p in module.parameters()):
         raise RunError(
             "QN113",
@@ -49,10 +49,14 @@ def refuse_call(module: nn.Module, _: Any) -> None:
 
 @dataclass
 class Home:
-    """Who split the parameters of a module: kept with it, so that its further programs train the same ones.
+    """The owner of a module's split parameters, stored with the module, so that its other programs train the same ones.
 
-    ``primary``: the compiled program that decided where they live; ``backend``: what holds them; ``closed``: whether
-    the module has whole parameters again.
+    Attributes:
+        primary: The compiled program that split them.
+        backend: Holds them.
+        slots: Where modules keep them.
+        handles: Of the hooks of the modules.
+        closed: Whether the modules have whole parameters again.
     """
 
     primary: Any
@@ -101,18 +105,20 @@ def _nobody() -> None:
 
 
 def home_of(module: nn.Module) -> Home | None:
-    """Who split this module's parameters over processes, if anybody did: a program of it, or of another module that
-    shares parts with it."""
+    """Return the owner of this module's split parameters, or None.
+
+    It is a program of the module, or of another module that shares submodules with it.
+    """
     return next((home for part in module.modules() if (home := part.__dict__.get(_HOME)) is not None), None)
 
 
 def split_parameter(module: nn.Module) -> str | None:
-    """The first parameter of a module that is a DTensor, if there is one."""
+    """Return the name of the first parameter of a module that is a DTensor, if there is one."""
     return next((name for name, x in module.named_parameters() if isinstance(x, DTensor)), None)
 
 
 def refuse_split(tensors: Mapping[str, Tensor]) -> None:
-    """Raises: RunError QN113 if somebody else has split a parameter."""
+    """Raise RunError QN113 if a parameter is a DTensor already."""
     split = next((name for name, x in tensors.items() if isinstance(x, DTensor)), None)
     if split is not None:
         raise RunError(
@@ -123,7 +129,7 @@ def refuse_split(tensors: Mapping[str, Tensor]) -> None:
 
 
 def settle(slots: Slots, primary: Any, backend: Backend) -> None:
-    """Make modules with parts of parameters refuse what they cannot do, and remember who split them."""
+    """Give modules the hooks of split parameters, and record the program that split them."""
     cuts = backend.cuts()
     if not cuts:
         return
@@ -136,9 +142,9 @@ def settle(slots: Slots, primary: Any, backend: Backend) -> None:
         home.handles.append(root.register_forward_pre_hook(refuse_call))
         for module in root.modules():
             if module._parameters:
-                found = CutWhatIsLoaded(by_owner.get(id(module._parameters), {}))
+                hook = CutWhatIsLoaded(by_owner.get(id(module._parameters), {}))
                 home.handles += [
-                    module.register_load_state_dict_pre_hook(found),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(hook),  # type: ignore[no-untyped-call]
                     module.register_state_dict_post_hook(leave_out_others),  # type: ignore[no-untyped-call]
                 ]
                 module.__dict__[_HOME] = home
@@ -149,5 +155,5 @@ _CLOSE = "call close() of the program that split the module first, or compile a 
 
 
 def refuse_other(message: str, fix: str = _CLOSE) -> NoReturn:
-    """Raises: RunError QN113 for a second program of a module that cannot have the parameters where they are."""
+    """Raise RunError QN113 for a second program of a module that cannot share the first one's parameters."""
     raise RunError("QN113", message, fix=fix)

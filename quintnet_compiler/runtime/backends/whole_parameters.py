@@ -25,12 +25,12 @@ from ..transport.transport import Pending
 
 
 def owners_of(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """Which of ``ranks`` has each of these parameters whole: the largest first, each on the rank that has least."""
-    held, found = dict.fromkeys(ranks, 0), dict[int, int]()
+    """Return the rank that owns each parameter: the largest first, each on the rank that has fewest elements so far."""
+    elements, owners = dict.fromkeys(ranks, 0), dict[int, int]()
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        found[index] = owner = min(held, key=held.__getitem__)
-        held[owner] += sizes[index]
-    return [found[index] for index in range(len(sizes))]
+        owners[index] = owner = min(elements, key=elements.__getitem__)
+        elements[owner] += sizes[index]
+    return [owners[index] for index in range(len(sizes))]
 
 
 class AllHere:
@@ -40,7 +40,7 @@ class AllHere:
     apart = False
 
     def owner(self, parameter: nn.Parameter) -> None:
-        """All ranks."""
+        """Return None: all ranks run in this process."""
 
     def here(self, parameter: nn.Parameter) -> bool:
         return True
@@ -52,13 +52,13 @@ class AllHere:
         return {id(p): p for p in parameters}
 
     def collect(self, pairs: Pairs) -> None:
-        """They have them."""
+        """Do nothing: the parameters themselves are updated."""
 
     def fetch(self, pairs: Pairs) -> None:
-        """They have them."""
+        """Do nothing: the parameters themselves are updated."""
 
     def spread(self, pairs: Pairs) -> None:
-        """They have them."""
+        """Do nothing: the parameters themselves are updated."""
 
 
 class AllOnHost:
@@ -68,7 +68,7 @@ class AllOnHost:
     apart = False
 
     def owner(self, parameter: nn.Parameter) -> None:
-        """All ranks."""
+        """Return None: all ranks run in this process."""
 
     def here(self, parameter: nn.Parameter) -> bool:
         return True
@@ -77,14 +77,16 @@ class AllOnHost:
         return (text,)
 
     def stand_ins(self, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
-        made = {id(p): nn.Parameter(host_copy(p.detach(), p.device), requires_grad=p.requires_grad) for p in parameters}
+        copies = {
+            id(p): nn.Parameter(host_copy(p.detach(), p.device), requires_grad=p.requires_grad) for p in parameters
+        }
         self._wait(parameters)
-        return made
+        return copies
 
     def collect(self, pairs: Pairs) -> None:
         for p, copy in pairs:
             copy.grad = None
-            if p.grad is not None:  # its values, too: somebody may have loaded others
+            if p.grad is not None:  # the values, too: others may have been loaded
                 copy.copy_(local_of(p), non_blocking=True)
                 copy.grad = host_copy(p.grad, p.device)
         self._wait([p for p, _ in pairs])
@@ -105,23 +107,23 @@ class AllOnHost:
 
 
 def host_copy(x: Tensor, device: torch.device) -> Tensor:
-    """A plain copy, which is there when :func:`await_copies` has returned."""
+    """Return a plain copy on the host, which is complete when :func:`await_copies` has returned."""
     plain = local_of(x).as_subclass(Tensor)
     return host_room(plain.shape, plain.dtype, device).copy_(plain, non_blocking=True)
 
 
 def await_copies(device: torch.device) -> None:
-    """Wait until what was copied from there is on the host."""
+    """Wait until copies from ``device`` to the host are complete."""
     if device.type not in PLAIN:
         torch.accelerator.current_stream(device).synchronize()
 
 
 @dataclass
 class OneOwnerEach:
-    """Each parameter is whole on one of the ranks of its stages: the largest first, each on the rank that has least.
+    """Whole parameters, each on one of the ranks of its stage, see :func:`owners_of`.
 
-    ``specs``: of this rank's parameters, by id. ``host``: whether it is whole in memory of that rank's host: then one
-    after the other is gathered, so that the device has room for one alone. All ranks of a stage call each method with
+    ``specs``: of this rank's parameters, by id. ``host``: the whole parameters are in memory of the owner's host; then
+    one at a time is gathered, so that the device needs room for only one. All ranks of a stage call each method with
     the same parameters.
     """
 
@@ -163,42 +165,42 @@ class OneOwnerEach:
                 f"the optimizer has a parameter {tuple(other.shape)} that is not this program's",
                 fix="give it parameters of program.parameters()",
             )
-        found = owners_of([p.numel() for p in mine], self.ranks)
-        self.owners |= {id(p): owner for p, owner in zip(mine, found, strict=True)}
-        made: dict[int, nn.Parameter] = {}
+        owners = owners_of([p.numel() for p in mine], self.ranks)
+        self.owners |= {id(p): owner for p, owner in zip(mine, owners, strict=True)}
+        wholes: dict[int, nn.Parameter] = {}
         for p in parameters:
-            made[id(p)] = nn.Parameter(self._room(p), requires_grad=p.requires_grad)
+            wholes[id(p)] = nn.Parameter(self._room(p), requires_grad=p.requires_grad)
         with torch.no_grad():
-            self.fetch([(p, made[id(p)]) for p in mine])
-        return made
+            self.fetch([(p, wholes[id(p)]) for p in mine])
+        return wholes
 
     def fetch(self, pairs: Pairs) -> None:
-        for some in self._together(pairs):
-            self._take(some)
+        for group in self._groups(pairs):
+            self._take(group)
         if self.host:
             await_copies(self.device)
 
     def collect(self, pairs: Pairs) -> None:
-        there = [(p, whole) for p, whole in pairs if p.grad is not None]
+        with_gradients = [(p, whole) for p, whole in pairs if p.grad is not None]
         for _, whole in pairs:
             whole.grad = None
-        for some in self._together(there):
-            self._take(some)
-            self._take_gradients(some)
+        for group in self._groups(with_gradients):
+            self._take(group)
+            self._take_gradients(group)
         if self.host:
             await_copies(self.device)
 
     def spread(self, pairs: Pairs) -> None:
-        for some in self._together(pairs):
-            self._spread(some)
+        for group in self._groups(pairs):
+            self._spread(group)
 
-    def _together(self, pairs: Pairs) -> list[Pairs]:
-        """Return the groups of tensors that are gathered, or handed out, at once."""
+    def _groups(self, pairs: Pairs) -> list[Pairs]:
+        """Return the groups of tensors that are gathered, or scattered, at once."""
         return [[pair] for pair in pairs] if self.host else [pairs]
 
     def _room(self, p: nn.Parameter) -> Tensor:
         if not self.here(p):
-            # one element on the device where others are: an optimizer may make tensors beside the first of a group
+            # one element, on the right device: an optimizer may make tensors on that of a group's first parameter
             place = torch.device("cpu") if self.host else self.device
             return torch.zeros((), dtype=p.dtype, device=place).expand(p.shape)
         if self.host:
@@ -212,8 +214,8 @@ class OneOwnerEach:
             into = part.new_empty(local_shape(spec.shape, spec.sharding, self.sizes), device=self.device)
             parts = None
             if self.here(p):
-                there = whole.to(self.device, non_blocking=True)
-                cut = [slices.take_all(there, spec.sharding, self.sizes, place) for place in self.places]
+                on_device = whole.to(self.device, non_blocking=True)
+                cut = [slices.take_all(on_device, spec.sharding, self.sizes, place) for place in self.places]
                 parts = [x.contiguous() for x in cut]
             waits.append(self.transport.scatter_parts(parts, into, self.ranks, self.owners[id(p)]))
         for p, _ in pairs:
@@ -226,15 +228,15 @@ class OneOwnerEach:
     def _take(self, pairs: Pairs) -> None:
         waits = [self._gather(p, local_of(p)) for p, _ in pairs]
         for (_, whole), wait in zip(pairs, waits, strict=True):
-            found = wait()
-            if found is not None:
-                whole.copy_(found, non_blocking=self.host)
+            gathered = wait()
+            if gathered is not None:
+                whole.copy_(gathered, non_blocking=self.host)
 
     def _take_gradients(self, pairs: Pairs) -> None:
         waits = [self._gather(p, _gradient(p)) for p, _ in pairs]
         for (_, whole), wait in zip(pairs, waits, strict=True):
-            found = wait()
-            whole.grad = host_copy(found, self.device) if found is not None and self.host else found
+            gathered = wait()
+            whole.grad = host_copy(gathered, self.device) if gathered is not None and self.host else gathered
 
     def _gather(self, p: nn.Parameter, part: Tensor) -> Pending:
         """Gather the ranks' parts of a tensor like ``p`` on the one that owns it."""
@@ -247,14 +249,14 @@ class OneOwnerEach:
             parts = wait()
             if parts is None:
                 return None
-            found = dict(zip(self.places, parts, strict=True))
-            return slices.assemble(found, spec.sharding, self.sizes, spec.shape).contiguous()
+            by_place = dict(zip(self.places, parts, strict=True))
+            return slices.assemble(by_place, spec.sharding, self.sizes, spec.shape).contiguous()
 
         return whole
 
 
 def _gradient(p: nn.Parameter) -> Tensor:
-    """This rank's part, cut as the parameter."""
+    """Return this rank's part of the gradient, sharded as the parameter is."""
     gradient = p.grad
     assert gradient is not None
     if isinstance(gradient, DTensor) and isinstance(p, DTensor) and gradient.placements != p.placements:

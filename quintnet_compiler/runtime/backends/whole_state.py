@@ -21,7 +21,7 @@ class WholeState:
     label = ""
 
     def _follow_module(self) -> None:
-        """Take what the module has now."""
+        """Read tensors that were assigned to the module since."""
 
     def parts(
         self, program: DistributedProgram, kinds: Sequence[str] = ("parameter",)
@@ -37,8 +37,8 @@ class WholeState:
             yield name, self.tensors[name]
 
     def whole_tensors(self, program: DistributedProgram) -> WholeTensors:
-        there = any(spec.host for spec in program.state.values())
-        return AllOnHost() if program.host_optimizer and not there else AllHere()
+        on_host = any(spec.host for spec in program.state.values())
+        return AllOnHost() if program.host_optimizer and not on_host else AllHere()
 
     def weights_stay(self) -> AbstractContextManager[None]:
         return nullcontext()

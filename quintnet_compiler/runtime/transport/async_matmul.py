@@ -42,7 +42,7 @@ def factors(
     weights: Sequence[Tensor], biases: Sequence[Tensor | None], transposed: Sequence[bool]
 ) -> tuple[Factor, ...]:
     """Return the factors of these columns."""
-    return tuple(Factor(*each) for each in zip(weights, biases, transposed, strict=True))
+    return tuple(Factor(*columns) for columns in zip(weights, biases, transposed, strict=True))
 
 
 def all_gather_matmul(
@@ -52,17 +52,17 @@ def all_gather_matmul(
     shape = [n * circle.size if d == dim else n for d, n in enumerate(x.shape)]
     products = [x.new_empty((*shape[:-1], factor.matrix.shape[1])) for factor in factors]
     whole = x.new_empty(shape) if keep else None
-    held = [x.contiguous()]
+    pieces = [x.contiguous()]
     for step in range(circle.size):
-        coming = circle.passed(held) if step < circle.size - 1 else None
+        wait = circle.passed(pieces) if step < circle.size - 1 else None
         owner = (circle.index - step) % circle.size
-        piece = torch.unflatten(held[0], dim, (parts, -1))
+        piece = torch.unflatten(pieces[0], dim, (parts, -1))
         for factor, out in zip(factors, products, strict=True):
             factor.write(piece, slices.slot(out, dim, parts, circle.size, owner))
         if whole is not None:
             slices.slot(whole, dim, parts, circle.size, owner).copy_(piece)
-        if coming is not None:
-            held = coming()
+        if wait is not None:
+            pieces = wait()
     return (*products, whole) if whole is not None else tuple(products)
 
 

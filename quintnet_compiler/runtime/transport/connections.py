@@ -36,10 +36,10 @@ def connections_of(schedule: Schedule, mesh: Mesh) -> list[Connection]:
     >>> from ...schedules.kinds import one_f_one_b
     >>> from ...schedules.schedule import chain, with_transfers
     >>> schedule = with_transfers(one_f_one_b(2, 2), chain(2))
-    >>> [(one.source, one.target) for one in connections_of(schedule, Mesh(pp=2, tp=2))]
+    >>> [connection[1:] for connection in connections_of(schedule, Mesh(pp=2, tp=2))]
     [(0, 2), (1, 3), (2, 0), (3, 1)]
     """
-    ways = {
+    hops = {
         (VALUES if action.op is Op.SEND_FORWARD else GRADIENTS, stage, schedule.placement[action.peer])
         for stage, row in enumerate(schedule.actions)
         for action in row
@@ -48,7 +48,7 @@ def connections_of(schedule: Schedule, mesh: Mesh) -> list[Connection]:
     connections = set()
     for rank in range(mesh.size):
         coordinate = mesh.coordinate(rank)
-        for channel, source, target in ways:
+        for channel, source, target in hops:
             if coordinate.get("pp", 0) == source:
                 connections.add(Connection(channel, rank, mesh.rank({**coordinate, "pp": target})))
     return sorted(connections)

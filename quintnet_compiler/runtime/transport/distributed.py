@@ -29,7 +29,7 @@ from .transport import Pending, Wait
 
 
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
-    """``mesh`` as a DeviceMesh, outermost axis first: all axes that have more than one rank, and always ``dp``."""
+    """Return ``mesh`` as a DeviceMesh, outermost axis first: all axes of more than one rank, and always ``dp``."""
     names = [name for name in AXES if mesh[name] > 1 or name == "dp"]
     places = itertools.product(*(range(mesh[name]) for name in names))
     ranks = torch.tensor([mesh.rank(dict(zip(names, place, strict=True))) for place in places])
@@ -45,15 +45,15 @@ def shared_transport(mesh: Mesh, device_type: str) -> DistributedTransport:
     """
     world = dist.group.WORLD
     assert world is not None
-    made = _transports(world)
-    if (mesh, device_type) not in made:
-        made[mesh, device_type] = DistributedTransport(mesh, device_mesh(mesh, device_type))
-    return made[mesh, device_type]
+    transports = _transports(world)
+    if (mesh, device_type) not in transports:
+        transports[mesh, device_type] = DistributedTransport(mesh, device_mesh(mesh, device_type))
+    return transports[mesh, device_type]
 
 
 @lru_cache(maxsize=1)
 def _transports(world: dist.ProcessGroup) -> dict[tuple[Mesh, str], DistributedTransport]:
-    """Those of this world; of one before, nothing is kept."""
+    """Return the transports of this world; those of an earlier world are dropped."""
     return {}
 
 
@@ -80,7 +80,7 @@ class DistributedTransport:
         if mesh.size > 1:
             assert dist.group.WORLD is not None
             self.group.setdefault(tuple(range(mesh.size)), collectives(dist.group.WORLD))
-        self.known = set(self.group)
+        self.grouped = set(self.group)  # sets of ranks, also those without this one
         self.fused: dict[tuple[str, torch.device], Kernels | None] = {}
         self.connections = Connections()
         self.add_groups(groups)
@@ -88,17 +88,17 @@ class DistributedTransport:
     def add_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Make process groups. Every rank must call this with the same groups in the same order."""
         for ranks in groups:
-            if ranks not in self.known and len(ranks) > 1:
-                self.known.add(ranks)
-                made = new_group(ranks)
+            if ranks not in self.grouped and len(ranks) > 1:
+                self.grouped.add(ranks)
+                group = new_group(ranks)
                 if self.rank in ranks:
-                    self.group[ranks] = collectives(made)
+                    self.group[ranks] = collectives(group)
 
     def connect(self, connections: Iterable[Connection]) -> None:
-        """Connect what stages send over. Every rank must call this with the same ones in the same order."""
+        """Connect stages. Every rank must call this with the same connections in the same order."""
         self.connections.add(connections, self._device())
 
-    # -- collectives of the graphs: each begins, and ends when it is waited for
+    # -- collectives of the graphs
 
     def run(self, collective: str, *args: Any) -> Any:
         return self._begin(collective)(*args)()
@@ -107,16 +107,16 @@ class DistributedTransport:
         return self._begin(collective)(*args, later=True)
 
     def _begin(self, collective: str) -> Callable[..., Pending]:
-        own: Callable[..., Pending] | None = getattr(self, f"_{collective}", None)
-        return moved_as_bytes(own or partial(self._meant, COLLECTIVES[collective]))
+        method: Callable[..., Pending] | None = getattr(self, f"_{collective}", None)
+        return moved_as_bytes(method or partial(self._meant, COLLECTIVES[collective]))
 
-    def _meant(self, spec: CollectiveSpec, x: Tensor, axis: str, *how: Any, later: bool = False) -> Pending:
-        """A collective without a method of its own: this rank's result of what all ranks give, which it gathers."""
+    def _meant(self, spec: CollectiveSpec, x: Tensor, axis: str, *options: Any, later: bool = False) -> Pending:
+        """Gather all ranks' ``x``, and compute this rank's result from the collective's meaning."""
         group, meaning = self.axis[axis], spec.meaning
         assert meaning is not None, f"{spec.name} has neither a method nor a meaning"
         flat = x.contiguous().view(-1)
         gathered = group.all_gather(flat, flat.new_empty(group.size * flat.numel()), later)
-        return lambda: meaning(gathered().view(group.size, *x.shape).unbind(), group.rank, *how[:-1])
+        return lambda: meaning(gathered().view(group.size, *x.shape).unbind(), group.rank, *options[:-1])
 
     def _all_reduce(self, x: Tensor, axis: str, at: int, *, later: bool = False) -> Pending:
         return self.axis[axis].all_reduce(x.contiguous(), later)
@@ -127,9 +127,9 @@ class DistributedTransport:
     def _all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
         group = self.axis[axis]
         if (runs := group.pieces(x, dim, parts)) is not None:
-            made = x.new_empty(_joined(x, group.size, dim))
-            joined = group.all_gather_each(runs, made.flatten(0, dim - 1).unbind(), later)
-            return lambda: (joined(), made)[1]
+            whole = x.new_empty(_gathered_shape(x, group.size, dim))
+            wait = group.all_gather_each(runs, whole.flatten(0, dim - 1).unbind(), later)
+            return lambda: (wait(), whole)[1]
         out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
         gathered = group.all_gather(x.contiguous(), out, later)
         if dim == 0 and parts == 1:
@@ -137,8 +137,8 @@ class DistributedTransport:
         return lambda: slices.unstack(gathered().view(group.size, *x.shape), dim, parts)
 
     def _gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
-        whole = self._gather_states([x], axis, [dim], [parts], at, later=later)
-        return lambda: whole()[0]
+        wait = self._gather_states([x], axis, [dim], [parts], at, later=later)
+        return lambda: wait()[0]
 
     def _gather_states(
         self,
@@ -150,36 +150,36 @@ class DistributedTransport:
         *,
         later: bool = False,
     ) -> Pending:
-        made, wait = self.begin_gather(xs, axis, dims, parts, at)
-        return lambda: (wait(), made)[1]
+        results, wait = self.begin_gather(xs, axis, dims, parts, at)
+        return lambda: (wait(), results)[1]
 
     def begin_gather(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
     ) -> tuple[tuple[Tensor, ...], Callable[[], Any]]:
-        group, how = self.axis[axis], list(zip(dims, parts, strict=True))
-        given = [x.contiguous() for x in xs]
-        wholes = [_room(x, group, place == (0, 1)) for x, place in zip(given, how, strict=True)]
-        gathered = group.all_gather_each(given, wholes, True)
-        made = tuple(
-            whole if place == (0, 1) else whole.new_empty(_joined(x, group.size, place[0]))
-            for x, whole, place in zip(given, wholes, how, strict=True)
+        group, cuts = self.axis[axis], list(zip(dims, parts, strict=True))
+        inputs = [x.contiguous() for x in xs]
+        stacked = [_room(x, group, cut == (0, 1)) for x, cut in zip(inputs, cuts, strict=True)]
+        gathered = group.all_gather_each(inputs, stacked, True)
+        results = tuple(
+            stack if cut == (0, 1) else stack.new_empty(_gathered_shape(x, group.size, cut[0]))
+            for x, stack, cut in zip(inputs, stacked, cuts, strict=True)
         )
 
         def wait() -> None:
             gathered()
-            for x, whole, out, (dim, n) in zip(given, wholes, made, how, strict=True):
-                if out is not whole:
-                    by_rank = torch.unflatten(out, dim, (n, group.size, -1)).movedim(dim + 1, 0)
-                    by_rank.copy_(torch.unflatten(whole.view(group.size, *x.shape), dim + 1, (n, -1)))
+            for x, stack, result, (dim, n) in zip(inputs, stacked, results, cuts, strict=True):
+                if result is not stack:
+                    by_rank = torch.unflatten(result, dim, (n, group.size, -1)).movedim(dim + 1, 0)
+                    by_rank.copy_(torch.unflatten(stack.view(group.size, *x.shape), dim + 1, (n, -1)))
 
-        return made, wait
+        return results, wait
 
     def _reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
         group = self.axis[axis]
         if (runs := group.pieces(x, dim, parts)) is not None:
-            made = x.new_empty((*x.shape[:dim], x.shape[dim] // group.size, *x.shape[dim + 1 :]))
-            scattered = group.reduce_scatter_each(runs, made.flatten(0, dim - 1).unbind(), later)
-            return lambda: (scattered(), made)[1]
+            part = x.new_empty((*x.shape[:dim], x.shape[dim] // group.size, *x.shape[dim + 1 :]))
+            wait = group.reduce_scatter_each(runs, part.flatten(0, dim - 1).unbind(), later)
+            return lambda: (wait(), part)[1]
         stacked = slices.stack(x, dim, parts, group.size).contiguous()
         return group.reduce_scatter(stacked.flatten(0, 1), stacked.new_empty(stacked.shape[1:]), later)
 
@@ -198,14 +198,14 @@ class DistributedTransport:
         gathered = group.all_gather(flat, flat.new_empty(size * flat.numel()), later)
         shapes = [x.shape for x in xs]
 
-        def each() -> tuple[Tensor, ...]:
+        def unstack() -> tuple[Tensor, ...]:
             runs = gathered().view(size, -1).split_with_sizes([shape.numel() for shape in shapes], 1)
             return tuple(
                 slices.unstack(run.view(size, *shape), dim, n)
                 for shape, run, dim, n in zip(shapes, runs, dims, parts, strict=True)
             )
 
-        return each
+        return unstack
 
     def _scatter_together(
         self,
@@ -223,11 +223,11 @@ class DistributedTransport:
         shapes = [x.shape[1:] for x in stacked]
         scattered = group.reduce_scatter(flat.view(-1), flat.new_empty(flat.shape[1]), later)
 
-        def each() -> tuple[Tensor, ...]:
+        def unstack() -> tuple[Tensor, ...]:
             runs = scattered().split_with_sizes([shape.numel() for shape in shapes])
             return tuple(run.view(shape) for run, shape in zip(runs, shapes, strict=True))
 
-        return each
+        return unstack
 
     def _all_to_all(
         self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int, *, later: bool = False
@@ -251,8 +251,8 @@ class DistributedTransport:
         later: bool = False,
     ) -> Pending:
         assert receives is not None
-        given, out = x.contiguous(), x.new_empty((sum(receives), *x.shape[1:]))
-        return self.axis[axis].all_to_all(given, out, later, receives, sends)
+        out = x.new_empty((sum(receives), *x.shape[1:]))
+        return self.axis[axis].all_to_all(x.contiguous(), out, later, receives, sends)
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
         return self.axis[axis].permute(x.contiguous(), sources)
@@ -262,21 +262,21 @@ class DistributedTransport:
             self.fused[axis, device] = kernels_of(self.axis[axis].group, device)
         return self.fused[axis, device]
 
-    # -- what the executor asks for
+    # -- calls of the executor
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
         return self.group[ranks].add(x)
 
     def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
-        own = x.chunk(len(ranks))[ranks.index(self.rank)]
-        return self.group[ranks].reduce_scatter(x, own, True)
+        part = x.chunk(len(ranks))[ranks.index(self.rank)]
+        return self.group[ranks].reduce_scatter(x, part, True)
 
     def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:
         dist.broadcast(x, src=source, group=self.group[ranks].group)
         return x
 
     def gather_parts(self, x: Tensor, ranks: tuple[int, ...], to: int) -> Pending:
-        """What each of ``ranks`` gives, in their order, on the rank ``to``; None on the others."""
+        """Gather the ``x`` of ``ranks``, in their order, on the rank ``to``; return None on the others."""
         if len(ranks) == 1:
             return lambda: [x]
         parts = [torch.empty_like(x) for _ in ranks] if self.rank == to else None
@@ -284,7 +284,7 @@ class DistributedTransport:
         return pending(work, x, lambda: parts)
 
     def scatter_parts(self, parts: list[Tensor] | None, into: Tensor, ranks: tuple[int, ...], source: int) -> Pending:
-        """``into`` with what the rank ``source`` has for this one in ``parts``, which are in the order of ``ranks``."""
+        """Fill ``into`` with this rank's part of the ``parts`` on rank ``source``, in the order of ``ranks``."""
         if len(ranks) == 1:
             assert parts is not None
             return lambda: into.copy_(parts[0])
@@ -292,11 +292,11 @@ class DistributedTransport:
         return pending(work, parts, lambda: into)
 
     def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
-        x, one = x.contiguous(), Connection(channel, self.rank, to)
-        if (link := self.connections.link[one]) is not None and fits(x.shape, x.dtype, x.device):
+        x, connection = x.contiguous(), Connection(channel, self.rank, to)
+        if (link := self.connections.link[connection]) is not None and fits(x.shape, x.dtype, x.device):
             link.put(x)
             return lambda: x
-        work = dist.isend(as_bytes(x), to, group=self.connections.group[one])
+        work = dist.isend(as_bytes(x), to, group=self.connections.group[connection])
 
         def wait() -> Tensor:
             if work is not None:
@@ -306,11 +306,11 @@ class DistributedTransport:
         return wait
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
-        device, one = self._device(), Connection(channel, source, self.rank)
-        if (link := self.connections.link[one]) is not None and fits(shape, dtype, device):
+        device, connection = self._device(), Connection(channel, source, self.rank)
+        if (link := self.connections.link[connection]) is not None and fits(shape, dtype, device):
             return link.take(shape, dtype, torch.clone)
         x = torch.empty(shape, dtype=dtype, device=device)
-        work = dist.irecv(as_bytes(x), source, group=self.connections.group[one])
+        work = dist.irecv(as_bytes(x), source, group=self.connections.group[connection])
 
         def wait() -> Tensor:
             if work is not None:
@@ -324,13 +324,13 @@ class DistributedTransport:
         return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
 
 
-def _joined(x: Tensor, size: int, dim: int) -> tuple[int, ...]:
-    """The shape of what ``size`` ranks have that each have as much as ``x`` along ``dim``."""
+def _gathered_shape(x: Tensor, size: int, dim: int) -> tuple[int, ...]:
+    """Return the shape of ``size`` tensors like ``x``, joined along ``dim``."""
     return (*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
 
 
 def _room(x: Tensor, group: Native, rows: bool) -> Tensor:
-    """Memory for what all ranks have, one after the other: around ``x`` where there is some."""
+    """Return memory for all ranks' ``x``, one after the other: around ``x`` if its storage has room."""
     first, size = x.storage_offset() - group.rank * x.numel(), group.size * x.shape[0]
     if not rows or first < 0 or (first + group.size * x.numel()) * x.itemsize > x.untyped_storage().nbytes():
         return x.new_empty((size, *x.shape[1:]))
@@ -339,8 +339,8 @@ def _room(x: Tensor, group: Native, rows: bool) -> Tensor:
 
 def gradient_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> list[tuple[int, ...]]:
     """Return all groups of ranks along each set of axes, in an order that every rank agrees on."""
-    found: dict[tuple[int, ...], None] = {}
-    for names in sorted({tuple(sorted(a)) for a in axes}):
+    groups: dict[tuple[int, ...], None] = {}
+    for names in sorted({tuple(sorted(names)) for names in axes}):
         for rank in range(mesh.size):
-            found[mesh.peers(rank, names)] = None
-    return list(found)
+            groups[mesh.peers(rank, names)] = None
+    return list(groups)

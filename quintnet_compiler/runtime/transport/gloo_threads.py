@@ -21,8 +21,8 @@ def lower_gloo_thread_priority() -> None:
         return
     for thread in threads.iterdir():
         try:
-            named, number = (thread / "comm").read_text().strip() == NAME, int(thread.name)
-            if named and os.sched_getscheduler(number) == os.SCHED_OTHER:
+            is_reader, number = (thread / "comm").read_text().strip() == NAME, int(thread.name)
+            if is_reader and os.sched_getscheduler(number) == os.SCHED_OTHER:
                 os.sched_setscheduler(number, os.SCHED_BATCH, os.sched_param(0))
         except OSError:  # it has ended, or may not be changed
             continue

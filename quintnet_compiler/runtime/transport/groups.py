@@ -1,6 +1,6 @@
 """Process groups beside the world's, whose ranks wait for each other as long as the world's do.
 
-torch gives groups that it is not told of its own timeouts (10 minutes with NCCL, 30 with gloo).
+A group that is made without a timeout gets torch's default (10 minutes with NCCL, 30 with gloo).
 """
 
 from __future__ import annotations

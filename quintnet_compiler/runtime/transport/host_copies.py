@@ -61,28 +61,28 @@ class HostCopies:
         for stream in self.streams.values():
             stream.synchronize()
 
-    def _copied(self, target: Tensor, x: Tensor, device: torch.device, way: str) -> Pending:
+    def _copied(self, target: Tensor, x: Tensor, device: torch.device, direction: str) -> Pending:
         """Start a copy from ``x`` to ``target``, and return what waits for it; both live until then."""
         computing = torch.accelerator.current_stream(device)
-        stream = self.stream(device, way)
+        stream = self.stream(device, direction)
         stream.wait_stream(computing)
         with stream:
             target.copy_(x, non_blocking=True)
         done = stream.record_event()
-        held = [x]
+        alive = [x]
 
         def wait() -> Tensor:
             torch.accelerator.current_stream(device).wait_event(done)
-            held.clear()
+            alive.clear()
             return target
 
         return wait
 
-    def stream(self, device: torch.device, way: str) -> torch.Stream:
+    def stream(self, device: torch.device, direction: str) -> torch.Stream:
         """Return the stream of copies in one direction."""
-        if (device, way) not in self.streams:
-            self.streams[device, way] = torch.Stream(device=device)
-        return self.streams[device, way]
+        if (device, direction) not in self.streams:
+            self.streams[device, direction] = torch.Stream(device=device)
+        return self.streams[device, direction]
 
 
 def host_room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """All ranks in one process, in lockstep: the reference semantics, the debugger, and the default without a launcher.
 
 Each rank runs in a greenlet and gives way when it meets communication. When all ranks of a collective have arrived it
-is carried out; ranks that meet different collectives are reported at once, and so is a rank that waits for ever. A
+is carried out; ranks that meet different collectives are reported at once, and so is a rank that waits forever. A
 rank that is alone has no other to give way to, and runs where it is called.
 """
 
@@ -239,7 +239,7 @@ _RESULTS: Mapping[str, Callable[[list[Rendezvous], Sequence[int]], list[Any]]] =
 
 
 class LocalTransport:
-    """One rank's side of a :class:`LocalWorld`; ``met``: in how many collectives other ranks took part."""
+    """One rank's side of a :class:`LocalWorld`; ``met``: the number of collectives in which other ranks took part."""
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.world, self.rank, self.met = world, rank, 0

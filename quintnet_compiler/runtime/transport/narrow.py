@@ -24,14 +24,14 @@ def as_bytes(x: Tensor) -> Tensor:
 def moved_as_bytes(begin: Callable[..., Pending]) -> Callable[..., Pending]:
     """Return ``begin``, a collective that only moves data, extended to 8-bit floating-point numbers."""
 
-    def begun(x: Any, *args: Any, **options: Any) -> Pending:
+    def begin_as_bytes(x: Any, *args: Any, **options: Any) -> Pending:
         first = x if isinstance(x, Tensor) else next(iter(x), None)
         if not (isinstance(first, Tensor) and is_narrow(first.dtype)):
             return begin(x, *args, **options)
         data = as_bytes(x) if isinstance(x, Tensor) else [as_bytes(part) for part in x]
         wait = begin(data, *args, **options)
 
-        def arrived() -> Any:
+        def wait_and_view() -> Any:
             result = wait()
             return (
                 result.view(first.dtype)
@@ -39,6 +39,6 @@ def moved_as_bytes(begin: Callable[..., Pending]) -> Callable[..., Pending]:
                 else tuple(part.view(first.dtype) for part in result)
             )
 
-        return arrived
+        return wait_and_view
 
-    return begun
+    return begin_as_bytes

@@ -1,8 +1,8 @@
-"""Messages between two processes of one host: through memory that both have, and a socket that tells what is there.
+"""Messages between two processes of one host: data in shared memory, and a socket that announces it.
 
 Over gloo, a message is copied into the kernel and out of it, and three threads are woken at each end. Here it is copied
-once, and the other process is woken if it waits: it looks for a message a few times before it sleeps, since ranks that
-compute alike are ready at about the same time, and to wake one takes longer than many a message.
+once. A receiver polls a few times before it sleeps, since ranks that do the same work are ready at about the same time,
+and waking a process often takes longer than the message.
 """
 
 from __future__ import annotations
@@ -28,45 +28,46 @@ from torch import Tensor
 from ...compat.distributed import timeout_of
 from .transport import Pending
 
-LARGEST = 2**20  # bytes of a message: larger ones gain nothing, and would need as much memory again
-SMALLEST = 2**12  # of a block
-LONGEST = 2**16  # bytes of what is told
-NONE = 2**64 - 1  # no block
-FILE = socket.CMSG_LEN(array("i").itemsize)  # bytes beside a message that brings a file
-SECRET = 16  # bytes that only the two processes know
-ANSWER = 5.0  # seconds until which a call that has been made is there
-LOOKS = 64  # for a message, each of about a microsecond, before one sleeps until it comes
-MOST_VIEWS = 64  # of a block
+MAX_MESSAGE_BYTES = 2**20  # larger ones gain nothing, and would need as much memory again
+MIN_BLOCK_BYTES = 2**12
+MAX_ANNOUNCEMENT_BYTES = 2**16  # on the socket
+NO_BLOCK = 2**64 - 1  # in place of a block's number
+DESCRIPTOR_BYTES = socket.CMSG_LEN(array("i").itemsize)  # of ancillary data that passes a file descriptor
+SECRET_BYTES = 16  # that only the two processes know
+ACCEPT_SECONDS = 5.0  # in which a connection that was made has arrived
+MAX_POLLS = 64  # for a message, each of about a microsecond, before a receiver sleeps
+MAX_VIEWS = 64  # of a block
 
 
 @dataclass(frozen=True)
 class MessageBlock:
-    """Memory of one message at a time, and the tensors that have been at its beginning: they are made once."""
+    """Shared memory of one message at a time, with a cache of the tensors that view it."""
 
     memory: Tensor
     views: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
     def view(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for a tensor."""
+        """Return the beginning of the memory as a tensor."""
         key = (dtype, *shape)
-        found = self.views.get(key)
-        if found is None:
-            if len(self.views) == MOST_VIEWS:
+        tensor = self.views.get(key)
+        if tensor is None:
+            if len(self.views) == MAX_VIEWS:
                 self.views.clear()
-            found = self.memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            self.views[key] = found
-        return found
+            tensor = self.memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            self.views[key] = tensor
+        return tensor
 
 
 class MemoryLink:
     """One end of a connection to another process.
 
-    What one end puts is copied to a block of its memory that holds nothing unread. A message is the numbers of the
-    block, of bytes, and of the other end's blocks that were read since; a new block's file comes with its first
-    message. What one end puts, the other takes in the same order, and may wait for in any.
+    A tensor that one end puts is copied to a block of its memory that holds nothing unread, and announced on the
+    socket: the block's number, the number of bytes, and the other end's blocks that were read since the last
+    announcement. The file of a new block comes with its first announcement. The other end takes tensors in the same
+    order, and may wait for them in any.
 
-    ``seconds``: how long the other end is waited for; ``both``: both ends put, in turns. Else blocks that were read are
-    given back at once, with a message that has none of its own.
+    ``seconds``: how long to wait for the other end. ``both``: both ends put, in turns; else blocks that were read are
+    returned at once, by an announcement without a block.
     """
 
     def __init__(self, connection: socket.socket, seconds: float, *, both: bool = True) -> None:
@@ -75,24 +76,25 @@ class MemoryLink:
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))  # a timeval
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, limit)
-        self.connection, self.seconds, self.both, self.looks = connection, seconds, both, LOOKS
+        self.connection, self.seconds, self.both, self.polls = connection, seconds, both, MAX_POLLS
         self.poll = select.poll()
         self.poll.register(connection, select.POLLIN)
         self.own: list[MessageBlock] = []
-        self.free: dict[int, list[int]] = {}  # by size: own blocks that hold nothing unread
+        self.free: dict[int, list[int]] = {}  # by size: blocks of this end that hold nothing unread
         self.others: list[MessageBlock] = []
-        self.read: list[int] = []  # the other's blocks that were read since the last message
-        self.taken = self.heard = 0  # what the other put: how much is or was waited for, and how much is there
-        self.there: dict[int, tuple[int, int]] = {}  # of that: the other's block, and how many bytes are in it
+        self.read: list[int] = []  # blocks of the other end that were read since the last announcement
+        self.taken = 0  # number of tensors of the other end that were asked for
+        self.heard = 0  # number of tensors of the other end that were announced
+        self.there: dict[int, tuple[int, int]] = {}  # announced and not taken: block and number of bytes
 
-    def exchange(self, x: Tensor, made: Callable[[Tensor], Any]) -> Pending:
-        """Call :meth:`put`, and :meth:`take` what the other end puts, which is like ``x``."""
+    def exchange(self, x: Tensor, read: Callable[[Tensor], Any]) -> Pending:
+        """Put ``x``, and take a tensor like it that the other end puts; see :meth:`put` and :meth:`take`."""
         self.put(x)
-        return self.take(x.shape, x.dtype, made)
+        return self.take(x.shape, x.dtype, read)
 
     def put(self, x: Tensor) -> None:
-        """Send ``x`` (contiguous, at most :data:`LARGEST` bytes), which may change then."""
-        size = max(SMALLEST, 1 << (x.nbytes - 1).bit_length())
+        """Send ``x`` (contiguous, at most :data:`MAX_MESSAGE_BYTES` bytes), which may change afterwards."""
+        size = max(MIN_BLOCK_BYTES, 1 << (x.nbytes - 1).bit_length())
         free, files = self.free.setdefault(size, []), []
         if not free and not self.both:
             self._hear_all()
@@ -103,10 +105,13 @@ class MemoryLink:
             self.own.append(_mapped(files[0]))
         block = free.pop()
         self.own[block].view(x.shape, x.dtype).copy_(x)
-        self._say(block, x.nbytes, files)
+        self._announce(block, x.nbytes, files)
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype, made: Callable[[Tensor], Any]) -> Pending:
-        """Return a wait for the result of ``made`` for the other end's next tensor, which is valid during that call."""
+    def take(self, shape: Sequence[int], dtype: torch.dtype, read: Callable[[Tensor], Any]) -> Pending:
+        """Return a wait that calls ``read`` with the other end's next tensor, and returns its result.
+
+        The tensor is valid during that call.
+        """
         number, self.taken = self.taken, self.taken + 1
 
         def wait() -> Any:
@@ -114,17 +119,17 @@ class MemoryLink:
                 self._hear()
             block, count = self.there.pop(number)
             if count != math.prod(shape) * dtype.itemsize:
-                what = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-                raise dist.DistError(f"{what} is expected of another rank, which sent {count} bytes")
-            result = made(self.others[block].view(shape, dtype))
+                expected = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+                raise dist.DistError(f"{expected} is expected of another rank, which sent {count} bytes")
+            result = read(self.others[block].view(shape, dtype))
             self.read.append(block)
             if not self.both:
-                self._say(NONE, 0, [])
+                self._announce(NO_BLOCK, 0, [])
             return result
 
         return wait
 
-    def _say(self, block: int, count: int, files: list[int]) -> None:
+    def _announce(self, block: int, count: int, files: list[int]) -> None:
         message = array("Q", [block, count, *self.read]).tobytes()
         self.read.clear()
         try:
@@ -141,9 +146,9 @@ class MemoryLink:
                 os.close(file)
 
     def _hear(self, flags: int = 0) -> None:
-        """Wait for the next message."""
+        """Receive the next announcement; with MSG_DONTWAIT in ``flags``, raise BlockingIOError if there is none."""
         try:
-            message, beside, _, _ = self._received(flags) if flags else self._looked_for()
+            message, ancillary, _, _ = self._receive(flags) if flags else self._poll_and_receive()
         except BlockingIOError:
             if flags:
                 raise
@@ -152,47 +157,50 @@ class MemoryLink:
             raise dist.DistNetworkError(f"Connection closed by peer: {error}") from None
         if not message:
             raise dist.DistNetworkError("Connection closed by peer")
-        for _, _, data in beside:
+        for _, _, data in ancillary:
             (file,) = array("i", data)
             self.others.append(_mapped(file))
             os.close(file)
         block, count, *free = array("Q", message)
-        for own in free:
-            self.free[self.own[own].memory.numel()].append(own)
-        if block != NONE:
+        for number in free:
+            self.free[self.own[number].memory.numel()].append(number)
+        if block != NO_BLOCK:
             self.there[self.heard] = block, count
             self.heard += 1
 
-    def _looked_for(self) -> Any:
-        """The next message. Where one looked in vain, one looks half as often the next time: where other processes need
-        the cores, too, the other end does not run, and may be waiting for this one's core."""
-        for _ in range(self.looks):
+    def _poll_and_receive(self) -> Any:
+        """Poll for the next announcement, then sleep until it comes.
+
+        After polling in vain, the next call polls half as often: where more processes run than there are cores, the
+        other end may be waiting for this one's core.
+        """
+        for _ in range(self.polls):
             if self.poll.poll(0):
-                self.looks = min(2 * self.looks, LOOKS)
+                self.polls = min(2 * self.polls, MAX_POLLS)
                 break
         else:
-            self.looks = max(self.looks // 2, 1)
-        return self._received(0)
+            self.polls = max(self.polls // 2, 1)
+        return self._receive(0)
 
-    def _received(self, flags: int) -> Any:
+    def _receive(self, flags: int) -> Any:
         # not socket.recv_fds, which drops the flags (Python 3.11)
-        return self.connection.recvmsg(LONGEST, FILE, flags)
+        return self.connection.recvmsg(MAX_ANNOUNCEMENT_BYTES, DESCRIPTOR_BYTES, flags)
 
     def _hear_all(self) -> None:
-        """Messages that are there."""
+        """Receive all announcements that have arrived."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._hear(socket.MSG_DONTWAIT)
 
 
 def _mapped(file: int) -> MessageBlock:
-    """The memory of a file."""
+    """Map a file into memory."""
     return MessageBlock(torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8))
 
 
 def fits(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a tensor is one that links are for."""
-    return device.type == "cpu" and math.prod(shape) * dtype.itemsize <= LARGEST
+    """Return whether a link can send such a tensor."""
+    return device.type == "cpu" and math.prod(shape) * dtype.itemsize <= MAX_MESSAGE_BYTES
 
 
 def link(group: dist.ProcessGroup, *, both: bool = True) -> MemoryLink | None:
@@ -201,28 +209,28 @@ def link(group: dist.ProcessGroup, *, both: bool = True) -> MemoryLink | None:
     None where they are on different hosts (or in containers that see no sockets of each other), or not on Linux.
     """
     door = _socket()
-    if not all(_told(group, door is not None)) or door is None:
+    if not all(_exchange_objects(group, door is not None)) or door is None:
         return None
     with door:
         if group.rank() == 0:
             door.bind("")  # Linux chooses a name, which goes with the socket
             door.listen()
-        name, secret = _told(group, (door.getsockname(), secrets.token_bytes(SECRET)))[0]
-        made = _called(name, secret) if group.rank() == 1 else None
-        if not _told(group, made is not None)[1]:
+        name, secret = _exchange_objects(group, (door.getsockname(), secrets.token_bytes(SECRET_BYTES)))[0]
+        connection = _connect(name, secret) if group.rank() == 1 else None
+        if not _exchange_objects(group, connection is not None)[1]:
             return None
         if group.rank() == 0:
-            made = _answered(door, secret)
-        if not _told(group, made is not None)[0] or made is None:
+            connection = _accept(door, secret)
+        if not _exchange_objects(group, connection is not None)[0] or connection is None:
             return None
-        return MemoryLink(made, timeout_of(group), both=both)
+        return MemoryLink(connection, timeout_of(group), both=both)
 
 
-def _told(group: dist.ProcessGroup, mine: Any) -> list[Any]:
-    """What both ranks have to say."""
-    found: list[Any] = [None, None]
-    dist.all_gather_object(found, mine, group=group)
-    return found
+def _exchange_objects(group: dist.ProcessGroup, mine: Any) -> list[Any]:
+    """Return the objects of both ranks."""
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, mine, group=group)
+    return both
 
 
 def _socket() -> socket.socket | None:
@@ -234,28 +242,28 @@ def _socket() -> socket.socket | None:
         return None
 
 
-def _called(name: bytes, secret: bytes) -> socket.socket | None:
-    """Connected to the process that listens at ``name``, if there is one here."""
-    made = _socket()
-    assert made is not None
+def _connect(name: bytes, secret: bytes) -> socket.socket | None:
+    """Connect to the process that listens at ``name`` on this host; return None if there is none."""
+    connection = _socket()
+    assert connection is not None
     try:
-        made.connect(name)
-        made.send(secret)
+        connection.connect(name)
+        connection.send(secret)
     except OSError:
-        made.close()
+        connection.close()
         return None
-    return made
+    return connection
 
 
-def _answered(door: socket.socket, secret: bytes) -> socket.socket | None:
-    """The connection of the process that knows the secret: it has called already, if it could call this one."""
-    door.settimeout(ANSWER)
+def _accept(door: socket.socket, secret: bytes) -> socket.socket | None:
+    """Accept the connection of the process that knows the secret, which has connected already; None if it has not."""
+    door.settimeout(ACCEPT_SECONDS)
     while True:
         try:
-            made, _ = door.accept()
-            made.settimeout(ANSWER)
-            if secrets.compare_digest(made.recv(SECRET), secret):
-                return made
-            made.close()
+            connection, _ = door.accept()
+            connection.settimeout(ACCEPT_SECONDS)
+            if secrets.compare_digest(connection.recv(SECRET_BYTES), secret):
+                return connection
+            connection.close()
         except TimeoutError:
             return None

@@ -58,9 +58,9 @@ def kernels_of(group: dist.ProcessGroup, device: torch.device) -> Kernels | None
     """
     if device.type != "cuda":
         return None
-    places: list[Any] = [None] * group.size()
-    dist.all_gather_object(places, (socket.gethostname(), device.index), group=group)
-    hosts, indices = {host for host, _ in places}, [index for _, index in places]
+    devices: list[Any] = [None] * group.size()
+    dist.all_gather_object(devices, (socket.gethostname(), device.index), group=group)
+    hosts, indices = {host for host, _ in devices}, [index for _, index in devices]
     others = [index for index in indices if index != device.index]
     connected = len(hosts) == 1 and len(set(indices)) == len(indices)
     connected = connected and all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
