@@ -17,26 +17,27 @@ from ...ir.repeated_blocks import block_of
 from ...ops.catalog import op_spec, spec_of
 from ...ops.copies import BACK, copy_out, write_out
 
-SMALLEST = 1024  # bytes: starting the copy of fewer takes longer than they are worth (torchtune has the same)
+MIN_OFFLOAD_BYTES = 1024  # starting a copy of fewer costs more than their memory is worth (as in torchtune)
 HOST = torch.device("cpu")
-Key = tuple[int, fx.Node]  # a stage, and a value whose memory its functions share
+Key = tuple[int, fx.Node]  # a stage, and the value that owns the memory
 
 
 @dataclass(frozen=True)
 class OffloadActivations:
-    """What a backward reads of its forward is copied to the host, and comes back before it is read (Rhu et al. 2016,
-    vDNN); or to a file, by ``write_out`` and ``read_in`` (Rajbhandari et al. 2021, ZeRO-Infinity).
+    """Copy saved values to the host after the forward, and back before the backward reads them.
+
+    After Rhu et al. 2016, vDNN; or to files, by ``write_out`` and ``read_in`` (Rajbhandari et al. 2021, ZeRO-Infinity).
 
     Before: %h = linear(%x, %w);  %y = gelu(%h);  ...;  %g = gelu_backward(%gy, %h)
     After:  %h = linear(%x, %w);  %y = gelu(%h);  %o = copy_out(%h);  ...
             %i = copy_in(%o);  %g = gelu_backward(%gy, %i)
-    Ensures: the same values: a copy has the bits of what it is a copy of. Of a value that is copied nothing is kept on
-    the device, under whatever name: views of it are taken of the copy again. Leaves, what is made once a step, results,
-    and parts of the batch stay where they are; so do values of less than a kilobyte, and those that are read again
-    before they could be there and back. A value comes back before its first reader, once.
+    Ensures: the same values. Of a value that is copied nothing stays on the device: its views are views of the copy
+    again. Leaves, values that are computed once a step, results and parts of the batch stay where they are; so do
+    values of less than a kilobyte, and those that are read before they could be there and back. A value comes back
+    once, before its first reader.
 
-    ``seconds``: of a node, copies too. ``alone``: the stages in which the backward of a microbatch follows its forward;
-    in others there is time enough between the two. ``disk``: whether values wait in files.
+    ``seconds``: of a node, also of a copy. ``alone``: the stages in which the backward of a microbatch directly follows
+    its forward; in others there is enough time between the two. ``disk``: values wait in files.
     """
 
     seconds: Callable[[fx.Node], float]
@@ -50,52 +51,55 @@ class OffloadActivations:
 
     @property
     def out(self) -> OpOverload:
-        """What takes a value away."""
+        """Return the operator that copies a value to the host or a file."""
         return write_out if self.disk else copy_out
 
     def away(self, program: DifferentiatedProgram) -> Callable[[int, fx.Node], bool]:
-        """Which values of a program whose backward computes no block again yet would be on the host, if a stage saved
-        them: those that are, whatever is computed again. A block's backward may then read any of its values first."""
+        """Return a predicate: would a value be on the host if a stage saved it?
+
+        ``program``: before recomputing. True means on the host whatever is recomputed: the backward of a block may then
+        read any of its values first.
+        """
         memory = _Memory(program)
-        begins: dict[tuple[int, Hashable], int] = {}
+        block_starts: dict[tuple[int, Hashable], int] = {}
         for place, node in enumerate(memory.nodes):
             if node.op == "call_function" and facts(node).phase == "backward" and node in program.stage:
-                begins.setdefault((program.stage[node], block_of(node)), place)
+                block_starts.setdefault((program.stage[node], block_of(node)), place)
         results = {memory.root(program.stage[n], n) for n in program.outputs if n in program.stage}
-        known: dict[Key, bool] = {}
+        decisions: dict[Key, bool] = {}
 
-        def asked(key: Key) -> bool:
+        def _leaves(key: Key) -> bool:
             stage, root = key
-            if root in results or not _kept(program, root) or num_bytes(value(root)) < SMALLEST:
+            if root in results or not _is_saved(program, root) or num_bytes(value(root)) < MIN_OFFLOAD_BYTES:
                 return False
             if stage not in self.alone:
                 return True
             blocks = {(stage, block_of(user)) for user in root.users if program.stage.get(user) == stage}
-            first = [begins[block] for block in blocks if block in begins]
+            first = [block_starts[block] for block in blocks if block in block_starts]
             memory.first[key] = min([*first, memory.first.get(key, len(memory.nodes))])
             return self._pays(program, memory, key)
 
         def away(stage: int, node: fx.Node) -> bool:
             key = stage, memory.root(stage, node)
-            if key not in known:
-                known[key] = asked(key)
-            return known[key]
+            if key not in decisions:
+                decisions[key] = _leaves(key)
+            return decisions[key]
 
         return away
 
     def _pays(self, program: DifferentiatedProgram, memory: _Memory, key: Key) -> bool:
         stage, root = key
-        if num_bytes(value(root)) < SMALLEST:
+        if num_bytes(value(root)) < MIN_OFFLOAD_BYTES:
             return False
         if stage not in self.alone:
             return True
-        there, back = (self.seconds(_copy(root, target)) for target in (self.out, BACK[self.out]))
-        return memory.between(key, self.seconds) >= there + back
+        out, back = (self.seconds(_copy(root, target)) for target in (self.out, BACK[self.out]))
+        return memory.between(key, self.seconds) >= out + back
 
 
 @dataclass
 class _Memory:
-    """Where values of each stage lie, and when they are read: ``last`` in its forward, ``first`` in its backward."""
+    """The memory of each stage's values, and its ``last`` reader in the forward, its ``first`` in the backward."""
 
     program: DifferentiatedProgram
     own: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -120,15 +124,15 @@ class _Memory:
                     self.last[key] = place
 
     def root(self, stage: int, node: fx.Node) -> fx.Node:
-        """In whose memory a value lies on a stage: what another stage has sent lies in memory of its own."""
+        """Return the value that owns a value's memory on a stage; values from other stages own theirs."""
         return self.own[node] if self.program.stage.get(node) == stage else node
 
     def behind(self, key: Key) -> fx.Node:
-        """The last node of the forward that makes or reads a value."""
+        """Return the last node of the forward that makes or reads a value."""
         return self.nodes[self.last[key]] if key in self.last else key[1]
 
     def between(self, key: Key, seconds: Callable[[fx.Node], float]) -> float:
-        """Seconds that a stage computes from the last reader in the forward to the first in the backward."""
+        """Return the seconds that a stage computes between a value's last forward reader and first backward reader."""
         stage = key[0]
         if stage not in self.clocks:
             times = (seconds(n) if self._runs(n, stage) else 0.0 for n in self.nodes)
@@ -142,12 +146,12 @@ class _Memory:
 
 
 def _saved(program: DifferentiatedProgram, memory: _Memory) -> list[Key]:
-    """What each stage keeps from forward to backward, and nothing else does."""
+    """Return the values that only stages hold from their forward to their backward."""
     results = {memory.root(program.stage[n], n) for n in program.outputs if n in program.stage}
-    return [key for key in memory.first if _kept(program, key[1]) and key[1] not in results]
+    return [key for key in memory.first if _is_saved(program, key[1]) and key[1] not in results]
 
 
-def _kept(program: DifferentiatedProgram, root: fx.Node) -> bool:
+def _is_saved(program: DifferentiatedProgram, root: fx.Node) -> bool:
     if root.op != "call_function" or leaf(root) is not None or root in program.once or root not in program.stage:
         return False
     if facts(root).phase != "forward" or op_spec(root).cuts_microbatch or spec_of(origin(root)[0].target).save:
@@ -156,10 +160,10 @@ def _kept(program: DifferentiatedProgram, root: fx.Node) -> bool:
 
 
 def _dense(x: Tensor) -> bool:
-    """Whether a value fills its memory, in whatever order."""
-    places = sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
+    """Return whether a value fills its memory, in any order of dims."""
+    strides = sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
     filled = 1
-    for stride, size in places:
+    for stride, size in strides:
         if stride != filled:
             return False
         filled *= size
@@ -167,20 +171,22 @@ def _dense(x: Tensor) -> bool:
 
 
 def _copy(root: fx.Node, target: object) -> fx.Node:
-    """A copy of a value, to ask for its price."""
+    """Return a node that copies a value, to ask for its price."""
     graph = fx.Graph()
     return annotate(graph.create_node("call_function", target, (graph.placeholder("x"),)), facts(root))  # type: ignore[arg-type]
 
 
 @dataclass
 class _Rewriting:
+    """A copy of a program in which the values ``moved`` leave the device; ``there``: those that came back."""
+
     program: DifferentiatedProgram
     memory: _Memory
     moved: set[Key]
     out: OpOverload
     graph: fx.Graph = field(default_factory=fx.Graph)
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    there: dict[Key, fx.Node] = field(default_factory=dict)  # what a backward reads in the place of a value
+    there: dict[Key, fx.Node] = field(default_factory=dict)
     outside: dict[Key, fx.Node] = field(default_factory=dict)
     stage: dict[fx.Node, int] = field(default_factory=dict)
 
@@ -198,9 +204,9 @@ class _Rewriting:
             for key in leaving[node]:
                 self._leave(key)
         self.graph.lint()
-        made = self.program.moved(self.graph, self.new, self.stage)
-        again = {copy: self.new[node] for (_, node), copy in self.there.items() if copy.target is not BACK[self.out]}
-        return replace(made, copies={**made.copies, **again})
+        program = self.program.moved(self.graph, self.new, self.stage)
+        copies = {copy: self.new[node] for (_, node), copy in self.there.items() if copy.target is not BACK[self.out]}
+        return replace(program, copies={**program.copies, **copies})
 
     def _emit(self, node: fx.Node, stage: int | None) -> None:
         back = stage is not None and facts(node).phase == "backward"
@@ -218,21 +224,22 @@ class _Rewriting:
         self.outside[key] = self._put(key, self.out, (self.new[root],), "out", replace(facts(root), value=host))
 
     def _return(self, stage: int, node: fx.Node) -> None:
-        """Have ``node`` for the backward of a stage, if its memory has left."""
+        """Bring ``node`` back for the backward of a stage, if its memory has left the device."""
         root = self.memory.root(stage, node)
         if (stage, root) not in self.moved or (stage, node) in self.there or facts(node).phase == "backward":
             return
-        known = replace(facts(node), phase="backward")
+        new_facts = replace(facts(node), phase="backward")
         if node is root:
-            given = self.outside[stage, root], torch.device(value(root).device.type)
-            self.there[stage, node] = self._put((stage, node), BACK[self.out], given, "in", known)
+            args = self.outside[stage, root], torch.device(value(root).device.type)
+            self.there[stage, node] = self._put((stage, node), BACK[self.out], args, "in", new_facts)
             return
         for source in node.all_input_nodes:  # a view
             self._return(stage, source)
-        made = self.graph.node_copy(node, lambda n: self.there.get((stage, n), self.new.get(n)))
-        self.there[stage, node], self.stage[annotate(made, known)] = made, stage
+        view = self.graph.node_copy(node, lambda n: self.there.get((stage, n), self.new.get(n)))
+        self.there[stage, node], self.stage[annotate(view, new_facts)] = view, stage
 
-    def _put(self, key: Key, target: object, args: tuple[object, ...], way: str, known: Facts) -> fx.Node:
-        made = self.graph.create_node("call_function", target, args, name=f"{key[1].name}_{way}")  # type: ignore[arg-type]
-        self.stage[annotate(made, known)] = key[0]
-        return made
+    def _put(self, key: Key, target: object, args: tuple[object, ...], suffix: str, new_facts: Facts) -> fx.Node:
+
+        copy = self.graph.create_node("call_function", target, args, name=f"{key[1].name}_{suffix}")  # type: ignore[arg-type]
+        self.stage[annotate(copy, new_facts)] = key[0]
+        return copy

@@ -14,20 +14,21 @@ from ...ir.repeated_blocks import block_of
 from ...ops.copies import copy_in
 
 HOST = torch.device("cpu")
-Place = tuple[int, str, Hashable]  # a stage, a phase, and a block or the nodes between two
+Place = tuple[int, str, Hashable]  # a stage, a phase, and a block or a run of nodes between two blocks
 
 
 @dataclass(frozen=True)
 class OffloadParameters:
-    """What ranks store of parameters is on the host. Each block copies what it reads in, in its forward and again in
-    its backward (Rajbhandari et al. 2021, ZeRO-Infinity).
+    """Store parameters on the host; each block copies in those it reads, once in its forward and once in its backward.
+
+    After Rajbhandari et al. 2021, ZeRO-Infinity.
 
     Before: %w = all_gather(%p, dp);  %y = linear(%x, %w);  ...;  %v = all_gather(%p, dp);  %g = mm(%gy, %v)
     After:  %i = copy_in(%p);  %w = all_gather(%i, dp);  %y = linear(%x, %w);  ...;
             %j = copy_in(%p);  %v = all_gather(%j, dp);  %g = mm(%gy, %v)
-    Ensures: the same values. Nothing but ``copy_in`` reads a parameter. No copy outlives the block that reads it: views
-    of one, and what is computed of parameters alone once a step (copies in 16 bits, scales), are computed again of
-    each.
+    Ensures: the same values. Only ``copy_in`` reads a parameter. No copy outlives the block that reads it: views of a
+    parameter, and values that are computed from parameters alone once a step (copies in 16 bits, scales), are computed
+    again from each copy.
     """
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
@@ -35,19 +36,19 @@ class OffloadParameters:
 
 
 def _repeated(program: DifferentiatedProgram) -> set[fx.Node]:
-    """Parameters, and nodes that are computed of them wherever they are read."""
-    kept = {*program.outputs, *program.gradients.values()}
-    found: set[fx.Node] = set()
+    """Return the parameters, and the nodes that are computed from them again in each block."""
+    results = {*program.outputs, *program.gradients.values()}
+    repeated: set[fx.Node] = set()
     for node in program.graph.nodes:
-        known = leaf(node) if node.op == "placeholder" else None
-        if known is not None and known.kind == "parameter":
-            found.add(node)
-        elif node.op == "call_function" and node not in kept and found.intersection(node.all_input_nodes):
+        node_leaf = leaf(node) if node.op == "placeholder" else None
+        if node_leaf is not None and node_leaf.kind == "parameter":
+            repeated.add(node)
+        elif node.op == "call_function" and node not in results and repeated.intersection(node.all_input_nodes):
             stage = program.stage.get(node)
-            here = all(program.stage.get(user) == stage for user in node.users if user.op != "output")
-            if here and (node in program.once or _views(node, found)):
-                found.add(node)
-    return found
+            in_one_stage = all(program.stage.get(user) == stage for user in node.users if user.op != "output")
+            if in_one_stage and (node in program.once or _views(node, repeated)):
+                repeated.add(node)
+    return repeated
 
 
 def _views(node: fx.Node, repeated: set[fx.Node]) -> bool:
@@ -58,6 +59,8 @@ def _views(node: fx.Node, repeated: set[fx.Node]) -> bool:
 
 @dataclass
 class _InFunctions:
+    """A copy of a program in which each function copies the parameters that it reads (``here``: by place)."""
+
     program: DifferentiatedProgram
     repeated: set[fx.Node]
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -66,7 +69,7 @@ class _InFunctions:
     stage: dict[fx.Node, int] = field(default_factory=dict)
 
     def run(self) -> DifferentiatedProgram:
-        run, before = 0, None
+        gap, previous = 0, None  # the number of runs of nodes so far
         for node in self.program.graph.nodes:
             if node.op == "output":
                 break
@@ -74,8 +77,8 @@ class _InFunctions:
                 self._leaf(node)
             elif node not in self.repeated:
                 block = block_of(node)
-                run, before = run + (block != before), block
-                self._emit(node, block or run)
+                gap, previous = gap + (block != previous), block
+                self._emit(node, block or gap)
         last = self.program.local.staged.num_stages - 1
         outputs = tuple(self._whole((last, "forward", "result"), node) for node in self.program.outputs)
         old = self.program.gradients
@@ -94,38 +97,37 @@ class _InFunctions:
     def _emit(self, node: fx.Node, part: Hashable) -> None:
         stage = self.program.stage.get(node)
         place = (-1 if stage is None else stage, facts(node).phase, part)
-        read = {source: self._copy(place, source, node) for source in node.all_input_nodes if source in self.repeated}
-        self.new[node] = self.graph.node_copy(node, lambda n: read[n] if n in read else self.new[n])
+        copies = {source: self._copy(place, source, node) for source in node.all_input_nodes if source in self.repeated}
+        self.new[node] = self.graph.node_copy(node, lambda n: copies[n] if n in copies else self.new[n])
         if stage is not None:
             self.stage[self.new[node]] = stage
 
     def _copy(self, place: Place, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """``node`` as the readers at a place have it."""
+        """Return the copy of a repeated node that readers at ``place`` share."""
         if (place, node) not in self.here:
             stage, phase, _ = place
-            known = replace(facts(node), phase=phase, where=facts(reader).where)  # type: ignore[arg-type]
+            new_facts = replace(facts(node), phase=phase, where=facts(reader).where)  # type: ignore[arg-type]
             if leaf(node) is not None:
                 device = torch.device(value(node).device.type)
                 args = self.new[node], device
-                made = self.graph.create_node("call_function", copy_in, args, name=f"{node.name}_in")
-                known = replace(known, leaf=None)
+                copy = self.graph.create_node("call_function", copy_in, args, name=f"{node.name}_in")
+                new_facts = replace(new_facts, leaf=None)
             else:
-                read = {x: self._copy(place, x, reader) for x in node.all_input_nodes if x in self.repeated}
-                made = self.graph.node_copy(node, lambda n: read[n] if n in read else self.new[n])
-            self.here[place, node] = annotate(made, known)
-            self.stage[made] = stage
+                sources = {x: self._copy(place, x, reader) for x in node.all_input_nodes if x in self.repeated}
+                copy = self.graph.node_copy(node, lambda n: sources[n] if n in sources else self.new[n])
+            self.here[place, node] = annotate(copy, new_facts)
+            self.stage[copy] = stage
         return self.here[place, node]
 
     def _whole(self, place: Place, node: fx.Node) -> fx.Node:
-        """What is a result, or a gradient; a parameter may be one."""
+        """Return the copy of a result or a gradient, which may be a parameter."""
         return self._copy(place, node, node) if node in self.repeated else self.new[node]
 
     def _moved(self) -> DifferentiatedProgram:
-        """What is known of a node that is several now goes with the first."""
-        gone = {node for node in self.repeated if leaf(node) is None}
+        """Return the new program; facts about a node with several copies go to its first copy."""
+        copied = {node for node in self.repeated if leaf(node) is None}
         first: dict[fx.Node, fx.Node] = {}
-        for (_, node), made in self.here.items():
-            first.setdefault(node, made)
-        new = {**self.new, **{node: first[node] for node in gone}}
-        alive = replace(self.program, once=self.program.once - gone)
-        return alive.moved(self.graph, new, self.stage)
+        for (_, node), copy in self.here.items():
+            first.setdefault(node, copy)
+        new = {**self.new, **{node: first[node] for node in copied}}
+        return replace(self.program, once=self.program.once - copied).moved(self.graph, new, self.stage)

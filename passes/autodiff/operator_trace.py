@@ -3,11 +3,11 @@
 Kernels have preconditions on memory format, and autograd meets them: derivatives.yaml says ``grad.contiguous()`` where
 a backward kernel reads its gradient as contiguous memory, and composite operators do so with their inputs. On a tensor
 that is contiguous such a call leaves nothing in a trace, and the trace would be wrong for any other tensor. Therefore
-operators are traced with tensors that are contiguous in no memory format. What autograd makes contiguous stands in the
-trace as ``contiguous``, which costs nothing at run time where the tensor is contiguous already.
+operators are traced with tensors that are contiguous in no memory format. Where autograd makes a tensor contiguous, the
+trace has a ``contiguous``, which costs nothing at run time if the tensor is contiguous already.
 
 Autograd works on tensors of a device only where PyTorch has it (without, it ends the process). Operators for a GPU that
-this machine does not have are traced on the CPU, with the operators that the GPU would run in the place of those that
+this machine does not have are traced on the CPU, with the operators that the GPU would run instead of those that
 PyTorch chooses by device.
 """
 
@@ -32,16 +32,24 @@ from .recording import record
 aten = torch.ops.aten
 _COPIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
 _CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
-# They factorise a contiguous matrix transposed, and autograd knows when: the derivative is of that format.
+# These factorise a contiguous matrix transposed, and autograd knows when: the derivative has that format.
 _BY_FORMAT = (aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default)
 
 
 @dataclass(frozen=True)
 class Template:
-    """A traced operator: graph of forward and backward, and which of its nodes are what.
+    """A traced operator: a graph of its forward and backward.
 
-    ``wanted``: which outputs have a tangent. ``dense``: the trace holds for contiguous inputs and tangents alone;
-    ``even``: for inputs at these places whose last dim has stride 1.
+    Attributes:
+        graph: Of both.
+        inputs: Placeholders of tensors.
+        tangents: Placeholders of the gradients of the outputs ``wanted``.
+        outputs: Of the operator; None: it is no tensor.
+        gradients: Of the inputs; None: there is none.
+        forward: Nodes that run in the forward.
+        wanted: The outputs that have a tangent.
+        dense: Whether the trace holds for contiguous inputs and tangents alone.
+        even: Positions of inputs whose last dim must have stride 1.
     """
 
     graph: fx.Graph
@@ -69,8 +77,8 @@ def trace(
 ) -> Template:
     """Trace ``target(*args, **kwargs)``, whose tensors are ``tensors``, and the pullback of its outputs ``wanted``.
 
-    ``asked``: which tensors get a gradient; by default, those that need one. ``again``: by operators that autograd can
-    differentiate again.
+    ``asked``: which tensors get a gradient; by default, those that need one. ``again``: the pullback consists of
+    operators that autograd can differentiate again.
     """
     flags = tuple(facts(n).needs_grad for n in tensors) if asked is None else tuple(asked)
     call = _OperatorCall(target, args, kwargs, tensors, flags, wanted, mode, absent, again)
@@ -79,7 +87,7 @@ def trace(
         if not any(op_spec(n).takes_strides or n.target in _BY_FORMAT for n in template.graph.nodes):
             return template
     except (RuntimeError, NotImplementedError, ValueError):
-        pass  # views of complex numbers, for instance, ask for some strides
+        pass  # views of complex numbers, for instance, need certain strides
     return call.traced(dense=True)
 
 
@@ -95,8 +103,8 @@ class _OperatorCall:
     absent: AbsentGpu | None
     again: bool
 
-    def _run(self, given: list[Tensor]) -> list[Any]:
-        source = iter(given)
+    def _run(self, tensors: list[Tensor]) -> list[Any]:
+        source = iter(tensors)
         args, kwargs = fx.map_arg((tuple(self.args), self.kwargs), lambda _: next(source))
         target = self.target
         if self.absent is not None:
@@ -105,60 +113,60 @@ class _OperatorCall:
         return list(out) if isinstance(out, (tuple, list)) else [out]
 
     def _joint(self, takes: Callable[[Callable[[], Tensor]], Tensor], like: Callable[..., Tensor]) -> list[Any]:
-        """Outputs, then gradients."""
+        """Return outputs, then gradients of the tensors."""
         if self.absent is not None:
             like = partial(like, device=CPU)
         flags = self.flags
-        # Values may be shared between nodes, and recording tells its inputs apart by identity.
+        # Values may be shared between nodes, and recording distinguishes its inputs by identity.
         leaves = [takes(partial(like, value(n))).requires_grad_(f) for n, f in zip(self.tensors, flags, strict=True)]
         with torch.enable_grad():
             outs = self._run(leaves)
         tangents = [takes(partial(like, outs[i])) for i in self.wanted]
         pairs = [(outs[i], t) for i, t in zip(self.wanted, tangents, strict=True) if outs[i].requires_grad]
-        ask = [x for x in leaves if x.requires_grad]
-        ends, arriving = [o for o, _ in pairs], [t for _, t in pairs]
-        found = iter(torch.autograd.grad(ends, ask, arriving, create_graph=self.again, allow_unused=True))
-        return [*outs, *(next(found) if flag else None for flag in flags)]
+        inputs = [x for x in leaves if x.requires_grad]
+        ends, end_gradients = [out for out, _ in pairs], [tangent for _, tangent in pairs]
+        gradients = iter(torch.autograd.grad(ends, inputs, end_gradients, create_graph=self.again, allow_unused=True))
+        return [*outs, *(next(gradients) if flag else None for flag in flags)]
 
     def traced(self, *, dense: bool) -> Template:
         with self.mode, forgotten_texts():
             graph = record(lambda takes: self._joint(takes, _contiguous if dense else _spaced))
             if any(_mutable(node) for node in graph.nodes):
-                # Here a node's value never changes, because nodes are shared.
-                given = [partial(node.meta.get, "val") for node in graph.find_nodes(op="placeholder")]
+                # A node's value must never change, because nodes are shared.
+                makers = [partial(node.meta.get, "val") for node in graph.find_nodes(op="placeholder")]
                 pure = torch.func.functionalize(fx.GraphModule({}, graph), remove="mutations")
                 with torch.no_grad():
-                    graph = record(lambda takes: pure(*map(takes, given)))
+                    graph = record(lambda takes: pure(*map(takes, makers)))
         if self.absent is not None:
             for node in graph.nodes:
                 node.args, node.kwargs = on_device((node.args, node.kwargs), CUDA)
         _simplify(graph)
         with self.mode:
             _one_layout(graph)
-        places, count = graph.find_nodes(op="placeholder"), len(self.tensors)
+        placeholders, count = graph.find_nodes(op="placeholder"), len(self.tensors)
         returned = [n if isinstance(n, fx.Node) else None for n in graph.output_node().args[0]]  # type: ignore[union-attr]
         split = len(returned) - count
         outputs = tuple(returned[:split])
-        gradients = tuple(_following(node, places[count:]) for node in returned[split:])
+        gradients = tuple(_following(node, placeholders[count:]) for node in returned[split:])
         forward = _ancestors(outputs)
-        # Nodes that need no tangent belong to the forward pass too only if the outputs need them; what else the
-        # backward derives from saved values is computed in the backward pass.
+        # Nodes that need no tangent belong to the forward only if the outputs need them; others, which the backward
+        # derives from saved values, are computed in the backward.
         fused = {source for node in graph.nodes if _begins_fused(node) for source in node.args[:3]}
         return Template(
             graph,
-            tuple(places[:count]),
-            tuple(places[count:]),
+            tuple(placeholders[:count]),
+            tuple(placeholders[count:]),
             outputs,
             gradients,
             forward,
             tuple(self.wanted),
             dense,
-            frozenset(i for i, place in enumerate(places[:count]) if place in fused),
+            frozenset(i for i, placeholder in enumerate(placeholders[:count]) if placeholder in fused),
         )
 
 
 def _spaced(x: Tensor, device: torch.device | None = None) -> Tensor:
-    """A tensor like ``x`` that is contiguous in no memory format: a slice of a larger one.
+    """Return a tensor like ``x`` that is contiguous in no memory format: a slice of a larger one.
 
     Its last dim has stride 1 wherever another dim makes it a slice: fused attention is for such tensors alone.
     """
@@ -187,7 +195,7 @@ def _begins_fused(node: fx.Node) -> bool:
 
 
 def _simplify(graph: fx.Graph) -> None:
-    """No copies: ``contiguous`` where memory matters, and what is copied elsewhere."""
+    """Remove copies; where memory format matters, leave ``contiguous``."""
     for node in list(graph.nodes):
         if op_spec(node).clones:
             format_ = node.kwargs.get("memory_format")
@@ -205,26 +213,26 @@ def _simplify(graph: fx.Graph) -> None:
 
 
 def _one_layout(graph: fx.Graph) -> None:
-    """The gradient that cuDNN's attention is given, laid out as its rows, heads and features usually lie: [B, S, H, D].
+    """Lay out the gradient of cuDNN's attention in the usual order of memory, [B, S, H, D].
 
-    PyTorch keeps the plans that cuDNN made by the shapes and strides of queries, keys and values alone
+    PyTorch caches the plans of cuDNN by the shapes and strides of queries, keys and values alone
     (``aten/src/ATen/native/cudnn/MHA.cpp``, PyTorch 2.13). With gradients of other strides, a plan that was made for an
-    earlier call, of this program or of anything else in the process, reads elsewhere and gives wrong gradients.
+    earlier call, of this program or of anything else in the process, reads other memory and gives wrong gradients.
     """
-    turn = (aten.transpose.int, (1, 2))
+    transpose = (aten.transpose.int, (1, 2))
     for node in list(graph.nodes):
         if node.target is _CUDNN_BACKWARD:
             grad = node.args[0]
             with graph.inserting_before(node):
-                for target, args in (turn, (aten.contiguous.default, ()), turn):
-                    made = graph.call_function(target, (grad, *args))
-                    made.meta["val"] = target(grad.meta["val"], *args)
-                    grad = made
+                for target, args in (transpose, (aten.contiguous.default, ()), transpose):
+                    moved = graph.call_function(target, (grad, *args))
+                    moved.meta["val"] = target(grad.meta["val"], *args)
+                    grad = moved
             node.args = (grad, *node.args[1:])
 
 
 def _following(gradient: fx.Node | None, tangents: Sequence[fx.Node]) -> fx.Node | None:
-    """A gradient that depends on no tangent is zero, because gradients are linear in them: zeros made after one."""
+    """Return a gradient, or zeros made from a tangent if it depends on none: gradients are linear in tangents."""
     if gradient is None or gradient in tangents or not _ancestors([gradient]).isdisjoint(_users(tangents)):
         return gradient
     zero: Tensor = gradient.meta["val"]
@@ -239,11 +247,11 @@ def _users(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _ancestors(outputs: Sequence[fx.Node | None]) -> frozenset[fx.Node]:
-    found: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     todo = [n for n in outputs if n is not None]
     while todo:
         node = todo.pop()
-        if node.op == "call_function" and node not in found:
-            found.add(node)
+        if node.op == "call_function" and node not in ancestors:
+            ancestors.add(node)
             todo += node.all_input_nodes
-    return frozenset(found)
+    return frozenset(ancestors)

@@ -13,17 +13,19 @@ from ...compat.torch import TorchDispatchMode, pytree, root_of
 
 
 def record(work: Callable[[Callable[[Callable[[], Tensor]], Tensor]], Any]) -> fx.Graph:
-    """What ``work(takes)`` does below autograd, as a graph that returns the tensors (or None) of the list that ``work``
-    returns. ``takes(make)`` is ``make()``, as an input of the graph; the first one comes before any operator.
-    ``meta["val"]`` of a node is its value.
+    """Return a graph of the operators that ``work(takes)`` runs below autograd.
+
+    It returns the tensors (or None) of the list that ``work`` returns. ``takes(make)`` returns ``make()`` as an input
+    of the graph; the first call comes before any operator. ``meta["val"]`` of a node is its value.
 
     Raises:
-        NotImplementedError: ``work`` reads a tensor that is neither an input nor made here, or an element's value.
+        NotImplementedError: ``work`` reads a tensor that is neither an input nor a recorded result, or an element's
+            value.
     """
     recorder = _Recorder()
     with recorder:
-        made = work(recorder.takes)
-    recorder.graph.output([recorder.node(x) if isinstance(x, Tensor) else None for x in made])
+        results = work(recorder.takes)
+    recorder.graph.output([recorder.node(x) if isinstance(x, Tensor) else None for x in results])
     return recorder.graph
 
 
@@ -32,7 +34,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self.nodes: dict[int, fx.Node] = {}
-        self.alive: list[Tensor] = []  # an id is of one tensor for as long as the tensor lives
+        self.alive: list[Tensor] = []  # so that no other tensor gets the id of one of them
         self.inputs: list[fx.Node] = []
         self.idle = False
 
@@ -43,16 +45,16 @@ class _Recorder(TorchDispatchMode):
         last = self.inputs[-1] if self.inputs else root_of(self.graph)
         with self.graph.inserting_after(last):
             self.inputs.append(self.graph.placeholder(f"x{len(self.inputs)}"))
-        self._made(self.inputs[-1], x)
+        self._set_value(self.inputs[-1], x)
         return x
 
     def node(self, x: Tensor) -> fx.Node:
-        found = self.nodes.get(id(x))
-        if found is None:
+        node = self.nodes.get(id(x))
+        if node is None:
             raise NotImplementedError(f"a tensor {tuple(x.shape)} comes from outside")
-        return found
+        return node
 
-    def _made(self, node: fx.Node, x: Any) -> None:
+    def _set_value(self, node: fx.Node, x: Any) -> None:
         node.meta["val"] = x
         if isinstance(x, Tensor):
             self.nodes[id(x)] = node
@@ -67,13 +69,13 @@ class _Recorder(TorchDispatchMode):
             if leaves and torch.Tag.data_dependent_output in func.tags:
                 raise NotImplementedError(f"{func} reads an element's value")
             return out
-        given, named = pytree.tree_map_only(Tensor, self.node, (args, kwargs or {}))
-        node = self.graph.call_function(func, tuple(given), named)
+        node_args, node_kwargs = pytree.tree_map_only(Tensor, self.node, (args, kwargs or {}))
+        node = self.graph.call_function(func, tuple(node_args), node_kwargs)
         if isinstance(out, (tuple, list)):
             node.meta["val"] = out
             for index, part in enumerate(out):
                 if isinstance(part, Tensor):
-                    self._made(self.graph.call_function(operator.getitem, (node, index)), part)
+                    self._set_value(self.graph.call_function(operator.getitem, (node, index)), part)
         else:
-            self._made(node, out)
+            self._set_value(node, out)
         return out

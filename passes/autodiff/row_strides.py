@@ -1,7 +1,7 @@
-"""Whether the elements of a value's rows are neighbours in memory, whatever memory the leaves of a program lie in.
+"""Decide whether the last dim of a value has stride 1, whatever the strides of a program's leaves are.
 
-Fused attention takes such queries, keys and values alone. Shapes tell their strides only where strides do not come from
-a leaf: a batch may be transposed, and a rank's part of a parameter a slice.
+Fused attention takes only such queries, keys and values. A fake value has the right strides only where they do not come
+from a leaf: a batch may be transposed, and a rank's part of a parameter a slice.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ...core.annotations import origin, shape, tensor_inputs, value
 from ...ops.catalog import op_spec
 
 aten = torch.ops.aten
-_FURTHEST = 1000  # nodes that are looked at; behind them nothing is taken for granted
+_MAX_NODES = 1000  # of a search; a longer one gives up
 
 
 def rows_are_neighbours(node: fx.Node) -> bool:
-    """Whether the last dim of ``node`` surely has stride 1 where there are tensors."""
+    """Return whether the last dim of ``node`` certainly has stride 1 at run time."""
     return _even(node) and _strides_hold(node)
 
 
@@ -27,18 +27,18 @@ def _even(node: fx.Node) -> bool:
 
 
 def _strides_hold(node: fx.Node) -> bool:
-    """Whether the strides of ``node`` surely are those of its fake value."""
+    """Return whether the strides of ``node`` at run time are certainly those of its fake value."""
     todo, seen = [node], {node}
     while todo:
-        made = origin(todo.pop())[0]
-        if op_spec(made).contiguous:
+        producer = origin(todo.pop())[0]
+        if op_spec(producer).contiguous:
             continue
-        if made.op == "placeholder" or len(seen) > _FURTHEST:
+        if producer.op == "placeholder" or len(seen) > _MAX_NODES:
             return False
-        sources = tensor_inputs(made)
-        if op_spec(made).communicates and not all(map(_even, sources)):
+        sources = tensor_inputs(producer)
+        if op_spec(producer).communicates and not all(map(_even, sources)):
             return False  # fake results are contiguous
-        if sources and torch.Tag.pointwise in getattr(made.target, "tags", ()) and _decides(made, sources[0]):
+        if sources and torch.Tag.pointwise in getattr(producer.target, "tags", ()) and _decides(producer, sources[0]):
             sources = sources[:1]
         todo += [s for s in sources if s not in seen]
         seen.update(sources)
@@ -46,6 +46,6 @@ def _strides_hold(node: fx.Node) -> bool:
 
 
 def _decides(node: fx.Node, first: fx.Node) -> bool:
-    """Whether the order of dims in the memory of an elementwise result is that of its first input."""
+    """Return whether an elementwise result has the memory order of its first input."""
     x = value(first)
     return shape(first) == shape(node) and all(x.stride(d) for d, size in enumerate(x.shape) if size > 1)

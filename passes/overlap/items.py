@@ -1,4 +1,4 @@
-"""What an order of a function consists of: nodes, and beginnings of those that run beside others."""
+"""Items of a function's order: nodes, and the starts of asynchronous nodes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...ops.catalog import op_spec
 aten = torch.ops.aten
 
 Seconds = Callable[[fx.Node], float]
-MARGIN = 2.0  # prices are estimates: what is to hide a collective may take so many times as long
+HIDING_MARGIN = 2.0  # of estimated computation to a collective that it hides
 
 
 @dataclass(frozen=True)
 class Start:
-    """The beginning of a collective, or of a copy; the node itself then is its end."""
+    """The start of a collective or of a copy; the node itself is then the wait."""
 
     node: fx.Node
 
@@ -28,19 +28,20 @@ Item = fx.Node | Start
 
 
 def node_of(item: Item) -> fx.Node:
+    """Return the node of an item."""
     return item.node if isinstance(item, Start) else item
 
 
 def stored_in(node: fx.Node) -> fx.Node | None:
-    """The parameter that ``node`` is, or of which it is the copy that gathers read: from the host, in another dtype."""
+    """Return the parameter that ``node`` is or copies (from the host, or to another dtype) for gathers to read."""
     cast = op_spec(node).casts
     source = node.all_input_nodes[0] if cast else node
     source = source.all_input_nodes[0] if op_spec(source).way == "from host" else source
-    found = leaf(source)
-    return source if found is not None and (found.held is not None or not cast) else None
+    source_leaf = leaf(source)
+    return source if source_leaf is not None and (source_leaf.held is not None or not cast) else None
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """The collective of whose results ``node`` is one; else itself."""
-    made = node.args[0] if is_getitem(node) else node
-    return made if isinstance(made, fx.Node) and op_spec(made).start is not None else node
+    """Return the collective whose result ``node`` is, or ``node``."""
+    source = node.args[0] if is_getitem(node) else node
+    return source if isinstance(source, fx.Node) and op_spec(source).start is not None else node

@@ -1,4 +1,4 @@
-"""The order of one function in which communication overlaps with computing: list scheduling that moves little."""
+"""Order the nodes of a function so that communication overlaps with computation (list scheduling)."""
 
 from __future__ import annotations
 
@@ -15,91 +15,93 @@ from ...ops.catalog import op_spec
 from ...ops.scaled_products import parameter_of
 from ..autodiff.recompute_cut import takes_long
 from .copies import with_copies
-from .items import MARGIN, Item, Seconds, Start, node_of, source_of, stored_in
+from .items import HIDING_MARGIN, Item, Seconds, Start, node_of, source_of, stored_in
 
 
 class Order:
-    """Starts move up and waits down, within bounds of memory:
+    """The order of one function's nodes, in which starts move up and waits move down, within bounds of memory.
 
-    - A block's parameters are gathered from the moment on at which those before them are there: while one block is
-      computed, at most one other's are whole or on their way. None start more than a block ahead.
+    - A block's parameters are gathered as soon as those of the block before have arrived: while one block is computed,
+      at most one other block's parameters are whole or under way. No gather starts more than a block ahead.
     - Gradients of a block's parameters are scattered while the next block is computed, one block's at a time.
-    - Of values between operators, nothing leaves its block. A collective starts early enough that products (or
-      attention) hide it, and no earlier. Where too few lie between its input and its first use, independent ones
-      change places with it: those before it wait until it has started, those behind its wait come first.
+    - Collectives on values between operators stay in their block. One starts early enough that matmuls (or attention)
+      hide it, and no earlier. If there are too few between its input and its first use, independent ones change places
+      with it: some from before its start, then some from after its wait.
 
-    A collective with no product beside it stays whole. Copies to and from the host come last, see :mod:`.copies`.
+    A collective that no matmul hides is not split. Copies to and from the host are placed last, see :mod:`.copies`.
     """
 
     def __init__(self, program: DifferentiatedProgram, nodes: Sequence[fx.Node], seconds: Seconds) -> None:
         self.seconds = seconds
         settled = set(program.gradients.values())
-        self.picks: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # of several results: with what makes them
+        self.picks: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # the getitems of each node
         for node in nodes:
             if is_getitem(node) and source_of(node) is not node:
                 self.picks[source_of(node)].append(node)
         self.nodes = [node for node in nodes if source_of(node) is node]
         self.gathers = [n for n in self.nodes if _gathers_state(n)]
         self.scatters = [n for n in self.nodes if _scatters(n, settled)]
-        self.busy: set[Item] = set()  # what hides a collective already
+        self.busy: set[Item] = set()  # items that hide a collective already
 
-    def found(self) -> list[Item]:
-        """All nodes, and a start before the ends of those that are split."""
+    def items(self) -> list[Item]:
+        """Return all nodes in order, and starts of those that are split."""
         moved = {*self.gathers, *self.scatters}
         runs = [list[Item](run) for _, run in groupby(self.nodes, key=block_of)]
         for run in runs:
             for node in [n for n in run if isinstance(n, fx.Node) and _splits(n) and n not in moved]:
-                run[:] = self._beside(run, node)
+                run[:] = self._overlapped(run, node)
         order = with_copies(self._state(list(chain(*runs))), self.seconds)
-        return [each for item in order for each in (item, *(self.picks[item] if isinstance(item, fx.Node) else ()))]
+        picks = ((item, *(self.picks[item] if isinstance(item, fx.Node) else ())) for item in order)
+        return list(chain.from_iterable(picks))
 
     # -- between operators
 
-    def _beside(self, run: list[Item], node: fx.Node) -> list[Item]:
-        here = run.index(node)
+    def _overlapped(self, run: list[Item], node: fx.Node) -> list[Item]:
+        """Return a run of items in which a collective is split around the matmuls that hide it, if there are some."""
+        place = run.index(node)
         users, inputs = _users([node]), _inputs(node)
-        first = 1 + max((i for i, item in enumerate(run[:here]) if item in inputs), default=-1)
-        last = next((i for i in range(here + 1, len(run)) if node_of(run[i]) in users), len(run))
-        head, early, late, rest = run[:first], run[first:here], run[here + 1 : last], run[last:]
-        needed = MARGIN * self.seconds(node) - self._hides([*early, *late])
-        put_off = self._independent_before(head, {node, *map(node_of, run[:last])}, needed)
-        brought = self._independent_after(node, rest, needed - self._hides(put_off))
+        first = 1 + max((i for i, item in enumerate(run[:place]) if item in inputs), default=-1)
+        last = next((i for i in range(place + 1, len(run)) if node_of(run[i]) in users), len(run))
+        head, early, late, tail = run[:first], run[first:place], run[place + 1 : last], run[last:]
+        needed = HIDING_MARGIN * self.seconds(node) - self._hides([*early, *late])
+        delayed = self._independent_before(head, {node, *map(node_of, run[:last])}, needed)
+        advanced = self._independent_after(node, tail, needed - self._hides(delayed))
         while early and needed + self._hides(early[:1]) <= 0:  # more than enough: it may start later
             needed += self._hides(early[:1])
             head.append(early.pop(0))
-        beside = [*put_off, *early, *late, *brought]
-        if not any(map(_takes_long, beside)):
+        hiding = [*delayed, *early, *late, *advanced]
+        if not any(map(_takes_long, hiding)):
             return run
-        self.busy.update(beside)
-        return [*_without(head, put_off), Start(node), *beside, node, *_without(rest, brought)]
+        self.busy.update(hiding)
+        return [*_without(head, delayed), Start(node), *hiding, node, *_without(tail, advanced)]
 
-    def _independent_before(self, head: list[Item], known: set[fx.Node], needed: float) -> list[Item]:
-        """The last products of ``head`` that none of the nodes up to the wait reads."""
-        found: list[Item] = []
+    def _independent_before(self, head: list[Item], readers: set[fx.Node], needed: float) -> list[Item]:
+        """Return the last matmuls of ``head`` that none of ``readers``, the nodes up to the wait, reads."""
+        independent: list[Item] = []
         for item in reversed(head):
             if needed <= 0:
                 break
-            if _takes_long(item) and item not in self.busy and not _users([node_of(item)]) & known:
-                found.insert(0, item)
+            if _takes_long(item) and item not in self.busy and not _users([node_of(item)]) & readers:
+                independent.insert(0, item)
                 needed -= self._hides([item])
-        return found
+        return independent
 
-    def _independent_after(self, node: fx.Node, rest: list[Item], needed: float) -> list[Item]:
-        """The first products of ``rest`` that do not need ``node``, with what they need."""
-        behind: set[Item] = {node}
-        found: list[Item] = []
-        for item in rest:
+    def _independent_after(self, node: fx.Node, tail: list[Item], needed: float) -> list[Item]:
+        """Return the first matmuls of ``tail`` that do not depend on ``node``, with the items that they need."""
+        dependent: set[Item] = {node}
+        independent: list[Item] = []
+        for item in tail:
             if needed <= 0:
                 break
             free = not isinstance(item, Start) and op_spec(item).start is None and item not in self.busy
-            if free and not behind.intersection(_inputs(node_of(item))):
-                found.append(item)
+            if free and not dependent.intersection(_inputs(node_of(item))):
+                independent.append(item)
                 needed -= self._hides([item])
             else:
-                behind.add(item)
-        while found and not _takes_long(found[-1]):
-            found.pop()
-        return found
+                dependent.add(item)
+        while independent and not _takes_long(independent[-1]):
+            independent.pop()
+        return independent
 
     def _hides(self, items: Iterable[Item]) -> float:
         return sum(self.seconds(node_of(item)) for item in items if _takes_long(item))
@@ -107,7 +109,7 @@ class Order:
     # -- parameters and their gradients
 
     def _state(self, order: list[Item]) -> list[Item]:
-        """Move gathers of parameters, and waits for scatters of gradients."""
+        """Return the order with gathers of parameters and waits for scatters of gradients in new places."""
         place: dict[Item, int] = {item: i for i, item in enumerate(order)}
         matmuls_before = list(accumulate(map(_takes_long, order), initial=0))
         insertions: dict[int, list[Item]] = defaultdict(list)  # before the item at an index
@@ -129,7 +131,7 @@ class Order:
         last_block = 0
         for unit in _units(sorted(self.gathers, key=first_use.__getitem__)):
             first = min(first_use[n] for n in unit)
-            begin = max(last_block, _a_block_ahead(order, first, {block_of(n) for n in unit}))
+            begin = max(last_block, _a_block_earlier(order, first, {block_of(n) for n in unit}))
             for node in unit:
                 if matmuls_before[first_use[node]] > matmuls_before[begin]:
                     insertions[begin] += [*_needed(node, place, begin), Start(node)]
@@ -159,12 +161,12 @@ def _first_use(gather: fx.Node, place: dict[Item, int]) -> int:
 
 
 def _units(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """What travels for one block, or between two."""
+    """Return the collectives in groups: of one block, or between two blocks."""
     return [list(unit) for _, unit in groupby(nodes, key=block_of)]
 
 
-def _a_block_ahead(order: Sequence[Item], place: int, own: set[Block | None]) -> int:
-    """The first index from which on there is one other block at most before ``place``."""
+def _a_block_earlier(order: Sequence[Item], place: int, own: set[Block | None]) -> int:
+    """Return the first index from which at most one other block is before ``place``."""
     seen: set[Hashable] = set()
     for i in range(place - 1, -1, -1):
         block = block_of(node_of(order[i]))
@@ -176,12 +178,12 @@ def _a_block_ahead(order: Sequence[Item], place: int, own: set[Block | None]) ->
 
 
 def _splits(node: fx.Node) -> bool:
-    """Whether this is a collective that can be started ahead."""
+    """Return whether a node is a collective with a start."""
     return op_spec(node).start is not None and op_spec(node).communicates
 
 
 def _first(place: dict[Item, int], node: fx.Node) -> int:
-    """Where a node reads its inputs; -1 in another function."""
+    """Return the index at which a node reads its inputs; -1 in another function."""
     return place.get(Start(node), place.get(node, -1))
 
 
@@ -190,19 +192,19 @@ def _inputs(node: fx.Node) -> set[fx.Node]:
 
 
 def _needed(node: fx.Node, place: dict[Item, int], begin: int) -> list[fx.Node]:
-    """What is not there at the index ``begin`` of what a gather reads: copies of parameters."""
+    """Return the copies of parameters that a gather reads and that are not computed yet at index ``begin``."""
     late = [x for x in dict.fromkeys(map(source_of, node.all_input_nodes)) if place.get(x, -1) >= begin]
-    return [each for x in late for each in (*_needed(x, place, begin), x)]
+    return list(chain.from_iterable((*_needed(x, place, begin), x) for x in late))
 
 
 def _users(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Who reads them, or one of their results."""
+    """Return the nodes that read any of ``nodes``, or one of its results."""
     return {user for n in nodes for pick in n.users for user in (pick.users if source_of(pick) is n else (pick,))}
 
 
 def _without(items: Iterable[Item], others: Sequence[Item]) -> list[Item]:
-    gone = set(others)
-    return [item for item in items if item not in gone]
+    removed = set(others)
+    return [item for item in items if item not in removed]
 
 
 def _takes_long(item: Item) -> bool:
@@ -215,8 +217,8 @@ def _gathers_state(node: fx.Node) -> bool:
 
 
 def _scatters(node: fx.Node, settled: set[fx.Node]) -> bool:
-    """Whether this makes gradients that nothing else reads."""
+    """Return whether a node computes gradients of parameters that nothing else reads."""
     if not op_spec(node).scatters:
         return False
-    made = [user for user in node.users if is_getitem(user)] or [node]
-    return all(n in settled and all(user.op == "output" for user in n.users) for n in made)
+    results = [user for user in node.users if is_getitem(user)] or [node]
+    return all(n in settled and all(user.op == "output" for user in n.users) for n in results)

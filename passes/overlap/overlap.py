@@ -1,4 +1,4 @@
-"""DifferentiatedProgram -> DifferentiatedProgram: communication is under way while something else is computed."""
+"""DifferentiatedProgram -> DifferentiatedProgram: communication overlaps with computation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .order import Order
 
 @dataclass(frozen=True)
 class Overlap:
-    """Split collectives into a start and a wait, where there is something to compute in between.
+    """Split collectives into a start and a wait where there is something to compute in between.
 
     Before: %a = mm(%g, %w);  %b = all_reduce(%a, tp);  %c = mm(%h, %x);  %d = mul(%b, %s)
     After:  %a = mm(%g, %w);  %s = start_all_reduce(%a, tp);  %c = mm(%h, %x);  %b = wait(%s);  %d = mul(%b, %s)
@@ -33,12 +33,12 @@ class Overlap:
     split: frozenset[int] = frozenset()
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
-        orders = [Order(program, nodes, self.seconds).found() for nodes in _functions(program, self.split)]
-        return _rebuilt(program, orders)
+        orders = [Order(program, nodes, self.seconds).items() for nodes in _functions(program, self.split)]
+        return _reordered(program, orders)
 
 
 def _functions(program: DifferentiatedProgram, split: frozenset[int]) -> Iterator[list[fx.Node]]:
-    """The nodes of every stage's functions, in an order in which the functions can follow each other."""
+    """Yield the nodes of every stage's functions, in an order in which the functions can follow each other."""
     forward: dict[int, list[fx.Node]] = defaultdict(list)
     backward: dict[int, list[fx.Node]] = defaultdict(list)
     for node in program.graph.nodes:
@@ -54,7 +54,7 @@ def _functions(program: DifferentiatedProgram, split: frozenset[int]) -> Iterato
 
 
 def _moves(program: DifferentiatedProgram, node: fx.Node) -> bool:
-    """Not what runs once, or wherever it is needed: that stays ahead of everything."""
+    """Return whether a node may move; nodes that run once, or wherever they are needed, stay ahead of all others."""
     return (
         node.op == "call_function"
         and node in program.stage
@@ -63,7 +63,7 @@ def _moves(program: DifferentiatedProgram, node: fx.Node) -> bool:
     )
 
 
-def _rebuilt(program: DifferentiatedProgram, orders: Sequence[Sequence[Item]]) -> DifferentiatedProgram:
+def _reordered(program: DifferentiatedProgram, orders: Sequence[Sequence[Item]]) -> DifferentiatedProgram:
     nodes = [node for node in program.graph.nodes if node.op != "output"]
     ordered: list[Item] = [node for node in nodes if not _moves(program, node)]
     ordered += [item for order in orders for item in order]
@@ -71,24 +71,24 @@ def _rebuilt(program: DifferentiatedProgram, orders: Sequence[Sequence[Item]]) -
         return program  # nothing starts early
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     stage: dict[fx.Node, int] = {}
-    begun: dict[fx.Node, fx.Node] = {}
+    starts: dict[fx.Node, fx.Node] = {}
 
     def emit(item: Item) -> None:
         if isinstance(item, Start):
             node = item.node
             args = fx.map_arg(node.args, lambda n: new[n])
             target = STARTS[node.target]  # type: ignore[index]
-            made = begun[node] = graph.create_node("call_function", target, args, name=f"{node.name}_start")
-            annotate(made, facts(node))
-        elif item in begun:
+            copy = starts[node] = graph.create_node("call_function", target, args, name=f"{node.name}_start")
+            annotate(copy, facts(node))
+        elif item in starts:
             node = item
-            made = new[node] = graph.create_node("call_function", wait, (begun[node],), name=node.name)
-            annotate(made, facts(node))
+            copy = new[node] = graph.create_node("call_function", wait, (starts[node],), name=node.name)
+            annotate(copy, facts(node))
         else:
             node = item
-            made = new[node] = graph.node_copy(node, lambda n: new[n])
+            copy = new[node] = graph.node_copy(node, lambda n: new[n])
         if node in program.stage:
-            stage[made] = program.stage[node]
+            stage[copy] = program.stage[node]
 
     for item in ordered:
         emit(item)

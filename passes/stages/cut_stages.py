@@ -28,16 +28,16 @@ class CutStages:
 
     Before: %mm_3 = mm(%x, %w)
     After:  %mm_3 = mm(%x, %w) @ stage 1
-    Ensures: stages are runs of operators in graph order, so no edge points back; none is empty; what no parameter
-    touches has no stage and runs wherever it is needed; a derivative that the user wrote is in one stage, and so is all
-    from where a buffer is read to where it changes, if the next microbatch reads it.
+    Ensures: stages are runs of operators in graph order, so no edge points back; none is empty. Operators that depend
+    on no parameter have no stage, and run wherever they are needed. A derivative that the user wrote is in one stage;
+    so are all operators from the first that reads a buffer to the one that changes it, if the next microbatch reads it.
 
-    A step is as short as the schedule can make it, by prices of operators and sends, see
-    :class:`.fastest_cut.FastestCut`; cuts that are as fast as each other go to the one whose stages have equal work.
-    Beyond 400 operators, stages begin at the narrowest places. Every stage has parameters where that is possible.
+    The cut with the shortest step is chosen, by prices of operators and sends, see :class:`.fastest_cut.FastestCut`;
+    among equally fast cuts, the one whose stages have equal work. With more than 400 operators, stages begin at the
+    narrowest places. Every stage has parameters if that is possible.
 
-    ``boundaries``: where each stage but the first begins, as operator names or module paths; empty: chosen.
-    ``schedule``: what runs the stages; None: 1F1B with four microbatches for each.
+    ``boundaries``: the first operator of each stage but the first, as operator names or module paths; empty: chosen.
+    ``schedule``: runs the stages; None: 1F1B with four microbatches for each.
 
     Raises:
         CompileError: QN206 if there are fewer operators than stages, or a boundary does not fit.
@@ -50,8 +50,8 @@ class CutStages:
 
     def __call__(self, program: ShardedProgram, /) -> StagedProgram:
         order = staged_operators(program.program.graph)
-        apart = _unbroken(program.program, order)
-        most = len(order) - len(apart)
+        uncut = _uncut_places(program.program, order)
+        most = len(order) - len(uncut)
         if self.num_stages > max(1, most):
             raise CompileError(
                 "QN206",
@@ -61,11 +61,11 @@ class CutStages:
         if self.num_stages == 1:
             starts = []
         elif self.boundaries:
-            starts = [apart.get(start, start) for start in _named_starts(self.boundaries, order, self.num_stages)]
+            starts = [uncut.get(start, start) for start in _named_starts(self.boundaries, order, self.num_stages)]
         else:
             schedule = self.schedule or one_f_one_b(self.num_stages, 4 * self.num_stages)
             loads = StageLoads(program, order, self.cost)
-            starts = FastestCut(loads, StepClock(schedule), frozenset(apart)).starts()
+            starts = FastestCut(loads, StepClock(schedule), frozenset(uncut)).starts()
         stage: dict[fx.Node, int] = {}
         current = 0
         for index, node in enumerate(order):
@@ -78,21 +78,23 @@ class CutStages:
         return StagedProgram(program, self.num_stages, stage)
 
 
-def _unbroken(program: Program, order: Sequence[fx.Node]) -> dict[int, int]:
-    """Places inside a derivative that is the user's, or inside what reads and changes a buffer that microbatches carry
-    on -> the place where it begins."""
-    ends: dict[fx.Node, list[int]] = defaultdict(list)
-    of, results = derivatives(program.graph), outputs(program.graph)
+def _uncut_places(program: Program, order: Sequence[fx.Node]) -> dict[int, int]:
+    """Return the places where no stage may begin, each with the first place of its run of operators.
+
+    Runs are the user's derivatives, and the operators that read and change a buffer that microbatches pass on.
+    """
+    members: dict[fx.Node, list[int]] = defaultdict(list)
+    derivative_of, results = derivatives(program.graph), outputs(program.graph)
     place = {node: index for index, node in enumerate(order)}
     for node in order:
-        if node in of:
-            ends[of[node]].append(place[node])
-    for node, found in program.leaves.items():
-        becomes = origin(results[program.carried[found.name]])[0] if found.name in program.carried else None
-        if becomes in place:  # anything else is computed in every stage that reads it
-            ends[node] = [place[becomes], *(place[user] for user in _readers(program.graph, node) if user in place)]
+        if node in derivative_of:
+            members[derivative_of[node]].append(place[node])
+    for node, buffer in program.leaves.items():
+        new = origin(results[program.carried[buffer.name]])[0] if buffer.name in program.carried else None
+        if new in place:  # anything else is computed in every stage that reads it
+            members[node] = [place[new], *(place[user] for user in _readers(program.graph, node) if user in place)]
     joined: list[tuple[int, int]] = []
-    for first, last in sorted((min(found), max(found)) for found in ends.values()):
+    for first, last in sorted((min(places), max(places)) for places in members.values()):
         if joined and first <= joined[-1][1]:
             first, last = joined[-1][0], max(last, joined.pop()[1])
         joined.append((first, last))
@@ -100,36 +102,36 @@ def _unbroken(program: Program, order: Sequence[fx.Node]) -> dict[int, int]:
 
 
 def _readers(graph: fx.Graph, source: fx.Node) -> set[fx.Node]:
-    """The operators of stages that read ``source``, or what no parameter touches and is made of it."""
-    staged, found, todo = _trained(graph), set[fx.Node](), [source]
+    """Return the users of ``source``, and those of its users that depend on no parameter."""
+    staged, readers, todo = _depending_on_parameters(graph), set[fx.Node](), [source]
     while todo:
-        users = set(todo.pop().users) - found
-        found |= users
+        users = set(todo.pop().users) - readers
+        readers |= users
         todo += users - staged
-    return found
+    return readers
 
 
 def parameter_stages(staged: StagedProgram) -> dict[fx.Node, tuple[int, ...]]:
-    """The stages that hold each parameter: those that use it; the first if none does."""
+    """Return the stages that hold each parameter: those that use it; the first if none does."""
     return {
         node: tuple(sorted({staged.stage[user] for user in node.users if user in staged.stage})) or (0,)
-        for node, found in staged.sharded.program.leaves.items()
-        if found.kind == "parameter"
+        for node, stored in staged.sharded.program.leaves.items()
+        if stored.kind == "parameter"
     }
 
 
 def stage_times(staged: StagedProgram, cost: CostModel) -> tuple[StageTimes, ...]:
-    """What one rank's share of the operators of each stage takes for a microbatch."""
-    found = [[0.0, 0.0, 0.0] for _ in range(staged.num_stages)]
+    """Return the time of each stage's operators for one microbatch on one rank."""
+    totals = [[0.0, 0.0, 0.0] for _ in range(staged.num_stages)]
     for node in staged_operators(staged.sharded.program.graph):
         times = operator_times(staged.sharded, node, cost)
         for part, seconds in enumerate((times.forward, times.input, times.weight)):
-            found[staged.stage[node]][part] += seconds
-    return tuple(StageTimes(*one) for one in found)
+            totals[staged.stage[node]][part] += seconds
+    return tuple(StageTimes(*total) for total in totals)
 
 
 def boundaries(staged: StagedProgram) -> tuple[str, ...]:
-    """Where the stages but the first begin: cutting there again gives the same stages."""
+    """Return the names of the first operators of all stages but the first; cutting there gives the same stages."""
     first: dict[int, fx.Node] = {}
     order = staged_operators(staged.sharded.program.graph)
     for node in order:
@@ -139,31 +141,31 @@ def boundaries(staged: StagedProgram) -> tuple[str, ...]:
 
 
 def module_starts(order: Sequence[fx.Node]) -> dict[fx.Node, str]:
-    """Operators that are the first of a module, and the largest such module: names that mean the same in any trace."""
-    found: dict[fx.Node, str] = {}
+    """Return the first operators of modules, each with its largest module: names that mean the same in any trace."""
+    starts: dict[fx.Node, str] = {}
     seen: set[str] = set()
     for node in order:
         parts = facts(node).where.module.split(".")
         paths = [".".join(parts[: i + 1]) for i in range(len(parts))] if parts != [""] else []
         if new := [path for path in paths if path not in seen]:
-            found[node] = new[0]
+            starts[node] = new[0]
             seen.update(new)
-    return found
+    return starts
 
 
 def staged_operators(graph: fx.Graph) -> list[fx.Node]:
-    """The operators that depend on a parameter, in order."""
-    depends = _trained(graph)
+    """Return the operators that depend on a parameter, in order."""
+    depends = _depending_on_parameters(graph)
     return [node for node in graph.nodes if node in depends and node.op == "call_function" and not is_getitem(node)]
 
 
-def _trained(graph: fx.Graph) -> set[fx.Node]:
-    """All parameters, and what depends on one."""
+def _depending_on_parameters(graph: fx.Graph) -> set[fx.Node]:
+    """Return the parameters, and the nodes that depend on one."""
     depends: set[fx.Node] = set()
     for node in graph.nodes:
-        found = leaf(node) if node.op == "placeholder" else None
-        of_one = node.op == "call_function" and any(source in depends for source in node.all_input_nodes)
-        if of_one or (found is not None and found.kind == "parameter"):
+        node_leaf = leaf(node) if node.op == "placeholder" else None
+        is_parameter = node_leaf is not None and node_leaf.kind == "parameter"
+        if is_parameter or (node.op == "call_function" and not depends.isdisjoint(node.all_input_nodes)):
             depends.add(node)
     return depends
 
@@ -182,8 +184,8 @@ def _named_starts(names: tuple[str, ...], order: list[fx.Node], num_stages: int)
             (i for i, n in enumerate(order) if n.name == name or f"{facts(n).where.module}.".startswith(inside)), None
         )
         if place is None:
-            known = [*dict.fromkeys(facts(n).where.module for n in order), *(n.name for n in order)]
-            close = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
+            names_in_order = [*dict.fromkeys(facts(n).where.module for n in order), *(n.name for n in order)]
+            close = difflib.get_close_matches(name, names_in_order, n=3, cutoff=0.3)
             raise CompileError(
                 "QN206", f"no operator or module is called {name!r}", fix=f"did you mean {', '.join(close)}?"
             )

@@ -11,10 +11,10 @@ Array = NDArray[np.float64]
 
 
 def balanced_starts(seconds: Array, num_stages: int, weights: Array | None = None) -> list[int]:
-    """Where intervals 1, 2, ... begin, see :func:`starts_by_prices`.
+    """Return where intervals 1, 2, ... begin, see :func:`starts_by_prices`.
 
-    ``seconds[i, j]``: the price of interval ``[i, j)``; infinite where it may not be. No interval is empty.
-    ``weights``: how many times its price each interval counts, from first to last.
+    ``seconds[i, j]``: the price of interval ``[i, j)``; infinite if it is not allowed. No interval is empty.
+    ``weights``: the factor of each interval's price, from first to last.
 
     >>> work = np.concatenate([[0.0], np.cumsum([1.0, 1.0, 4.0, 1.0])])
     >>> balanced_starts(work[None, :] - work[:, None], 2)
@@ -24,22 +24,24 @@ def balanced_starts(seconds: Array, num_stages: int, weights: Array | None = Non
 
 
 def starts_by_prices(prices: Sequence[Array]) -> list[int]:
-    """Where intervals 1, 2, ... begin, so that the dearest is as cheap as it can be, and among such cuts the sum of
-    squares is least (PipeDream, Narayanan et al. 2019). ``prices``: of each interval, from first to last, by where it
-    begins and ends."""
-    whole = {id(one): one.copy() for one in prices}
-    for one in whole.values():
-        one[np.tril_indices(len(one))] = np.inf
-    found = [whole[id(one)] for one in prices]
-    dearest, _ = _partition(found, np.maximum)
-    fitting = {id(one): np.where(one <= dearest * (1 + 1e-9), one**2, np.inf) for one in found}
-    _, ends = _partition([fitting[id(one)] for one in found], np.add)
+    """Return where intervals 1, 2, ... begin, so that the highest price is as low as possible.
+
+    Among such cuts, the sum of squares of prices is least (PipeDream, Narayanan et al. 2019). ``prices``: for each
+    interval from first to last, its price by beginning and end.
+    """
+    copies = {id(price): price.copy() for price in prices}  # intervals may share an array
+    for price in copies.values():
+        price[np.tril_indices(len(price))] = np.inf
+    allowed = [copies[id(price)] for price in prices]
+    highest, _ = _partition(allowed, np.maximum)
+    squares = {id(price): np.where(price <= highest * (1 + 1e-9), price**2, np.inf) for price in allowed}
+    _, ends = _partition([squares[id(price)] for price in allowed], np.add)
     return ends[:-1]
 
 
 def _partition(prices: Sequence[Array], join: np.ufunc) -> tuple[float, list[int]]:
-    """The least ``join`` of the prices of consecutive intervals, each by its own, and where the intervals end."""
-    count = len(prices[0]) - len(prices)  # of places where an interval can begin: none is empty
+    """Return the least ``join`` of the prices of consecutive intervals, and where the intervals end."""
+    count = len(prices[0]) - len(prices)  # of places where an interval can end: none is empty
     best, choices = prices[0][0, 1 : count + 1], []
     for index, price in enumerate(prices[1:], 1):
         joined = join(best[:, None], price[index : index + count, index + 1 : index + 1 + count])

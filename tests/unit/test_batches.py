@@ -20,7 +20,7 @@ from quintnet_compiler.equivalence.module_training import batches_of
 from quintnet_compiler.ir.distributed_program import DistributedProgram
 from quintnet_compiler.passes.checks.code import check_batches
 from quintnet_compiler.passes.frontend.normalize import Normalize
-from quintnet_compiler.passes.stages.cut_stages import _unbroken, staged_operators
+from quintnet_compiler.passes.stages.cut_stages import _uncut_places, staged_operators
 
 
 class _Twice(nn.Module):
@@ -68,11 +68,11 @@ def test_no_stage_begins_between_a_buffer_and_its_new_value() -> None:
     captured = capture(_Twice(), (torch.randn(8, 4), torch.arange(8) % 4), F.cross_entropy)
     made = Normalize(4, torch.device("cpu"), batches=2)(captured)
     order = staged_operators(made.graph)
-    inside = _unbroken(made, order)
+    inside = _uncut_places(made, order)
     linear = next(place for place, node in enumerate(order) if facts(node).where.module == "linear")
     assert inside[linear] == min(inside.values()) < linear
     assert order[max(inside)].target is torch.ops.aten.add.Tensor  # the last of the two averages
-    assert not _unbroken(replace(made, batches=1), order)
+    assert not _uncut_places(replace(made, batches=1), order)
 
 
 def test_a_cumulative_average_is_that_of_the_module() -> None:

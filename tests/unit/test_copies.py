@@ -14,7 +14,7 @@ from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts, FastestCosts
 from quintnet_compiler.cost_models.hardware import HARDWARE
 from quintnet_compiler.ops.copies import COPIES, WAYS, copy_in, copy_out
-from quintnet_compiler.passes.autodiff.offload import SMALLEST
+from quintnet_compiler.passes.autodiff.offload import MIN_OFFLOAD_BYTES
 from quintnet_compiler.passes.checks.rewrites.offload import check_offload
 from quintnet_compiler.passes.overlap.copies import with_copies
 from quintnet_compiler.passes.overlap.items import Start, node_of, stored_in
@@ -97,7 +97,7 @@ def test_what_generated_code_calls_has_a_way() -> None:
     assert {name.removeprefix("start_") for name in WAYS} == {"copy_out", "copy_in", "write_out", "read_in"}
     assert (
         set(WAYS.values()) == {"to host", "from host", "to disk", "from disk"}
-        and SMALLEST == 1024
+        and MIN_OFFLOAD_BYTES == 1024
         and callable(check_offload)
     )
 

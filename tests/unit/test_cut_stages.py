@@ -27,8 +27,8 @@ from quintnet_compiler.passes.stages.cut_stages import (
     stage_times,
     staged_operators,
 )
-from quintnet_compiler.passes.stages.fastest_cut import TRAVELS, UNEVEN, FastestCut
-from quintnet_compiler.passes.stages.stage_loads import EMPTY, StageLoads, collectives
+from quintnet_compiler.passes.stages.fastest_cut import SEND_PENALTY, UNEVEN_PENALTY, FastestCut
+from quintnet_compiler.passes.stages.stage_loads import EMPTY_STAGE_SECONDS, StageLoads, collectives
 from quintnet_compiler.passes.stages.step_clock import StepClock
 from quintnet_compiler.passes.strategies.rule_book import RuleBook
 from quintnet_compiler.schedules.kinds import Generator, gpipe, one_f_one_b, zero_bubble_h1
@@ -96,10 +96,10 @@ def test_cut_equals_brute_force(kind: str, num_stages: int, make: Generator) -> 
 
         lines = simulate(schedule, chain(num_stages), lambda action: times[action.stage].of(action.op), send)
         work = np.array([one.forward + one.input + one.weight for one in times])
-        uneven = 1 + UNEVEN * work.var() / work.mean() ** 2
+        uneven = 1 + UNEVEN_PENALTY * work.var() / work.mean() ** 2
         empty = sum(loads.reads[a] == loads.reads[b] for a, b in edges)
-        travels = TRAVELS * loads.sends[:, list(starts)].sum()
-        return float((max(line[-1].end for line in lines) + travels) * uneven + EMPTY * empty)
+        travels = SEND_PENALTY * loads.sends[:, list(starts)].sum()
+        return float((max(line[-1].end for line in lines) + travels) * uneven + EMPTY_STAGE_SECONDS * empty)
 
     best = min(score(starts) for starts in itertools.combinations(range(1, len(order)), num_stages - 1))
     assert score(_starts(program, num_stages, schedule)) == pytest.approx(best, rel=1e-9)

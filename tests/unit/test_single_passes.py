@@ -245,7 +245,7 @@ def test_communication_starts_early_where_something_hides_it() -> None:
     order = _targets(after)
     assert "aten.mm" in order[order.index(starts[0]) : order.index("quintnet.wait")]
     backward = [n for n in before.graph.nodes if n.op == "call_function" and n in before.stage]
-    assert {getattr(item, "node", item) for item in Order(before, backward, lambda n: 1.0).found()} == set(backward)
+    assert {getattr(item, "node", item) for item in Order(before, backward, lambda n: 1.0).items()} == set(backward)
 
 
 def test_code_of_every_rank_is_checked_and_runs_on_shapes() -> None:
