@@ -21,7 +21,7 @@ _SUM, _MEAN, _MAX = range(3)
 def embedding_bag(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Emit EmbeddingBag of ids [bags, length], which torch flattens, with a row for each bag.
 
-    Bags of several lengths, a last offset, and gradients scaled by frequency stay the operator that they are.
+    Bags of several lengths, a last offset, and gradients scaled by frequency leave the operator as it is.
     """
     padded_args: list[Any] = args + [None] * (9 - len(args))
     weight, ids, offsets, by_frequency, mode, sparse, scales, last, padding = padded_args

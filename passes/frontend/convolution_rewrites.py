@@ -1,7 +1,6 @@
-"""How :mod:`.normalize` spells convolutions of which each row has filters of its own.
+"""Canonical form of convolutions in which each row has its own filters, such as ``torch.vmap`` of a convolution.
 
-The number of groups, which is that of the rows or a multiple of it, becomes the size of a dim. ``torch.vmap`` of a
-convolution is one of them.
+The number of groups, which is the number of rows or a multiple of it, becomes the size of a dim.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ aten = torch.ops.aten
 
 
 def convolution(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """Convolve each group on its own where rows may be in groups: their number varies, or there is one image with many
-    groups. Else leave the operator as it is."""
+    """Convolve each group by itself if groups may stand for rows, else leave the operator as it is.
+
+    They may if their number is symbolic, or if there is one image with many groups.
+    """
     symbolic, concrete = arguments(node.target, node.args, node.kwargs), arguments(node.target, args, kwargs)
     x, weight, bias, groups = args[0], args[1], concrete["bias"], concrete["groups"]
     images, filters = shape(x), shape(weight)

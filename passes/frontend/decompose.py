@@ -1,4 +1,4 @@
-"""Operators without a rule, as the operators that torch makes them of."""
+"""Decompose operators without a rule into those that torch defines them by."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .norm_rewrites import NARROW_DTYPES
 
 aten = torch.ops.aten
 
-# Split although torch has kernels for them, because their parts have rules: losses, copies of views, sums of products.
-# None whose parts have other derivatives where the operator has a kink or a pole (special_entr, _safe_softmax, renorm).
+# Decomposed although torch has kernels for them, because their parts have rules: losses, copies of views, sums of
+# products. Not those whose parts have other derivatives at a kink or a pole (special_entr, _safe_softmax, renorm).
 _OF_TORCH: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     get_decompositions(
         [
@@ -85,8 +85,11 @@ def _batch_norm_backward(
     eps: float,
     wanted: list[bool],
 ) -> Any:
-    """torch's definition, of statistics that are made of ``x`` again: those that the norm gives have no gradient, and
-    this operator's derivative with respect to ``x`` has what goes through them."""
+    """Compute torch's definition with statistics that are computed from ``x`` again.
+
+    The statistics that the norm returns have no gradient, but the derivative of this operator with respect to ``x``
+    includes the gradient through them.
+    """
     if train:
         wide = x.float() if x.dtype in NARROW_DTYPES else x
         dims = [0, *range(2, x.dim())]
@@ -102,18 +105,18 @@ _SPLIT: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
 
 
 def _python(target: Any) -> Callable[..., Any] | None:
-    """An operator's definition in Python."""
+    """Return an operator's definition in Python, if it has one."""
     return _SPLIT.get(target) or composite_definition(target)
 
 
 def has_parts(target: Any) -> bool:
-    """Whether torch defines an operator by others."""
+    """Return whether torch defines an operator by others."""
     return composite_in_cpp(target) or _python(target) is not None
 
 
 @contextlib.contextmanager
 def _torch_alone() -> Iterator[None]:
-    """Without oneDNN, one kernel of which is an LSTM: its derivative needs what only autograd keeps."""
+    """Switch oneDNN off: it has a kernel for LSTMs whose derivative needs values that only autograd has."""
     with one_thread():
         (enabled, *_) = torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
         try:
@@ -123,7 +126,7 @@ def _torch_alone() -> Iterator[None]:
 
 
 def decompose(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> tuple[fx.Graph, list[fx.Node]]:
-    """An operator's definition: a graph, and the nodes among the arguments in the order of its inputs.
+    """Return the graph of an operator's definition, and the nodes among the arguments in the order of its inputs.
 
     ``args`` and ``kwargs`` may hold nodes, nested in lists; nothing is computed.
     """
@@ -133,16 +136,16 @@ def decompose(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> tupl
     python = _python(target)
 
     def call(*tensors: Tensor) -> Any:
-        given = iter(tensors)
-        whole = [next(given) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
-        some, named = pytree.tree_unflatten(whole, spec)
-        return (python or target)(*some, **named)
+        remaining = iter(tensors)
+        with_tensors = [next(remaining) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        tensor_args, tensor_kwargs = pytree.tree_unflatten(with_tensors, spec)
+        return (python or target)(*tensor_args, **tensor_kwargs)
 
-    # tensors of their own, by which the trace tells them apart: nodes may share a value
+    # new tensors, which the trace distinguishes by identity: nodes may share a value
     with mode, _torch_alone(), forgotten_texts():
-        given = [torch.empty_like(x, device=stand_in(x.device)) for x in map(value, nodes)]
-        if python is not None:  # what it calls stays as it is
-            return make_fx(call, pre_dispatch=True)(*given).graph, nodes
-        # torch's own definition may change what it made in place
-        inner = make_fx(call)(*given)
-        return make_fx(torch.func.functionalize(inner, remove="mutations"))(*given).graph, nodes
+        inputs = [torch.empty_like(x, device=stand_in(x.device)) for x in map(value, nodes)]
+        if python is not None:  # operators that it calls are not decomposed
+            return make_fx(call, pre_dispatch=True)(*inputs).graph, nodes
+        # a definition in C++ may change its own results in place
+        inner = make_fx(call)(*inputs)
+        return make_fx(torch.func.functionalize(inner, remove="mutations"))(*inputs).graph, nodes

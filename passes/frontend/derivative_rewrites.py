@@ -1,4 +1,4 @@
-"""How :mod:`.normalize` spells operators of a backward, which a model has where its forward differentiates."""
+"""Canonical forms of operators of a backward, which a model has if its forward differentiates."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ aten = torch.ops.aten
 def _convolution_backward(
     builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
 ) -> list[fx.Node | None]:
-    """The gradient of the input is a convolution with the same weight, transposed; that of the bias is a sum."""
-    grad, x, weight, _, stride, padding, dilation, transposed, over, groups, wanted = args
-    found: list[fx.Node | None] = [None] * 3
+    """Emit the gradients apart: that of the input as a transposed convolution, that of the bias as a sum."""
+    grad, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, wanted = args
+    gradients: list[fx.Node | None] = [None] * 3
     if wanted[0]:
-        more = [0] * len(stride)
-        if not transposed:  # what a stride left over
+        skipped = [0] * len(stride)  # elements at the end that the stride did not reach
+        if not transposed:
             sizes = zip(shape(x)[2:], shape(grad)[2:], stride, padding, dilation, shape(weight)[2:], strict=True)
-            more = [size - ((out - 1) * s - 2 * p + d * (k - 1) + 1) for size, out, s, p, d, k in sizes]
-        target, back = aten.convolution.default, not transposed
-        found[0] = builder.call(target, grad, weight, None, stride, padding, dilation, back, more, groups)
+            skipped = [size - ((out - 1) * s - 2 * p + d * (k - 1) + 1) for size, out, s, p, d, k in sizes]
+        options = (stride, padding, dilation, not transposed, skipped, groups)
+        gradients[0] = builder.call(aten.convolution.default, grad, weight, None, *options)
     if wanted[1]:
-        given = (grad, x, weight, None, stride, padding, dilation, transposed, over, groups, [False, True, False])
-        found[1] = builder.getitem(builder.call(node.target, *given), 1)  # type: ignore[arg-type]
+        options = (stride, padding, dilation, transposed, output_padding, groups)
+        results = builder.call(node.target, grad, x, weight, None, *options, [False, True, False])  # type: ignore[arg-type]
+        gradients[1] = builder.getitem(results, 1)
     if wanted[2]:
-        found[2] = builder.call(aten.sum.dim_IntList, grad, [0, *range(2, len(shape(grad)))])
-    return found
+        gradients[2] = builder.call(aten.sum.dim_IntList, grad, [0, *range(2, len(shape(grad)))])
+    return gradients
 
 
 def _layer_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
-    """The norm, and statistics that its backward reads: autograd has no derivative of those."""
+    """Emit the norm, and the statistics that its backward reads, of which autograd has no derivative."""
     x, sizes, weight, bias, eps = args
     norm = builder.call(aten.layer_norm.default, x, sizes, weight, bias, eps)
     return [norm, *_statistics(builder, x, [-i - 1 for i in reversed(range(len(sizes)))], eps, keep=True)]
 
 
 def _group_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
-    """Likewise: this operator takes sizes as numbers, which no layout could split."""
+    """Emit a group norm and its statistics: this operator takes sizes as numbers, which no layout could split."""
     x, weight, bias, rows, channels, size, groups, eps = args
     norm = builder.call(aten.group_norm.default, x, groups, weight, bias, eps)
     grouped = builder.reshape(x, [rows, groups, channels * size // groups])
@@ -53,7 +54,7 @@ def _group_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: d
 
 
 def _statistics(builder: GraphBuilder, x: fx.Node, dims: list[int], eps: float, *, keep: bool) -> list[fx.Node]:
-    """Mean and 1 / standard deviation; of values of 16 bits in float32, as PyTorch's kernels do."""
+    """Return mean and 1 / standard deviation; of 16-bit values in float32, as PyTorch's kernels do."""
     wide = builder.call(aten._to_copy.default, x, dtype=torch.float32) if value(x).dtype in NARROW_DTYPES else x
     count = math.prod(shape(x)[dim] for dim in dims)
     mean = builder.call(aten.div.Scalar, builder.call(aten.sum.dim_IntList, wide, dims, keep), count)
@@ -62,17 +63,17 @@ def _statistics(builder: GraphBuilder, x: fx.Node, dims: list[int], eps: float, 
 
 
 def _log_sigmoid(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
-    """The function, and what its backward reads on CPUs."""
+    """Emit the function, and the value that its backward reads on CPUs."""
     below = builder.call(aten.neg.default, builder.call(aten.abs.default, args[0]))
     return [builder.call(aten.log_sigmoid.default, args[0]), builder.call(aten.exp.default, below)]
 
 
-def of_the_model(builder: GraphBuilder, target: Any, made: Any) -> Any:
-    """What an operator made that the model itself calls: autograd has no derivative of what is there for a backward."""
+def detach_backward_values(builder: GraphBuilder, target: Any, results: Any) -> Any:
+    """Detach the results of an operator that are for its backward: autograd has no derivative of them."""
     if target not in _FOR_BACKWARD:
-        return made
-    first, *rest = made
-    return [first, *(builder.call(aten.detach.default, x) for x in rest)]
+        return results
+    out, *for_backward = results
+    return [out, *(builder.call(aten.detach.default, x) for x in for_backward)]
 
 
 _FOR_BACKWARD = frozenset({aten.native_layer_norm.default, aten.log_sigmoid_forward.default})

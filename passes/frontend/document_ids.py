@@ -1,4 +1,4 @@
-"""Ids of packed documents in a graph: their values where those are known, and the lengths that prices expect."""
+"""Ids of packed documents in a graph: their values if they can be computed, and the lengths that prices expect."""
 
 from __future__ import annotations
 
@@ -19,33 +19,35 @@ from ...ops.rules.node_factors import argument
 CPU = torch.device("cpu")
 
 
-def known_value(node: fx.Node, given: Mapping[fx.Node, Tensor]) -> Tensor | None:
-    """What ``node`` is, on the host, where all that its value depends on is in the graph or among ``given`` inputs that
-    have values; else None."""
+def known_value(node: fx.Node, inputs: Mapping[fx.Node, Tensor]) -> Tensor | None:
+    """Return the value of ``node``, on the host, or None if it depends on a placeholder without a value.
+
+    ``inputs``: the values of placeholders; tensors on the meta device have none.
+    """
     needed, todo = set[fx.Node](), [node]
     while todo:
-        here = todo.pop()
-        if here.op == "placeholder" and (here not in given or given[here].is_meta):
+        source = todo.pop()
+        if source.op == "placeholder" and (source not in inputs or inputs[source].is_meta):
             return None
-        if here not in needed:
-            needed.add(here)
-            todo += here.all_input_nodes
+        if source not in needed:
+            needed.add(source)
+            todo += source.all_input_nodes
     env: dict[fx.Node, Any] = {}
-    for here in node.graph.nodes:
-        if here not in needed:
+    for source in node.graph.nodes:
+        if source not in needed:
             continue
-        if here.op == "placeholder":
-            env[here] = given[here].detach().to(CPU)
+        if source.op == "placeholder":
+            env[source] = inputs[source].detach().to(CPU)
             continue
-        args, kwargs = fx.map_arg((here.args, here.kwargs), env.__getitem__)
+        args, kwargs = fx.map_arg((source.args, source.kwargs), env.__getitem__)
         options = {**kwargs, "device": CPU} if "device" in kwargs else kwargs
-        env[here] = here.target(*args, **options)
-    found: Tensor = env[node]
-    return found
+        env[source] = source.target(*args, **options)
+    result: Tensor = env[node]
+    return result
 
 
 def run_lengths(ids: Tensor) -> list[int]:
-    """How long the runs of equal ids [T] are.
+    """Return the lengths of the runs of equal ids [T].
 
     >>> run_lengths(torch.tensor([0, 0, 1, 1, 1, 0]))
     [2, 3, 1]
@@ -55,19 +57,20 @@ def run_lengths(ids: Tensor) -> list[int]:
 
 
 def expect_documents(graph: fx.Graph, lengths: tuple[int, ...]) -> None:
-    """Let prices assume documents of these lengths, of attention whose mask has documents (see
-    :class:`...core.annotations.Facts`)."""
+    """Annotate attention over documents with these lengths, for prices (:class:`...core.annotations.Facts`)."""
     for node in _with_documents(graph):
         annotate(node, replace(facts(node), documents=lengths))
 
 
 def documents_in(program: Program, leaves: Sequence[Any]) -> tuple[int, ...]:
-    """The lengths of a batch's documents, row after row, of the attention with the longest rows; () if no mask has
-    documents, or if the batch has no values for them, or other sizes. Of many documents those of the first rows.
+    """Return the lengths of a batch's documents, row by row, for the attention with the longest rows.
 
-    ``leaves``: the batch's, in order.
+    Empty if no mask has documents, or if the batch has other sizes or no values for them. At most ``MOST_DOCUMENTS``
+    lengths are returned, those of the first rows.
+
+    ``leaves``: of the batch, in order.
     """
-    inputs = [node for node, found in program.leaves.items() if found.kind == "input"]
+    inputs = [node for node, stored in program.leaves.items() if stored.kind == "input"]
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     masked = sorted(_with_documents(program.graph), key=lambda node: -shape(node)[2])
     if not masked or [shape(node) for node in inputs] != [tuple(x.shape) for x in tensors]:
@@ -75,13 +78,13 @@ def documents_in(program: Program, leaves: Sequence[Any]) -> tuple[int, ...]:
     ids = known_value(_documents_of(masked[0]), dict(zip(inputs, tensors, strict=True)))
     if ids is None:
         return ()
-    found: list[int] = []
+    row_lengths: list[int] = []
     for row in ids:
-        lengths = run_lengths(row)
-        if found and len(found) + len(lengths) > MOST_DOCUMENTS:
+        row_lengths = run_lengths(row)
+        if row_lengths and len(row_lengths) + len(row_lengths) > MOST_DOCUMENTS:
             break
-        found += lengths
-    return tuple(found[:MOST_DOCUMENTS])
+        row_lengths += row_lengths
+    return tuple(row_lengths[:MOST_DOCUMENTS])
 
 
 def _with_documents(graph: fx.Graph) -> list[fx.Node]:

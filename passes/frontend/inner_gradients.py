@@ -87,10 +87,10 @@ class _Path:
         """Raise CompileError if the path has a derivative that is the user's own."""
         for node in self.nodes:
             if node.target in (with_tangent, declare_gradient, after_gradients):
-                what = (
+                description = (
                     "through a derivative that is your own, or what forward changes in place where gradients are off,"
                 )
-                message = f"torch.autograd.grad in forward, {what} would not be part of the program"
+                message = f"torch.autograd.grad in forward, {description} would not be part of the program"
                 raise CompileError("QN105", message, where=facts(node).where)
 
     def trace_backward(self, outputs: Sequence[fx.Node], again: bool) -> Template:
@@ -166,8 +166,8 @@ def _check_saved(builder: GraphBuilder, new_nodes: Sequence[fx.Node]) -> None:
     """
     for node in new_nodes:
         if is_getitem(node) and facts(node).needs_grad and not _has_derivative(builder, *origin(node)):
-            what = f"the derivative of a derivative needs {origin(node)[0].target} as simpler operators"
-            raise CompileError("QN109", what, where=builder.where, fix="write that operator out in the model")
+            message = f"the derivative of a derivative needs {origin(node)[0].target} as simpler operators"
+            raise CompileError("QN109", message, where=builder.where, fix="write that operator out in the model")
 
 
 def _has_derivative(builder: GraphBuilder, node: fx.Node, output: int) -> bool:

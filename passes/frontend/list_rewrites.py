@@ -1,4 +1,4 @@
-"""How :mod:`.normalize` spells lists of rows that are joined again, and rows that a mask puts into others."""
+"""Canonical forms of lists of rows that are joined again, and of rows that a mask puts into others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def cat(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """What was taken apart and is joined in the same order is what it was: ``torch.cat(list(x))``."""
+    """Return the original of parts that are joined in order (``torch.cat(list(x))``), else emit the operator."""
     parts, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     whole = _whole(parts)
     if whole is not None:
@@ -33,47 +33,50 @@ def cat(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str,
 
 
 def _whole(parts: list[fx.Node]) -> fx.Node | None:
-    """The operator of which these are all results, in order."""
+    """Return the operator whose results these are, if they are all of them in order."""
     if not parts or not all(map(is_getitem, parts)):
         return None
     first = origin(parts[0])[0]
     every = [(first, index) for index in range(len(values(first)))]
-    apart = first.target in (aten.unbind.int, aten.split_with_sizes.default)
-    return first if apart and [origin(part) for part in parts] == every else None
+    splits = first.target in (aten.unbind.int, aten.split_with_sizes.default)
+    return first if splits and [origin(part) for part in parts] == every else None
 
 
 def row_by_row(builder: GraphBuilder, rows: int, args: list[Any]) -> fx.Node | None:
-    """masked_scatter(x, mask, source) of a batch of so many ``rows`` that is computed in parts: each row on its own,
-    behind a check that the mask has as many places in each row as there is to fill them. None where a row has no share
-    of ``source``, or where the mask depends on parameters and is not known before the parts are computed."""
+    """Emit masked_scatter(x, mask, source) so that each of ``rows`` rows is filled by itself, or return None.
+
+    A check comes first: the mask must have as many places in each row as ``source`` has values for it. None if
+    ``source`` cannot be divided among the rows, or if the mask depends on parameters, and so cannot be checked before
+    microbatches are computed.
+    """
     x: fx.Node = args[0]
     mask: fx.Node = args[1]
     source: fx.Node = args[2]
     size = shape(x)
     if 0 in (*size, *shape(source)[:1]) or not shape(source):
         return None
-    while mask.target is aten.expand.default:  # of which the check needs no copies
+    while mask.target is aten.expand.default:  # the check needs no copies
         (mask,) = tensor_inputs(mask)
-    if any(found[:1] != (rows,) for found in (size, shape(mask))) or len(size) != len(shape(mask)):
+    if any(sizes[:1] != (rows,) for sizes in (size, shape(mask))) or len(size) != len(shape(mask)):
         return None
     copies = prod(size) // prod(shape(mask))
-    many = prod(shape(source)) // rows // copies
-    if shape(source)[0] % rows or many * copies * rows != prod(shape(source)):
+    places_per_row = prod(shape(source)) // rows // copies
+    if shape(source)[0] % rows or places_per_row * copies * rows != prod(shape(source)):
         return None
-    if _of_parameters(mask):
+    if _depends_on_parameters(mask):
         return None
-    checked = builder.call(alike, mask, many)
+    checked = builder.call(alike, mask, places_per_row)
     wide = checked if shape(mask) == size else builder.call(aten.expand.default, checked, list(size))
     return builder.call(fill_rows, x, wide, source)
 
 
-def _of_parameters(node: fx.Node) -> bool:
-    found, seen = [node], {node}
-    while found:
-        one = found.pop()
-        known = leaf(one)
-        if known is not None and known.kind == "parameter":
+def _depends_on_parameters(node: fx.Node) -> bool:
+    todo, seen = [node], {node}
+    while todo:
+        source = todo.pop()
+        source_leaf = leaf(source)
+        if source_leaf is not None and source_leaf.kind == "parameter":
             return True
-        found += set(one.all_input_nodes) - seen
-        seen.update(one.all_input_nodes)
+        todo += set(source.all_input_nodes) - seen
+        seen.update(source.all_input_nodes)
     return False

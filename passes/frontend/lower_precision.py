@@ -1,4 +1,4 @@
-"""Program -> Program: compute in bfloat16 or float16 what gains from it. Every change of dtype is a node."""
+"""Program -> Program: compute in bfloat16 or float16 where that is faster. Every change of dtype is a node."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ FULL = torch.float32
 
 @dataclass(frozen=True)
 class LowerPrecision:
-    """Cast what operators read to the dtype that they compute in.
+    """Cast the inputs of operators to the dtype that they compute in.
 
     Before: %y: float32 = linear(%x, %w);  %l: float32 = row_nll(%y, %labels)
     After:  %y: bfloat16 = linear(%x, %w);  %z: float32 = _to_copy(%y);  %l: float32 = row_nll(%z, %labels)
-    Ensures: all float32 values that one operator reads have one dtype; the loss is float32; casts of the model's own
-    are kept; values that depend on neither parameters nor floating inputs (positions, masks) are computed in float32.
+    Ensures: all float32 inputs of an operator have one dtype; the loss is float32; the model's own casts stay; values
+    that depend on neither parameters nor floating inputs (positions, masks) are computed in float32.
 
-    An operator computes in the dtype of :mod:`...ops.catalog`; any other in that of the activations that it reads.
-    Where these differ, it computes in float32 and its result is narrow, as a model's own ``x.to(dtype)`` would make it.
-    A parameter that nobody reads in float32 becomes a narrow leaf (:attr:`...core.annotations.Leaf.held` says what
-    ranks hold of it), of which :class:`..lowering.insert_communication.InsertCommunication` makes a copy once a step,
-    before any rank gathers it. So does, whatever the precision, one that the model itself reads through a cast. A cache
-    becomes narrow, too, and has no wide copy.
+    An operator computes in its dtype of :mod:`...ops.catalog`, or else in that of its activations. If these differ, it
+    computes in float32, and its result is cast to 16 bits. A parameter that no operator reads in float32 becomes a
+    narrow leaf (ranks hold it in :attr:`...core.annotations.Leaf.held`), of which
+    :class:`..lowering.insert_communication.InsertCommunication` makes a copy once a step, before ranks gather it. So
+    does, whatever the precision, a parameter that the model itself reads through a cast. A cache becomes narrow, too,
+    and has no wide copy.
 
     Raises:
-        CompileError: QN215 if the model has no float32 parameter to begin with.
+        CompileError: QN215 if the model has no float32 parameter.
     """
 
     precision: Precision = Precision()
@@ -50,9 +50,9 @@ class LowerPrecision:
 
 
 def _require_full(program: Program, compute: torch.dtype) -> None:
-    found = {value(node).dtype for node, kind in program.leaves.items() if kind.kind == "parameter"}
-    if FULL not in found:
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found)) or "none"
+    dtypes = {value(node).dtype for node, stored in program.leaves.items() if stored.kind == "parameter"}
+    if FULL not in dtypes:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"
         raise CompileError(
             "QN215",
             f"copies in {str(compute).removeprefix('torch.')} are made of float32 parameters; this model's are {names}",
@@ -61,6 +61,16 @@ def _require_full(program: Program, compute: torch.dtype) -> None:
 
 
 class _PrecisionLowering:
+    """A program in which operators compute in few bits.
+
+    Attributes:
+        exact: Nodes that depend on neither parameters nor floating inputs.
+        loose: Nodes that depend on leaves alone, and get the dtype that their users want.
+        mixed: Nodes that compute in float32, and whose results are cast to 16 bits.
+        computes: The dtype that a node computes in.
+        dtype: The dtype of its result.
+    """
+
     def __init__(self, program: Program, precision: Precision) -> None:
         assert precision.compute is not None
         self.program, self.precision, self.low = program, precision, precision.compute
@@ -69,10 +79,10 @@ class _PrecisionLowering:
         self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self.nodes = [n for n in program.graph.nodes if n.op != "output"]
         self.exact = _exact(program)
-        self.loose: set[fx.Node] = set()  # what depends on leaves alone: as its users want it
+        self.loose: set[fx.Node] = set()
         self.mixed: set[fx.Node] = set()
         self.computes: dict[fx.Node, torch.dtype] = {}
-        self.dtype: dict[fx.Node, torch.dtype] = {}  # of results
+        self.dtype: dict[fx.Node, torch.dtype] = {}
         self._decide()
         self._settle()
 
@@ -101,7 +111,7 @@ class _PrecisionLowering:
         return _full(node) and node not in self.exact and node not in self.loose
 
     def _fixed(self, node: fx.Node) -> torch.dtype | None:
-        """The dtype in which an operator computes whatever it reads."""
+        """Return the dtype in which an operator computes whatever its inputs are, if there is one."""
         bits = spec_of(node.target).autocast
         if node.target is aten._to_copy.default or bits == 32 or node.kwargs.get("dtype") is FULL:
             return FULL
@@ -112,7 +122,7 @@ class _PrecisionLowering:
         return self.low if bits == 16 else None
 
     def _settle(self) -> None:
-        """Loose values are narrow unless a user wants float32 of them."""
+        """Decide that loose values are narrow unless one of their users computes in float32."""
         ends = set(self._kept_wide())
         for node in reversed(self.nodes):
             if node in self.loose:
@@ -121,11 +131,10 @@ class _PrecisionLowering:
                 self.computes[node] = self.dtype[node] = FULL if wide else self.low
 
     def _kept_wide(self) -> set[fx.Node]:
-        """The results that stay in float32: a loss, new values of buffers, and what these are computed of."""
+        """Return the results that stay in float32: a loss, and new values of buffers."""
         results, changed = outputs(self.program.graph), len(self.program.last)
-        first = results[:1] if results and value(results[0]).shape == () else ()
-        found = (*first, *results[len(results) - changed :])
-        return {node for node in found if value(node).dtype is FULL}
+        loss = results[:1] if results and value(results[0]).shape == () else ()
+        return {node for node in (*loss, *results[len(results) - changed :]) if value(node).dtype is FULL}
 
     # -- the new graph
 
@@ -140,31 +149,33 @@ class _PrecisionLowering:
         return replace(self.program, graph=self.builder.graph, precision=self.precision)
 
     def _leaf(self, node: fx.Node) -> fx.Node:
-        known, found = facts(node), leaf(node)
-        assert isinstance(known.value, Tensor) and found is not None
-        fake = known.value
-        if found.kind in ("parameter", "cache") and fake.dtype is FULL and self.dtype[node] is self.low:
-            found = replace(found, held=FULL) if found.kind == "parameter" else found  # a cache has what is written
+        node_facts, node_leaf = facts(node), leaf(node)
+        assert isinstance(node_facts.value, Tensor) and node_leaf is not None
+        fake = node_facts.value
+        if node_leaf.kind in ("parameter", "cache") and fake.dtype is FULL and self.dtype[node] is self.low:
+            if node_leaf.kind == "parameter":  # a cache has no wide copy
+                node_leaf = replace(node_leaf, held=FULL)
             with self.builder.mode:
                 fake = torch.empty(fake.shape, dtype=self.low, device=fake.device)
-        return self.builder.placeholder(node.name, fake, found, needs_grad=known.needs_grad)
+        return self.builder.placeholder(node.name, fake, node_leaf, needs_grad=node_facts.needs_grad)
 
     def _operator(self, node: fx.Node) -> fx.Node:
         if is_getitem(node):
             return self.builder.getitem(self.env[node.args[0]], int(node.args[1]))  # type: ignore[index,arg-type]
         wanted = self.computes[node]
         keeps = node.target is aten._to_copy.default and node.kwargs.get("dtype") is not FULL
-        given = {
+        inputs = {
             n: self.env[n] if keeps or not _full(n) else self._read(self.env[n], wanted) for n in node.all_input_nodes
         }
-        args, kwargs = fx.map_arg((node.args, node.kwargs), given.__getitem__)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), inputs.__getitem__)
         args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
-        made = self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
-        return self._read(made, self.low) if node in self.mixed else made
+        result = self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        return self._read(result, self.low) if node in self.mixed else result
 
     def _read(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        have = value(node).dtype
-        if have is dtype or have not in (FULL, self.low):
+        """Return a value in ``dtype``, by a cast that all readers share."""
+        stored = value(node).dtype
+        if stored is dtype or stored not in (FULL, self.low):
             return node
         key = node, dtype
         if key not in self.casts:
@@ -173,21 +184,20 @@ class _PrecisionLowering:
 
 
 def _full(node: fx.Node) -> bool:
-    found = {x.dtype for x in values(node) if x is not None and x.is_floating_point()}
-    return found == {FULL}
+    return {x.dtype for x in values(node) if x is not None and x.is_floating_point()} == {FULL}
 
 
 def _exact(program: Program) -> set[fx.Node]:
-    """What depends on no parameter and no floating input."""
-    found: set[fx.Node] = set()
+    """Return the nodes that depend on no parameter and no floating input."""
+    exact: set[fx.Node] = set()
     for node in program.graph.nodes:
-        known = leaf(node) if node.op == "placeholder" else None
-        if known is not None:
-            if known.kind in ("buffer", "constant") or not value(node).is_floating_point():
-                found.add(node)
-        elif node.op == "call_function" and all(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
+        node_leaf = leaf(node) if node.op == "placeholder" else None
+        if node_leaf is not None:
+            if node_leaf.kind in ("buffer", "constant") or not value(node).is_floating_point():
+                exact.add(node)
+        elif node.op == "call_function" and all(source in exact for source in node.all_input_nodes):
+            exact.add(node)
+    return exact
 
 
 def _drop_unused(graph: fx.Graph) -> None:

@@ -15,8 +15,10 @@ aten = torch.ops.aten
 
 
 def narrow_leaves(program: Program) -> Program:
-    """The same program in which each parameter whose only user is a cast that rounds has that user's dtype, and is held
-    in its own (:attr:`...core.annotations.Leaf.held`): what ranks exchange of it then has as many bits as is read."""
+    """Give each parameter whose only user is a cast that rounds the dtype of the cast.
+
+    Ranks hold it in its own dtype (:attr:`...core.annotations.Leaf.held`), and exchange only the bits that are read.
+    """
     casts = {node: cast for node, kind in program.leaves.items() if kind.kind == "parameter" and (cast := _cast(node))}
     if not casts:
         return program
@@ -27,17 +29,16 @@ def narrow_leaves(program: Program) -> Program:
         else:
             new[node] = graph.node_copy(node, lambda n: new[n])
         if node in casts:
-            known, kind = facts(node), program.leaves[node]
-            narrow = replace(kind, held=value(node).dtype)
-            annotate(new[node], replace(known, value=value(casts[node]), leaf=narrow))
+            narrow = replace(program.leaves[node], held=value(node).dtype)
+            annotate(new[node], replace(facts(node), value=value(casts[node]), leaf=narrow))
     graph.lint()
     return replace(program, graph=graph)
 
 
 def _cast(node: fx.Node) -> fx.Node | None:
-    """The cast through which alone a leaf is read. With two of them, their gradients are added up behind the casts."""
+    """Return the cast that is a leaf's only user, or None. Gradients of two casts would be added in few bits."""
     user = next(iter(node.users), None)
     if user is None or len(node.users) > 1 or user.target is not aten._to_copy.default:
         return None
-    alone = user.kwargs == {"dtype": value(user).dtype}
-    return user if alone and narrows(value(node).dtype, value(user).dtype) else None
+    only_casts = user.kwargs == {"dtype": value(user).dtype}
+    return user if only_casts and narrows(value(node).dtype, value(user).dtype) else None

@@ -1,4 +1,4 @@
-"""Captured -> Program: fix the batch size, and rewrite to few canonical operators."""
+"""Captured -> Program: fix the batch size, and rewrite operators to a few canonical ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ...ops.derivatives.inner_gradients import gradient
 from ...ops.rules.table import RULES
 from .counted.counters import is_counter
 from .decompose import decompose, has_parts
-from .derivative_rewrites import of_the_model
+from .derivative_rewrites import detach_backward_values
 from .document_ids import expect_documents
 from .inner_gradients import inner_gradient, without_starts
 from .list_rewrites import row_by_row
@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 
 class _Fails(Exception):
-    """An operator cannot be made: what torch says of it."""
+    """An operator cannot be run; ``message``: torch's error."""
 
     def __init__(self, target: str, message: str, where: Where) -> None:
         super().__init__(message)
@@ -46,23 +46,25 @@ class _Fails(Exception):
 
 @dataclass(frozen=True)
 class Normalize:
-    """Give every value a concrete global shape and every computation one spelling.
+    """Give every value a concrete global shape and every computation one canonical form.
 
     Before: ``view(x, [sym_size, -1])``, ``clone``, ``add(x, 1)``, ``cross_entropy_loss``
     After:  ``reshape(x, [8, 64])``, nothing, ``add.Scalar(x, 1)``, ``log_softmax``, ``nll_loss``, ``sum``, ``div``
     Ensures: no symbolic sizes; no views other than reshape, expand, permute, slice, select, split; no copies.
 
-    ``batch_size`` is the global batch: all data ranks and all microbatches; ``batches``: of how many such a step
-    consists, see :class:`~quintnet_compiler.ir.program.Program`. ``parts``: in how many microbatches a batch is
-    computed. ``lengths``: further sizes of batches, by
-    their names in :class:`~quintnet_compiler.ir.batch_form.BatchForm`; they may be symbols, see
-    :class:`~quintnet_compiler.ir.symbolic_sizes.SymbolicSizes`. ``device``: where programs will run, of
-    which the type alone enters the program; ``absent``: what it is, where this machine has none. ``documents``: see
-    :class:`~quintnet_compiler.ir.plan.Plan`.
+    Attributes:
+        batch_size: Rows of the global batch: of all data ranks and all microbatches.
+        device: Where programs will run; only its type enters the program.
+        absent: The GPU that programs are for, if this machine has none.
+        lengths: Further sizes of batches, by their names in :class:`~quintnet_compiler.ir.batch_form.BatchForm`; they
+            may be symbols, see :class:`~quintnet_compiler.ir.symbolic_sizes.SymbolicSizes`.
+        batches: The number of such batches in a step, see :class:`~quintnet_compiler.ir.program.Program`.
+        parts: The number of microbatches in which a batch is computed.
+        documents: See :class:`~quintnet_compiler.ir.plan.Plan`.
 
     Raises:
         CompileError: QN105 for random operators that would differ between layouts; QN106 if the model's code runs with
-            other numbers of rows, and not with this one; QN109 if an operator fails whatever the number is.
+            other numbers of rows but not with this one; QN109 if an operator fails for any number of rows.
     """
 
     batch_size: int
@@ -81,14 +83,14 @@ class Normalize:
                 f"with: {captured.only_rows}",
                 fix="use x.shape[0] (or -1) where len(x) or a literal batch size is used, or batches of that size",
             )
-        kept = {
+        parameters = {
             leaf.name for node in captured.graph.nodes if (leaf := node.meta.get(LEAF)) and leaf.kind == "parameter"
         }
-        if self.batches > 1 and (own := kept & set(captured.changed)):
+        if self.batches > 1 and (changed := parameters & set(captured.changed)):
             raise CompileError(
                 "QN104",
-                f"the forward pass changes the parameter {min(own)!r}, and each of {self.batches} microbatches would "
-                "begin with what the one before has left",
+                f"the forward pass changes the parameter {min(changed)!r}, and each of {self.batches} microbatches "
+                "would begin with what the one before has left",
                 fix='use microbatches=1, or leave batch_statistics="microbatch" away',
             )
         try:
@@ -97,7 +99,7 @@ class Normalize:
             raise self._diagnosed(captured, failure) from failure.__cause__
 
     def _diagnosed(self, captured: Captured, failure: _Fails) -> CompileError:
-        """Whether it is the number of rows: then the program can be made for another one."""
+        """Return QN106 if the program can be made for another number of rows, else QN109."""
         rows = self.batch_size
         for size in (*(rows * k for k in (2, 3, 4, 8)), *(rows // k for k in (2, 4) if rows % k == 0), 1):
             try:
@@ -119,7 +121,7 @@ class Normalize:
         alive = _alive(captured.graph)
         for node in captured.graph.nodes:
             if node not in alive:
-                continue  # a number that only an assertion read
+                continue  # a number that only an assertion reads
             builder.where = node.meta.get(WHERE, Where())
             if node.op == "placeholder":
                 env[node] = self._leaf(builder, node, captured.symbols)
@@ -130,13 +132,13 @@ class Normalize:
                     if not isinstance(env[end], fx.Node):
                         raise shape_by_value("the model", end.meta.get(WHERE, Where()))
                 first, *rest = (_unrounded(env[n]) for n in node.args[0])
-                if self.batches > 1:  # the step's loss is the mean of theirs
+                if self.batches > 1:  # the step's loss is the mean of the batches' losses
                     first = builder.call(aten.div.Scalar, first, self.batches)
                 builder.output((first, *rest))
             else:
                 args = [_resolve(a, env) for a in node.args]
                 kwargs = {k: _resolve(a, env) for k, a in node.kwargs.items()}
-                env[node] = of_the_model(builder, node.target, self._node(builder, node, args, kwargs))
+                env[node] = detach_backward_values(builder, node.target, self._node(builder, node, args, kwargs))
         without_starts(builder.graph)
         _refuse_gradients(captured, outputs(builder.graph))
         _drop_unused(builder.graph)
@@ -152,8 +154,8 @@ class Normalize:
                 f"the batch has a {type(traced).__name__} at {leaf.name}",
                 fix="pass tensors, and flags that the model's code branches on",
             )
-        known = {ROWS: self.batch_size, **self.lengths}
-        sizes = [known[symbols[str(s)]] if isinstance(s, SymInt) else int(s) for s in traced.shape]
+        numbers = {ROWS: self.batch_size, **self.lengths}
+        sizes = [numbers[symbols[str(s)]] if isinstance(s, SymInt) else int(s) for s in traced.shape]
         with builder.mode:
             fake = torch.empty(sizes, dtype=traced.dtype, device=self.device.type)
         return builder.placeholder(node.name, fake, leaf, needs_grad=leaf.trainable)
@@ -187,18 +189,19 @@ class Normalize:
             outs, ins, arriving, again = args
             return inner_gradient(builder, outs, ins, arriving, again, partial(self._part, builder), self.absent)
         if target is aten.masked_scatter.default and self.parts > 1:
-            found = row_by_row(builder, self.batch_size, args)
-            if found is not None:
-                return found
+            filled = row_by_row(builder, self.batch_size, args)
+            if filled is not None:
+                return filled
         rewrite = REWRITES.get(target)
         if rewrite is not None:
             return rewrite(builder, node, args, kwargs)
         random = draws(target)
         if target not in RULES and has_parts(target):
-            graph, given = decompose(builder.mode, target, args, kwargs)
+            graph, inputs = decompose(builder.mode, target, args, kwargs)
             drawn = {part.target for part in graph.nodes if draws(part.target)}
-            if drawn <= REWRITES.keys() and all(map(_known, graph.nodes)):  # else the error names what the user knows
-                return self._parts(builder, graph, given)
+            # else the error names the operator that the user wrote, not its parts
+            if drawn <= REWRITES.keys() and all(map(_is_supported, graph.nodes)):
+                return self._parts(builder, graph, inputs)
             random = bool(drawn)
         if random:
             raise CompileError(
@@ -210,11 +213,12 @@ class Normalize:
         return builder.call(target, *args, **kwargs)
 
     def _part(self, builder: GraphBuilder, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
-        some = [_resolve(a, env) for a in node.args]
-        return self._node(builder, node, some, {k: _resolve(a, env) for k, a in node.kwargs.items()})
+        args = [_resolve(a, env) for a in node.args]
+        return self._node(builder, node, args, {k: _resolve(a, env) for k, a in node.kwargs.items()})
 
-    def _parts(self, builder: GraphBuilder, graph: fx.Graph, given: list[fx.Node]) -> Any:
-        env = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
+    def _parts(self, builder: GraphBuilder, graph: fx.Graph, inputs: list[fx.Node]) -> Any:
+        """Emit the definition of an operator."""
+        env = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
         for node in graph.nodes:
             if node.op == "call_function":
                 env[node] = self._part(builder, node, env)
@@ -222,8 +226,10 @@ class Normalize:
 
 
 def _unrounded(result: fx.Node) -> fx.Node:
-    """A 16-bit loss before it is rounded: its terms are added up in 32 bits first, and whoever runs the program rounds
-    (``Captured.result_dtypes``)."""
+    """Return a 16-bit loss before it is rounded.
+
+    Its terms are added up in 32 bits first, and the caller of the program rounds (``Captured.result_dtypes``).
+    """
     if result.target is not aten._to_copy.default or shape(result):
         return result
     (source,) = result.all_input_nodes
@@ -233,7 +239,7 @@ def _unrounded(result: fx.Node) -> fx.Node:
 
 
 def _refuse_gradients(captured: Captured, results: Sequence[fx.Node]) -> None:
-    """Raises: CompileError QN110 for a new value of a buffer or parameter that leads autograd to the step before."""
+    """Raise CompileError QN110 if autograd would go from a new value of a buffer or parameter to the step before."""
     changed = captured.changed
     for name, node in zip(changed, results[len(results) - len(changed) :], strict=True):
         if captured.training and needs_grad(node):
@@ -246,8 +252,8 @@ def _refuse_gradients(captured: Captured, results: Sequence[fx.Node]) -> None:
             )
 
 
-def _known(part: fx.Node) -> bool:
-    """Whether something is made of a node of an operator's definition, here or later."""
+def _is_supported(part: fx.Node) -> bool:
+    """Return whether a node of an operator's definition has a canonical form, a rule, or parts."""
     if part.op != "call_function" or part.target is operator.getitem:
         return part.op in ("call_function", "placeholder", "output")
     return part.target in REWRITES or part.target in RULES or has_parts(part.target)
@@ -266,7 +272,7 @@ def _resolve(arg: Any, env: dict[fx.Node, Any]) -> Any:
 
 
 def _alive(graph: fx.Graph) -> set[fx.Node]:
-    """All inputs and tensors, and what these and the outputs need."""
+    """Return all inputs and tensors, and the nodes that these and the outputs need."""
     ends = ("output", "placeholder")
     alive = {n for n in graph.nodes if n.op in ends or isinstance(n.meta.get("val"), Tensor)}
     for node in reversed(graph.nodes):

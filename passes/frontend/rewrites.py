@@ -1,4 +1,4 @@
-"""How :mod:`.normalize` spells each operator that has several spellings."""
+"""Canonical forms of operators: of several equal ones, the one that later passes know."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def _identity(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dic
 
 
 def _reshape(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """Any view that only regroups dims becomes reshape (strides differ on each rank anyway)."""
-    others, named = fx.map_arg((args[1:], kwargs), value)
+    """Emit any view that only regroups dims as reshape (strides differ on each rank anyway)."""
+    others, other_kwargs = fx.map_arg((args[1:], kwargs), value)
     with builder.mode:
-        whole = call_fake(aten.contiguous.default, (value(args[0]),), {})
-        after = call_fake(node.target, (whole, *others), named).shape  # type: ignore[arg-type]
-    return builder.reshape(args[0], list(after))
+        contiguous = call_fake(aten.contiguous.default, (value(args[0]),), {})
+        new_shape = call_fake(node.target, (contiguous, *others), other_kwargs).shape  # type: ignore[arg-type]
+    return builder.reshape(args[0], list(new_shape))
 
 
 def _cast(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
@@ -57,8 +57,8 @@ def _slice(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[s
     start = 0 if start is None else max(start + size, 0) if start < 0 else min(start, size)
     end = size if end is None else max(end + size, 0) if end < 0 else min(end, size)
     if (start, end, step) == (0, size, 1):
-        found: fx.Node = x
-        return found
+        source: fx.Node = x
+        return source
     return builder.call(aten.slice.Tensor, x, dim, start, end, step)
 
 
@@ -70,8 +70,8 @@ def _expand(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[
 
 
 def _broadcast(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
-    after = list(torch.broadcast_shapes(*(shape(x) for x in args[0])))  # type: ignore[no-untyped-call]
-    return [_expand(builder, node, [x, after], {}) for x in args[0]]
+    size = list(torch.broadcast_shapes(*(shape(x) for x in args[0])))  # type: ignore[no-untyped-call]
+    return [_expand(builder, node, [x, size], {}) for x in args[0]]
 
 
 def _split(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
@@ -82,19 +82,19 @@ def _split(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[s
 
 
 def _repeat(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """Each dim of the result is (times, dim): expanded, then regrouped."""
+    """Emit repeat: each dim becomes (times, dim) by expand, and is regrouped."""
     x, times = args[0], list(args[1])
     sizes = [1] * (len(times) - len(shape(x))) + list(shape(x))
-    apart = [size for pair in zip([1] * len(sizes), sizes, strict=True) for size in pair]
+    with_ones = [size for pair in zip([1] * len(sizes), sizes, strict=True) for size in pair]
     wide = [size for pair in zip(times, sizes, strict=True) for size in pair]
     if times == [1] * len(times):
         return builder.reshape(x, sizes)
-    grown = builder.call(aten.expand.default, builder.reshape(x, apart), wide)
-    return builder.reshape(grown, [count * size for count, size in zip(times, sizes, strict=True)])
+    repeated = builder.call(aten.expand.default, builder.reshape(x, with_ones), wide)
+    return builder.reshape(repeated, [count * size for count, size in zip(times, sizes, strict=True)])
 
 
 def _repeat_interleave(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """``output_size`` says what the number of repeats says already; without a dim all of them are one."""
+    """Emit repeat_interleave without ``output_size``, which is redundant; without a dim, of the flat tensor."""
     x, times, dim = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("dim")
     if dim is None:
         x, dim = builder.reshape(x, [math.prod(shape(x))]), 0
@@ -102,26 +102,28 @@ def _repeat_interleave(builder: GraphBuilder, node: fx.Node, args: list[Any], kw
 
 
 def _slice_scatter(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """Where a slice is all of its dim, the second input is the result."""
+    """Return the second input if the slice is the whole dim, else emit the operator."""
     x, part = args[:2]
     same = shape(x) == shape(part) and value(x).dtype == value(part).dtype
-    found: fx.Node = part if same else builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
-    return found
+    result: fx.Node = part if same else builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    return result
 
 
-def _constant(builder: GraphBuilder, node: fx.Node, number: Any, beside: fx.Node) -> fx.Node:
-    """A number of ``node``'s as a tensor, in the dtype of the result: 0.5 - [1, 2] is none of whole numbers."""
-    return builder.call(aten.full.default, [], number, dtype=output_dtype(node), device=value(beside).device)
+def _constant(builder: GraphBuilder, node: fx.Node, number: Any, operand: fx.Node) -> fx.Node:
+    """Emit a number as a tensor in the dtype of the result of ``node``: 0.5 - [1, 2] has no integer result."""
+    return builder.call(aten.full.default, [], number, dtype=output_dtype(node), device=value(operand).device)
 
 
 def _is_term(node: fx.Node, x: fx.Node) -> bool:
-    """A scalar (a loss, say) of which ranks and microbatches may hold terms. A number that is added to it is a value
-    of its own, of which each of them adds a share."""
+    """Return whether ``x`` is a scalar such as a loss, of which ranks and microbatches may hold terms.
+
+    A number that is added to it must then be a tensor, of which each of them adds a share.
+    """
     return shape(x) == () and is_float(value(x)) and output_dtype(node) == value(x).dtype
 
 
 def _scalar(to_scalar: Any) -> Rewrite:
-    """op.Tensor with a Python number is another operator: adding a number is not linear, adding a tensor is."""
+    """Return a rewrite of op.Tensor with a Python number to another operator: adding a number is not linear."""
 
     def rewrite(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
         numbers = [a for a in args[:2] if not isinstance(a, fx.Node)]
@@ -134,8 +136,8 @@ def _scalar(to_scalar: Any) -> Rewrite:
             args = [args[1], args[0], *args[2:]]
         x, number = args[0], args[1]
         if to_scalar in (aten.mul.Scalar, aten.div.Scalar) and number == 1 and output_dtype(node) == value(x).dtype:
-            found: fx.Node = x
-            return found
+            source: fx.Node = x
+            return source
         number = number * alpha
         if to_scalar in (aten.add.Scalar, aten.sub.Scalar) and _is_term(node, x):
             number = -number if to_scalar is aten.sub.Scalar else number
@@ -146,7 +148,7 @@ def _scalar(to_scalar: Any) -> Rewrite:
 
 
 def _subtracted(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """number - x"""
+    """Emit number - x."""
     x, number = args[:2]
     if len(args) > 2 or kwargs or not _is_term(node, x):
         return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
@@ -155,24 +157,26 @@ def _subtracted(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: d
 
 def _dropout(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     probability, training = args[1], args[2] if len(args) > 2 else True
-    kept = (
+    dropped = (
         builder.call(dropout, args[0], probability, op=random_calls(builder)) if probability and training else args[0]
     )
     if node.target is not aten.native_dropout.default:
-        return kept
-    ones = builder.call(aten.full.default, list(shape(kept)), 1.0, dtype=value(kept).dtype, device=value(kept).device)
-    if kept is not args[0]:  # its mask is where it keeps ones
-        ones = builder.call(dropout, ones, probability, op=kept.kwargs["op"])
-    return [kept, builder.call(aten.ne.Scalar, ones, 0)]
+        return dropped
+    ones = builder.call(
+        aten.full.default, list(shape(dropped)), 1.0, dtype=value(dropped).dtype, device=value(dropped).device
+    )
+    if dropped is not args[0]:  # its mask is where ones remain
+        ones = builder.call(dropout, ones, probability, op=dropped.kwargs["op"])
+    return [dropped, builder.call(aten.ne.Scalar, ones, 0)]
 
 
 def draws(target: Any) -> bool:
-    """Whether an operator draws random numbers of torch's own: every rank would draw others."""
+    """Return whether an operator draws from torch's random generator, which differs on every rank."""
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _renormalized(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """An embedding with max_norm shortens the rows that are looked up."""
+    """Emit the table of an embedding with max_norm, in which rows that are looked up are shortened."""
     weight, ids, limit, p = args
     rows, device = shape(weight)[0], value(weight).device
     ids = builder.reshape(ids, [math.prod(shape(ids))])
@@ -183,13 +187,13 @@ def _renormalized(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs:
 
 
 def _index(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """Look up each row on its own, where an index counts rows."""
+    """Look up each row by itself if an index counts rows, else emit the operator."""
     counted = CountedRows.of(builder, args[0], args[1])
     return counted.read() if counted is not None else builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
 
 
 def _index_put(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """Where a mask of bools says which elements are written, one value for all of them is torch.where."""
+    """Emit a write of one value to the elements of a boolean mask as torch.where."""
     x, indices, put = args[:3]
     adds = bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
     masks = [i for i in indices if i is not None and value(i).dtype in (torch.bool, torch.uint8)]
@@ -214,8 +218,10 @@ def _index_put(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: di
 
 
 def _bincount(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """Counts of as many numbers as what reads them allows. A larger number, for which torch's result is longer, fails
-    there and here."""
+    """Emit counts of as many numbers as the captured size allows.
+
+    A larger number, for which torch's result would be longer, fails in the model, too.
+    """
     ids, weights = args[0], args[1] if len(args) > 1 else kwargs.get("weights")
     count, device = int(node.meta["val"].shape[0]), value(ids).device
     if weights is None:
@@ -225,7 +231,7 @@ def _bincount(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dic
 
 
 def _filled(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """A tensor made after another one depends on nothing of it but its shape and kind."""
+    """Emit a tensor like another one, of which only shape, dtype and device matter."""
     name = operator_name(node.target)
     fill = 1 if "ones" in name else kwargs.get("fill_value", args[-1]) if "full" in name else 0
     size = args[1] if name.startswith("new_") else shape(args[0])
@@ -234,14 +240,14 @@ def _filled(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[
 
 
 def _copy(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """copy(destination, source) is source, in destination's shape and dtype."""
+    """Emit copy(destination, source): the source in the destination's shape and dtype."""
     source = _expand(builder, node, [args[1], list(shape(args[0]))], {})
     wanted = value(args[0]).dtype
     return source if value(source).dtype == wanted else builder.call(aten._to_copy.default, source, dtype=wanted)
 
 
-def _called(target: Any) -> Rewrite:
-    """The same operator under its usual name."""
+def _renamed(target: Any) -> Rewrite:
+    """Return a rewrite to an operator that does the same."""
 
     def rewrite(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
         return builder.call(target, *args, **kwargs)
@@ -298,21 +304,21 @@ REWRITES: dict[Any, Rewrite] = {
     ),
     aten.cat.default: cat,
     aten.instance_norm.default: instance_norm,
-    aten._conj.default: _called(aten._conj_physical.default),
-    aten._neg_view.default: _called(aten.neg.default),
+    aten._conj.default: _renamed(aten._conj_physical.default),
+    aten._neg_view.default: _renamed(aten.neg.default),
     aten.zero.default: _filled,
-    aten.max.other: _called(aten.maximum.default),
-    aten.min.other: _called(aten.minimum.default),
-    aten.__and__.Tensor: _called(aten.bitwise_and.Tensor),
-    aten.__or__.Tensor: _called(aten.bitwise_or.Tensor),
-    aten.__xor__.Tensor: _called(aten.bitwise_xor.Tensor),
-    aten.__and__.Scalar: _called(aten.bitwise_and.Scalar),
-    aten.__or__.Scalar: _called(aten.bitwise_or.Scalar),
-    aten.__xor__.Scalar: _called(aten.bitwise_xor.Scalar),
-    aten.__lshift__.Tensor: _called(aten.bitwise_left_shift.Tensor),
-    aten.__rshift__.Tensor: _called(aten.bitwise_right_shift.Tensor),
-    aten.__lshift__.Scalar: _called(aten.bitwise_left_shift.Tensor_Scalar),
-    aten.__rshift__.Scalar: _called(aten.bitwise_right_shift.Tensor_Scalar),
+    aten.max.other: _renamed(aten.maximum.default),
+    aten.min.other: _renamed(aten.minimum.default),
+    aten.__and__.Tensor: _renamed(aten.bitwise_and.Tensor),
+    aten.__or__.Tensor: _renamed(aten.bitwise_or.Tensor),
+    aten.__xor__.Tensor: _renamed(aten.bitwise_xor.Tensor),
+    aten.__and__.Scalar: _renamed(aten.bitwise_and.Scalar),
+    aten.__or__.Scalar: _renamed(aten.bitwise_or.Scalar),
+    aten.__xor__.Scalar: _renamed(aten.bitwise_xor.Scalar),
+    aten.__lshift__.Tensor: _renamed(aten.bitwise_left_shift.Tensor),
+    aten.__rshift__.Tensor: _renamed(aten.bitwise_right_shift.Tensor),
+    aten.__lshift__.Scalar: _renamed(aten.bitwise_left_shift.Tensor_Scalar),
+    aten.__rshift__.Scalar: _renamed(aten.bitwise_right_shift.Tensor_Scalar),
     aten.slice.Tensor: _slice,
     aten.expand.default: _expand,
     aten.broadcast_tensors.default: _broadcast,

@@ -1,6 +1,6 @@
-"""How :mod:`.normalize` spells operators that say where in memory elements lie: as a lookup of them.
+"""Canonical forms of operators that address elements by strides: lookups by index.
 
-In a program a value may lie in memory otherwise than in the model, so what strides mean is what they mean in the model.
+Strides in a program may differ from those in the model, so they are interpreted as in the model.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ aten = torch.ops.aten
 
 
 def as_strided(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """as_strided, as_strided_copy of a contiguous tensor. Outer dims that stay as they are remain dims, so that rows
-    are read from rows (the windows of stft).
+    """Emit as_strided or as_strided_copy of a contiguous tensor as a lookup.
+
+    Outer dims that it leaves as they are remain dims, so that rows are read from rows (as in the windows of stft).
 
     Raises:
         CompileError: QN105 for other tensors, and for elements outside of the tensor.
     """
-    x, sizes, strides, start = _given(builder, node, args, kwargs, first=1)
-    kept = _kept(shape(x), sizes, strides, start)
-    if kept == len(sizes) == len(shape(x)):
+    x, sizes, strides, start = _strided_arguments(builder, node, args, kwargs, first=1)
+    outer = _unchanged_dims(shape(x), sizes, strides, start)
+    if outer == len(sizes) == len(shape(x)):
         return x
-    places = _places(builder, x, sizes[kept:], strides[kept:], start)
-    return builder.call(aten.index.Tensor, _flat(builder, x, kept), [*[None] * kept, places])
+    places = _places(builder, x, sizes[outer:], strides[outer:], start)
+    return builder.call(aten.index.Tensor, _flat(builder, x, outer), [*[None] * outer, places])
 
 
 def as_strided_scatter(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """A copy of a contiguous tensor, with other elements where the strides say.
+    """Emit a copy of a contiguous tensor with other elements at strided places.
 
     Raises:
         CompileError: QN105 as :func:`as_strided`, and for a tensor with a gradient: autograd gives it the gradient of
-            the elements that are replaced, and zero for those that stay (torch 2.13), where memory that is written in
-            place has the reverse. A trace does not tell which of both was meant.
+            the elements that are replaced, and zero for those that stay (torch 2.13); a write in place would give the
+            reverse. A trace does not tell which of the two was meant.
     """
     if needs_grad(args[0]):
         raise CompileError(
@@ -48,25 +49,25 @@ def as_strided_scatter(builder: GraphBuilder, node: fx.Node, args: list[Any], kw
             where=builder.where,
             fix="torch.where, or index_put with the places of the elements",
         )
-    x, sizes, strides, start = _given(builder, node, args, kwargs, first=2)
-    kept = _kept(shape(x), sizes, strides, start)
-    count = math.prod(sizes[kept:])
-    places = builder.reshape(_places(builder, x, sizes[kept:], strides[kept:], start), [count])
-    source = builder.reshape(args[1], [*sizes[:kept], count])
-    written = builder.call(aten.index_copy.default, _flat(builder, x, kept), kept, places, source)
+    x, sizes, strides, start = _strided_arguments(builder, node, args, kwargs, first=2)
+    outer = _unchanged_dims(shape(x), sizes, strides, start)
+    count = math.prod(sizes[outer:])
+    places = builder.reshape(_places(builder, x, sizes[outer:], strides[outer:], start), [count])
+    source = builder.reshape(args[1], [*sizes[:outer], count])
+    written = builder.call(aten.index_copy.default, _flat(builder, x, outer), outer, places, source)
     return builder.reshape(written, shape(x))
 
 
-def _given(
+def _strided_arguments(
     builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any], first: int
 ) -> tuple[fx.Node, list[int], list[int], int]:
-    """The tensor, sizes, strides, and where in the tensor the first element lies."""
+    """Return the tensor, sizes, strides, and the position of the first element in the tensor."""
     names = ("size", "stride", "storage_offset")
-    given = dict(zip(names, args[first:], strict=False)) | kwargs
+    arguments = dict(zip(names, args[first:], strict=False)) | kwargs
     x, traced = args[0], node.args[0].meta["val"]  # type: ignore[union-attr]
-    own, start = traced.storage_offset(), given.get("storage_offset")
-    sizes, strides = [int(n) for n in given["size"]], [int(n) for n in given["stride"]]
-    if not traced.is_contiguous() or not isinstance(own, int):
+    traced_start, start = traced.storage_offset(), arguments.get("storage_offset")
+    sizes, strides = [int(n) for n in arguments["size"]], [int(n) for n in arguments["stride"]]
+    if not traced.is_contiguous() or not isinstance(traced_start, int):
         raise CompileError(
             "QN105",
             f"{node.target} of a tensor of shape {list(shape(x))} that is not contiguous: where its elements lie in "
@@ -74,7 +75,7 @@ def _given(
             where=builder.where,
             fix="x.contiguous() before it, or indices",
         )
-    start = 0 if start is None else int(start) - own
+    start = 0 if start is None else int(start) - traced_start
     last = start + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
     if not 0 <= start <= last < math.prod(shape(x)):
         raise CompileError(
@@ -86,29 +87,29 @@ def _given(
     return x, sizes, strides, start
 
 
-def _kept(dims: tuple[int, ...], sizes: list[int], strides: list[int], start: int) -> int:
-    """How many outer dims stay as they are: what follows reads within one element of them."""
-    kept = 0
+def _unchanged_dims(dims: tuple[int, ...], sizes: list[int], strides: list[int], start: int) -> int:
+    """Return the number of outer dims that stay as they are: inner dims read within one element of them."""
+    count = 0
     for dim in range(min(len(dims), len(sizes))):
         block = math.prod(dims[dim + 1 :])
         inner = zip(sizes[dim + 1 :], strides[dim + 1 :], strict=True)
         last = start + sum((n - 1) * stride for n, stride in inner)
         if sizes[dim] != dims[dim] or strides[dim] != block or last >= block:
             break
-        kept = dim + 1
-    return kept
+        count = dim + 1
+    return count
 
 
-def _flat(builder: GraphBuilder, x: fx.Node, kept: int) -> fx.Node:
-    return builder.reshape(x, [*shape(x)[:kept], math.prod(shape(x)[kept:])])
+def _flat(builder: GraphBuilder, x: fx.Node, outer: int) -> fx.Node:
+    return builder.reshape(x, [*shape(x)[:outer], math.prod(shape(x)[outer:])])
 
 
 def _places(builder: GraphBuilder, x: fx.Node, sizes: list[int], strides: list[int], start: int) -> fx.Node:
-    """Where in the flat rest of ``x`` each element lies: [*sizes]."""
-    kind = {"dtype": torch.int64, "device": value(x).device}
-    found = builder.call(aten.full.default, [1] * len(sizes), start, **kind)
+    """Return the positions of the elements in the flattened inner dims of ``x``, [*sizes]."""
+    options = {"dtype": torch.int64, "device": value(x).device}
+    positions = builder.call(aten.full.default, [1] * len(sizes), start, **options)
     for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
-        steps = builder.call(aten.mul.Scalar, builder.call(aten.arange.default, size, **kind), stride)
+        steps = builder.call(aten.mul.Scalar, builder.call(aten.arange.default, size, **options), stride)
         along = [size if d == dim else 1 for d in range(len(sizes))]
-        found = builder.call(aten.add.Tensor, found, builder.reshape(steps, along))
-    return found
+        positions = builder.call(aten.add.Tensor, positions, builder.reshape(steps, along))
+    return positions

@@ -1,7 +1,7 @@
-"""Losses of labels as operators whose derivatives autograd follows on their own, for gradients inside forward.
+"""Losses of labels as operators whose derivatives autograd can differentiate again, for gradients inside forward.
 
-The derivative of ``nll_loss`` is an operator that knows how its own derivative goes only together with the loss; in a
-program, each operator is differentiated alone.
+The derivative of ``nll_loss`` is an operator that autograd can differentiate only together with the loss; in a program,
+each operator is differentiated by itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _of_logits(logits: Tensor, labels: Tensor, ignore: int) -> Tensor:
 def _of_logarithms(
     logp: Tensor, labels: Tensor, weight: Tensor | None, reduction: int, ignore: int
 ) -> tuple[Tensor, Tensor]:
-    """Only without a reduction, as this package writes it; the second result is not read then."""
+    """Return row losses without a reduction, the only form in programs; the second result is never read."""
     assert reduction == 0
     return label_losses(logp, labels, weight, ignore), logp.new_zeros(())
 

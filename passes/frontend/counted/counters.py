@@ -1,4 +1,4 @@
-"""Whole numbers that are their own place: ``torch.arange(n)``, in any shape."""
+"""Tensors whose elements are their own indices: ``torch.arange(n)``, in any shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ....ir.program import Captured
 from ....ops.rules.node_factors import argument
 
 aten = torch.ops.aten
-_OF_NUMBERS = "lifted_tensor_"  # what torch.export calls tensors that are made while it traces
+_LIFTED_PREFIX = "lifted_tensor_"  # torch.export's names of tensors that are made while it traces
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,10 @@ class _Counting:
 
 
 def counter(index: fx.Node, rank: int) -> Counter | None:
-    """The digits of ``index``'s numbers by its own places, as one of ``rank`` dims that it broadcasts to; None where
-    it holds anything else."""
+    """Return how the elements of ``index`` follow from their places, or None if they do not.
+
+    ``rank``: the number of dims that it broadcasts to.
+    """
     counting = _counting(index)
     if counting is None:
         return None
@@ -52,10 +54,9 @@ def counter(index: fx.Node, rank: int) -> Counter | None:
 
 
 def is_counter(captured: Captured, leaf: Leaf) -> bool:
-    """Return whether a tensor that forward makes of Python numbers is that of ``range(n)``, as ``x[range(n), y]`` makes
-    it."""
+    """Return whether a tensor that forward makes of Python numbers is ``range(n)``, as in ``x[range(n), y]``."""
     tensor = captured.tensors.get(leaf.name) if leaf.kind == "constant" else None
-    if tensor is None or not leaf.name.startswith(_OF_NUMBERS):
+    if tensor is None or not leaf.name.startswith(_LIFTED_PREFIX):
         return False
     if tensor.dtype is not torch.int64 or tensor.dim() != 1 or tensor.device.type == "meta":
         return False
@@ -93,21 +94,21 @@ def _arange(node: fx.Node) -> _Counting | None:
 
 
 def _regrouped(source: _Counting, sizes: Sequence[int]) -> _Counting | None:
-    """In other dims; a factor that lies in two of them is two."""
-    left = [factor for dim in source.dims for factor in dim]
+    """Return the factors regrouped to other dims; a factor that lies in two of them is split."""
+    remaining = [factor for dim in source.dims for factor in dim]
     dims: list[tuple[tuple[int, bool], ...]] = []
     for wanted in sizes:
         factors: list[tuple[int, bool]] = []
         while wanted != 1:
-            if not left:
+            if not remaining:
                 return None
-            size, digit = left.pop(0)
+            size, digit = remaining.pop(0)
             if wanted % size == 0:
                 factors.append((size, digit))
                 wanted //= size
             elif size % wanted == 0:
                 factors.append((wanted, digit))
-                left.insert(0, (size // wanted, digit))
+                remaining.insert(0, (size // wanted, digit))
                 wanted = 1
             else:
                 return None
@@ -117,9 +118,9 @@ def _regrouped(source: _Counting, sizes: Sequence[int]) -> _Counting | None:
 
 def _expanded(source: _Counting, sizes: Sequence[int]) -> _Counting:
     new = len(sizes) - len(source.dims)
-    held = [*[()] * new, *source.dims]
-    grown = [dim if dim or size == 1 else ((size, False),) for dim, size in zip(held, sizes, strict=True)]
-    return _Counting(tuple(grown))
+    padded = [*[()] * new, *source.dims]
+    expanded = [dim if dim or size == 1 else ((size, False),) for dim, size in zip(padded, sizes, strict=True)]
+    return _Counting(tuple(expanded))
 
 
 def _each_repeated(source: _Counting, times: int, dim: int) -> _Counting:

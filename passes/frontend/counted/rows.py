@@ -1,7 +1,7 @@
-"""Indices that count: ``x[torch.arange(B), y]`` reads of each row what that row says.
+"""Indices that count rows: ``x[torch.arange(B), y]`` reads one element of each row.
 
-An index that is the number of its own place leads from every row to itself. Spelled as a gather along the other indexed
-dims, rows stay apart, and any of them may be computed on its own::
+An index whose elements are their own places leads from every row to itself. As a gather along the other indexed dims,
+each row can be computed by itself::
 
     z[torch.arange(B), y]                          # z: [B, C], y: [B]
     gather(z, 1, y[:, None])[:, 0]
@@ -30,10 +30,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Places:
-    """How the broadcast shape of all indices falls into the factors that counters have.
+    """The factors of the broadcast shape of all indices.
 
-    ``sizes``: of the factors, outermost first. ``counted``: for each indexed dim the factors whose number it is; None
-    where the index says something else.
+    ``sizes``: of the factors, outermost first. ``counted``: for each indexed dim, the factors that its index counts;
+    None if it does not count.
     """
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class _Places:
 
     @property
     def rows(self) -> list[int]:
-        """The factors that some dim counts, in order."""
+        """Return the factors that the index of some dim counts, in order."""
         return sorted(factor for dim in self.counted if dim for factor in dim)
 
     @property
@@ -61,7 +61,7 @@ class CountedRows:
 
     @classmethod
     def of(cls, builder: GraphBuilder, x: fx.Node, indices: Sequence[fx.Node | None]) -> CountedRows | None:
-        """None where no index counts a whole dim of ``x``, or a mask is among them."""
+        """Return the lookup, or None if no index counts a whole dim of ``x`` or one is a mask."""
         used = [index for index in indices if index is not None]
         if any(value(index).dtype in (torch.bool, torch.uint8) for index in used):
             return None
@@ -75,17 +75,17 @@ class CountedRows:
 
     @property
     def rest(self) -> list[int]:
-        """The dims that no index is for."""
+        """Return the dims without an index."""
         return [dim for dim in range(len(shape(self.x))) if dim not in self.indexed]
 
     @property
     def position(self) -> int:
-        """Where the result has the dims of the indices: first, if these do not stand together."""
+        """Return the position of the indices' dims in the result: 0 if indexed dims are not adjacent."""
         first, last = self.indexed[0], self.indexed[-1]
         return first if last - first + 1 == len(self.indexed) else 0
 
     def read(self) -> fx.Node:
-        """``x[indices]``."""
+        """Emit ``x[indices]``."""
         held = self._rows_first()
         places, looked_up = self.places, self._looked_up()
         if not looked_up:
@@ -96,14 +96,14 @@ class CountedRows:
         return self._put_back(self.builder.reshape(held, [*places.shape, *size]))
 
     def written(self, put: fx.Node, *, adds: bool) -> fx.Node | None:
-        """``x`` with ``put`` in the places of ``x[indices]``; None where one place might be written twice."""
+        """Emit ``x`` with ``put`` at ``x[indices]``; return None if one place might be written twice."""
         looked_up, places = self._looked_up(), self.places
         if places.others and (len(looked_up) > 1 or not (looked_up or adds)):
             return None
         return self._back_in_place(self._placed(self._rows_first(), self._put_first(put), looked_up, adds=adds))
 
     def _looked_up(self) -> list[fx.Node]:
-        """The indices that do not count, as int64 numbers from 0 of all places."""
+        """Return the indices that do not count, as non-negative int64 numbers for all places."""
         pairs = zip(self.indexed, self.places.counted, strict=True)
         dims = [dim for dim, factors in pairs if factors is None]
         indices = [(self.indices[dim], shape(self.x)[dim]) for dim in dims]
@@ -124,9 +124,11 @@ class CountedRows:
         same = list(order) == list(range(len(order)))
         return x if same else self.builder.call(aten.permute.default, x, list(order))
 
-    def _apart(self) -> tuple[list[int], list[int]]:
-        """The sizes of ``x`` with counted dims as their factors, and the order that puts these first, then dims that
-        are looked up, then the rest."""
+    def _split_dims(self) -> tuple[list[int], list[int]]:
+        """Return the sizes of ``x`` with counted dims split into factors, and an order of dims.
+
+        The order has these factors first, then dims that are looked up, then the others.
+        """
         sizes: list[int] = []
         rows: dict[int, int] = {}  # factor -> dim
         looked_up: list[int] = []
@@ -143,22 +145,24 @@ class CountedRows:
         return sizes, [*(rows[factor] for factor in sorted(rows)), *looked_up, *rest]
 
     def _rows_first(self) -> fx.Node:
-        sizes, order = self._apart()
+        sizes, order = self._split_dims()
         return self._permuted(self.builder.reshape(self.x, sizes), order)
 
     def _back_in_place(self, held: fx.Node) -> fx.Node:
-        _, order = self._apart()
+        _, order = self._split_dims()
         return self.builder.reshape(self._permuted(held, _inverse(order)), shape(self.x))
 
     def _spread(self, held: fx.Node) -> fx.Node:
-        """The same rows for all places, where every index counts."""
+        """Emit the same rows for all places, if every index counts."""
         rest, places = list(shape(held)[len(self.places.rows) :]), self.places
         thin = [size if factor in places.rows else 1 for factor, size in enumerate(places.sizes)]
         return self._expanded(self.builder.reshape(held, [*thin, *rest]), [*places.sizes, *rest])
 
     def _gathered(self, held: fx.Node, index: fx.Node, *, first: bool) -> fx.Node:
-        """Look up the dim behind the rows: the first time, of each row, as many as there are other places; then of all
-        places."""
+        """Look up the dim after the rows.
+
+        The first time in each row, once for every other place; after that in each place.
+        """
         places = self.places
         rows = places.rows if first else list(range(len(places.sizes)))
         others = places.others if first else []
@@ -171,7 +175,7 @@ class CountedRows:
         return self._permuted(picked, [*_inverse([*rows, *others]), *range(count, count + len(behind))])
 
     def _index(self, index: fx.Node, rows: Sequence[int], others: Sequence[int], behind: Sequence[int]) -> fx.Node:
-        """An index of all places as one of the rows, of the other places as one dim, and of what is behind."""
+        """Return an index [*rows, other places, *behind] from one of all places."""
         index = self._permuted(index, [*rows, *others])
         sizes = [self.places.sizes[factor] for factor in rows]
         many = prod(self.places.sizes[factor] for factor in others)
@@ -179,13 +183,13 @@ class CountedRows:
         return self._expanded(index, [*sizes, many, *behind])
 
     def _put_back(self, result: fx.Node) -> fx.Node:
-        """The dims of the indices from the front to where the result has them."""
+        """Move the dims of the indices from the front to their position in the result."""
         count, at = len(self.places.shape), self.position
         rest = list(range(count, len(shape(result))))
         return self._permuted(result, [*rest[:at], *range(count), *rest[at:]])
 
     def _put_first(self, put: fx.Node) -> fx.Node:
-        """Return what is written, of all places and the rest of ``x``: rows first, then other places, then the rest."""
+        """Return the written value for all places: rows first, then other places, then the other dims of ``x``."""
         places, at, count = self.places, self.position, len(self.places.shape)
         rest = [shape(self.x)[dim] for dim in self.rest]
         put = self._expanded(put, [*rest[:at], *places.shape, *rest[at:]])
@@ -195,7 +199,7 @@ class CountedRows:
         return self._permuted(put, [*places.rows, *places.others, *behind])
 
     def _placed(self, held: fx.Node, put: fx.Node, indices: Sequence[fx.Node], *, adds: bool) -> fx.Node:
-        """``held`` (rows, a dim for each of ``indices``, the rest) with ``put`` written into it."""
+        """Emit ``held`` [*rows, *dims of ``indices``, *others] with ``put`` written into it."""
         call, rows = self.builder.call, len(self.places.rows)
         if not indices:
             others = list(range(rows, rows + len(self.places.others)))
@@ -203,10 +207,10 @@ class CountedRows:
             return call(aten.add.Tensor, held, put) if adds else put
         behind = list(shape(held)[rows + 1 :])
         index = self._index(indices[0], self.places.rows, self.places.others, behind)
-        if len(indices) > 1:  # what is there now, with what is written into that, takes its place
-            there = call(aten.gather.default, held, rows, index)
-            there = self.builder.reshape(there, [*shape(held)[:rows], *behind])
-            put, adds = self._placed(there, put, indices[1:], adds=adds), False
+        if len(indices) > 1:  # read what is there, write into that, and put it back
+            current = call(aten.gather.default, held, rows, index)
+            current = self.builder.reshape(current, [*shape(held)[:rows], *behind])
+            put, adds = self._placed(current, put, indices[1:], adds=adds), False
         put = self.builder.reshape(put, shape(index))
         operator = aten.scatter_add.default if adds else aten.scatter.src
         return call(operator, held, rows, index, put)
@@ -218,27 +222,27 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 def _places(indices: Sequence[fx.Node], sizes: Sequence[int]) -> _Places | None:
     """Return how the places of ``indices`` fall into factors, if one of them counts its whole dim, of ``sizes``."""
-    everywhere = tuple(torch.broadcast_shapes(*map(shape, indices)))  # type: ignore[no-untyped-call]
+    broadcast = tuple(torch.broadcast_shapes(*map(shape, indices)))  # type: ignore[no-untyped-call]
     counters: list[Counter | None] = []
-    bounds = [{1, size} for size in everywhere]
-    taken: set[tuple[int, int]] = set()
+    bounds = [{1, size} for size in broadcast]
+    counted: set[tuple[int, int]] = set()
     for index, size in zip(indices, sizes, strict=True):
-        counts = counter(index, len(everywhere))
+        counts = counter(index, len(broadcast))
         if counts is None or prod(part.size for part in counts) != size:
             counters.append(None)
             continue
         ends = [bounds[part.axis] | {part.inside, part.inside * part.size} for part in counts]
-        mine = {(part.axis, part.inside) for part in counts}
-        if mine & taken or not all(map(_nested, ends)):  # a diagonal, or factors that no shape has
+        factors = {(part.axis, part.inside) for part in counts}
+        if factors & counted or not all(map(_nested, ends)):  # a diagonal, or factors that no shape has
             counters.append(None)
             continue
         for part, end in zip(counts, ends, strict=True):
             bounds[part.axis] |= end
-        taken |= mine
+        counted |= factors
         counters.append(counts)
     if not any(counters):
         return None
-    return _factors(everywhere, [sorted(one, reverse=True) for one in bounds], counters)
+    return _factors(broadcast, [sorted(ends, reverse=True) for ends in bounds], counters)
 
 
 def _nested(bounds: set[int]) -> bool:
@@ -247,14 +251,14 @@ def _nested(bounds: set[int]) -> bool:
 
 
 def _factors(
-    everywhere: tuple[int, ...], bounds: Sequence[Sequence[int]], counters: Sequence[Counter | None]
+    broadcast: tuple[int, ...], bounds: Sequence[Sequence[int]], counters: Sequence[Counter | None]
 ) -> _Places | None:
-    """``bounds``: of each axis the products of its innermost factors, from all of them to none."""
-    named: dict[tuple[int, int], int] = {}  # (axis, product of the factors inside) -> factor
+    """Return the factors. ``bounds``: for each axis, the products of its innermost factors, from all to none."""
+    numbers: dict[tuple[int, int], int] = {}  # (axis, product of the factors inside) -> factor
     sizes: list[int] = []
     for axis, ends in enumerate(bounds):
         for large, small in pairwise(ends):
-            named[axis, small] = len(sizes)
+            numbers[axis, small] = len(sizes)
             sizes.append(large // small)
     counted: list[tuple[int, ...] | None] = []
     for counts in counters:
@@ -264,7 +268,7 @@ def _factors(
         factors: list[int] = []
         for part in counts:
             inside = [small for small in bounds[part.axis] if part.inside <= small < part.inside * part.size]
-            factors += [named[part.axis, small] for small in inside]
+            factors += [numbers[part.axis, small] for small in inside]
         counted.append(tuple(factors))
     used = [factor for factors in counted if factors for factor in factors]
-    return _Places(everywhere, tuple(sizes), tuple(counted)) if len(used) == len(set(used)) else None
+    return _Places(broadcast, tuple(sizes), tuple(counted)) if len(used) == len(set(used)) else None
