@@ -422,7 +422,7 @@ def test_a_step_that_only_tokens_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that is not finite on few rows is compared on all of them."""
     labels = torch.full((8,), -100)
     labels[-1] = 1
-    monkeypatch.setattr(module_check, "ELEMENTS", 1)
+    monkeypatch.setattr(module_check, "CHECKED_ELEMENTS", 1)
     assert difference(Odd(""), (BATCH[0], labels), F.cross_entropy) is None
     rows: list[int] = []
     right = module_check.unsplit_step

@@ -1,5 +1,7 @@
-"""A module of which each distinct block runs once, with drawn values where it has none: what fits into one process of
-a model that does not, or that is on the meta device."""
+"""Run each distinct block of a module once, with random values for tensors that have none.
+
+This fits into one process if the model does not, and works for models on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -20,49 +22,51 @@ from ..huggingface.registries import without_caches
 from ..runtime.state.module_parameters import has_values
 from ..weights.meta_buffers import computed_buffers
 
-POSITIONS = 64  # of texts: so many of each are enough
+MAX_POSITIONS = 64  # of each text
 
 
 def with_values(
     model: nn.Module, others: list[nn.Module], needed: Mapping[str, Tensor], device: torch.device
 ) -> tuple[list[nn.Module], dict[str, Tensor]]:
-    """Copies of the modules that share every tensor that has values, and have drawn values for those of ``needed``
-    that have none. The copies, and ``needed`` as they have it. Hooks stay."""
+    """Return copies of the modules, and their tensors for the names of ``needed``.
+
+    The copies share all tensors that have values, and get random values for those of ``needed`` that have none. Hooks
+    stay.
+    """
     computed = _computed(model, needed)
     generator = torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {}
     for module in (model, *others):
         for x in (*module.parameters(), *module.buffers()):
             memo[id(x)] = x
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, x in needed.items():
         if not has_values(x):
             values = computed.get(name)
             values = _drawn(x, generator) if values is None else values.clone()
-            found[name] = memo[id(x)] = _like(x, values.to(device))
+            tensors[name] = memo[id(x)] = _like(x, values.to(device))
         else:
-            found[name] = x
-    return [copy.deepcopy(module, memo) for module in (model, *others)], found
+            tensors[name] = x
+    return [copy.deepcopy(module, memo) for module in (model, *others)], tensors
 
 
 @contextlib.contextmanager
 def each_block_once(model: nn.Module) -> Iterator[None]:
-    """Call each distinct block of ``model`` once while inside. Caches of keys and values, which collect what every
-    block makes, are not made."""
+    """Call each distinct block of ``model`` once inside, without caches of keys and values, which need every block."""
     with blocks_once(model), without_caches(model):
         yield
 
 
 def drawn_batch(batch: Any, rows: int, *, short: bool) -> Any:
-    """The batch with values. ``short``: where it is tokens alone, fewer of them."""
+    """Return the batch with values for ``rows`` rows; ``short``: of at most MAX_POSITIONS, if it is tokens alone."""
     generator = torch.Generator().manual_seed(0)
     tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     lengths = {x.shape[1] for x in tensors if x.dim() == 2}
     tokens = len(lengths) == 1 and all(x.dim() == 2 and not x.is_floating_point() for x in tensors)
 
-    def one(x: Tensor) -> Tensor:
+    def with_rows(x: Tensor) -> Tensor:
         if tokens and short:
-            x = x[:, :POSITIONS]
+            x = x[:, :MAX_POSITIONS]
         if x.dim() and x.shape[0] > rows:
             x = x[:rows]
         if not x.is_meta:
@@ -73,7 +77,7 @@ def drawn_batch(batch: Any, rows: int, *, short: bool) -> Any:
             0, 2, x.shape, generator=generator
         ).to(x.dtype)  # fmt: skip
 
-    return pytree.tree_map_only(Tensor, one, batch)
+    return pytree.tree_map_only(Tensor, with_rows, batch)
 
 
 def _computed(model: nn.Module, needed: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -85,7 +89,7 @@ def _computed(model: nn.Module, needed: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _drawn(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Weights of a size that keeps values near one; near one where they have one dim."""
+    """Return random weights that keep activations near one; with one dim, weights near one."""
     if not x.is_floating_point():
         return torch.zeros(x.shape, dtype=x.dtype)
     noise = torch.empty(x.shape, dtype=x.dtype).normal_(generator=generator)
@@ -95,7 +99,7 @@ def _drawn(x: Tensor, generator: torch.Generator) -> Tensor:
 def _like(x: Tensor, values: Tensor) -> Tensor:
     if not isinstance(x, nn.Parameter):
         return values
-    made = nn.Parameter(values, requires_grad=x.requires_grad)
+    parameter = nn.Parameter(values, requires_grad=x.requires_grad)
     for hook in (backward_hooks(x) or {}).values():
-        made.register_hook(hook)  # type: ignore[no-untyped-call]
-    return made
+        parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    return parameter

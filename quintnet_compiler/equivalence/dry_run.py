@@ -1,5 +1,7 @@
-"""All ranks' programs, run by the very interpreter that trains, on shapes alone: every collective must meet its equals
-on the other ranks, every message its receiver, and nobody may wait for ever."""
+"""Run all ranks' programs on shapes, by the interpreter that trains.
+
+Every collective must meet the same one on the other ranks, every message its receiver, and no rank may wait forever.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,19 @@ META = torch.device("meta")
 
 
 def check_ranks(program: DistributedProgram, ranks: Mapping[int, RankProgram] | None = None) -> None:
-    """Let all ranks meet. ``ranks``: other programs for some of them.
+    """Run all ranks on shapes. ``ranks``: other programs for some of them.
 
-    Ranks that run the very same functions and actions meet their peers by construction: then one of them per pipeline
-    rank stands for all.
+    Ranks with the same functions and actions meet their peers by construction: then one rank of each stage stands for
+    all.
 
     Raises:
         CompileError: QN209 with the two ranks, the operators and the places in the model that do not fit.
     """
-    given = ranks or {}
-    alone = {axis: 0 for axis in program.mesh.names if axis != "pp"}
-    line = {program.mesh.rank({**alone, "pp": index}) for index in range(program.mesh["pp"])}
-    present = sorted(line) if not given else range(program.mesh.size)
-    parts = {rank: given.get(rank) or program.rank(rank) for rank in present}
+    changed = ranks or {}
+    first = {axis: 0 for axis in program.mesh.names if axis != "pp"}
+    of_stages = {program.mesh.rank({**first, "pp": index}) for index in range(program.mesh["pp"])}
+    present = sorted(of_stages) if not changed else range(program.mesh.size)
+    parts = {rank: changed.get(rank) or program.rank(rank) for rank in present}
     skeletons: dict[int, StageProgram] = {}
     world = LocalWorld(program.mesh, program.sites)
     try:
@@ -49,12 +51,12 @@ def check_ranks(program: DistributedProgram, ranks: Mapping[int, RankProgram] | 
     except RunError as error:
         raise CompileError("QN209", f"ranks do not fit: {error.message}", fix=REPORT) from error
     except (KeyError, IndexError, RuntimeError) as error:
-        what = f"a rank cannot run: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        raise CompileError("QN209", what, fix=REPORT) from error
+        message = f"a rank cannot run: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        raise CompileError("QN209", message, fix=REPORT) from error
 
 
 class _DryRank:
-    """One rank with functions that only communicate."""
+    """A rank whose functions only communicate."""
 
     def __init__(self, program: DistributedProgram, part: RankProgram, skeletons: dict[int, StageProgram]) -> None:
         self.program = program
@@ -85,8 +87,10 @@ def _skeleton(stage: StageProgram) -> StageProgram:
 
 
 class _ShapeStore(GradientStore):
-    """Adds up shapes. The first two terms of a gradient are added as training does it; further ones that look the same
-    are counted."""
+    """A gradient store of shapes.
+
+    The first two terms of a gradient are added as in training; further terms of the same shapes are only counted.
+    """
 
     def begin(self, scale: float = 1.0) -> None:
         super().begin(scale)
@@ -110,10 +114,9 @@ class _ShapeStore(GradientStore):
 
 
 class _Skeleton:
-    """Stands for a generated function: carries out its communication on shapes, and returns shapes.
+    """A stand-in for a generated function that communicates shapes and returns shapes, those of its own graph.
 
-    All that it works on are the shapes of its own graph. Where no other rank took part in the first call, further ones
-    would do the same again: they compare what they are given, and accumulate gradients.
+    If no other rank took part in its first call, further calls only compare their arguments and accumulate gradients.
     """
 
     def __init__(self, piece: Piece) -> None:
@@ -123,38 +126,40 @@ class _Skeleton:
         self.alone = False
 
     def forward(self, args: list[Any]) -> tuple[Any, ...]:
-        comm, *given = args
+        """Run the function, and return shapes of its results."""
+        comm, *inputs = args
         args.clear()
-        for node, x in zip(self.inputs[1:], given, strict=True):
+        for node, x in zip(self.inputs[1:], inputs, strict=True):
             if tuple(x.shape) != tuple(self.shapes[node].shape) or x.dtype != self.shapes[node].dtype:
                 raise RuntimeError(f"{node.name} is {tuple(x.shape)} {x.dtype} where {self.shapes[node]} is expected")
         met = comm.transport.met
-        made = self._carried_out(comm, [n for n in self.nodes if not self.alone or _repeats(n)])
+        results = self._communicate(comm, [n for n in self.nodes if not self.alone or _repeats(n)])
         self.alone = self.alone or comm.transport.met == met
-        return made
+        return results
 
-    def _carried_out(self, comm: Comm, nodes: Sequence[fx.Node]) -> tuple[Any, ...]:
-        begun: dict[fx.Node, Any] = {}
+    def _communicate(self, comm: Comm, nodes: Sequence[fx.Node]) -> tuple[Any, ...]:
+        """Make the calls of ``nodes``, and return the results of the function."""
+        pending: dict[fx.Node, Any] = {}
         for node in nodes:
             if node.op == "output":
-                if begun:
-                    raise RuntimeError(f"{next(iter(begun)).name} is never waited for")
+                if pending:
+                    raise RuntimeError(f"{next(iter(pending)).name} is never waited for")
                 return tuple(self.shapes[n] for n in node.args[0])  # type: ignore[union-attr]
-            if op_spec(node).waits and node.args[1] not in begun:
+            if op_spec(node).waits and node.args[1] not in pending:
                 raise RuntimeError(f"{node.name} waits for {node.args[1]}, which is not under way")
-            _, *rest = fx.map_arg(node.args, lambda n: begun.pop(n) if n in begun else self.shapes.get(n))
-            made = getattr(comm, str(node.target))(*rest)
+            _, *call_args = fx.map_arg(node.args, lambda n: pending.pop(n) if n in pending else self.shapes.get(n))
+            result = getattr(comm, str(node.target))(*call_args)
             if str(node.target).startswith("start_"):
-                begun[node] = made
+                pending[node] = result
                 continue
-            for x, wanted in zip(_several(made), _several(self.shapes.get(node)), strict=False):
+            for x, wanted in zip(_as_tuple(result), _as_tuple(self.shapes.get(node)), strict=False):
                 if tuple(x.shape) != tuple(wanted.shape) or x.dtype != wanted.dtype:
                     raise RuntimeError(f"{node.name} gives {tuple(x.shape)} {x.dtype}, and {wanted} is expected")
         raise AssertionError("a generated function returns")
 
 
-def _several(made: Any) -> tuple[Any, ...]:
-    return made if isinstance(made, tuple) else () if made is None else (made,)
+def _as_tuple(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else () if result is None else (result,)
 
 
 def _matters(node: fx.Node) -> bool:
@@ -163,10 +168,10 @@ def _matters(node: fx.Node) -> bool:
 
 
 def _repeats(node: fx.Node) -> bool:
-    """Whether a second call of the function does something that the first has not done."""
+    """Return whether a node has an effect in every call of the function."""
     return node.op == "output" or (node.op == "call_method" and str(node.target).startswith("accumulate"))
 
 
 def _shape(node: fx.Node) -> Any:
-    made = [torch.empty(v.shape, dtype=v.dtype, device=META) if v is not None else None for v in values(node)]
-    return made[0] if len(made) == 1 else tuple(made)
+    tensors = [torch.empty(v.shape, dtype=v.dtype, device=META) if v is not None else None for v in values(node)]
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)

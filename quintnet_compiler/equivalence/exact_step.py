@@ -1,8 +1,8 @@
-"""Is a difference rounding? The very program and the very module, both in float64; and each operator by itself.
+"""Decide whether a difference is rounding: run program and module in float64, and each operator by itself.
 
-Where a model is ill-conditioned (a ReLU at 0, a BatchNorm over two numbers), two right computations in 32 bits may
-differ by any amount. What a program computes is right then if (1) the same graph in float64 equals the module in
-float64, and (2) each of its operators, given what it was given in 32 bits, makes what it makes in float64.
+If a model is ill-conditioned (a ReLU at 0, a BatchNorm over two numbers), two right computations in 32 bits may differ
+by any amount. The program is right then if (1) the same graph in float64 equals the module in float64, and (2) each of
+its operators gives in 32 bits what it gives in float64 for the same inputs.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from .swapped_values import double
 from .unsplit_step import UnsplitStep
 from .verify import LIMITS, Comparison
 
-CONSTANTS = 1e-6
-SENSITIVE = 100.0  # how much more than what rounding does to the module's parameters is no rounding
+CONSTANTS_ERROR = 1e-6  # allowed in float64 for constants that one side rounds to 32 bits
+SENSITIVITY_FACTOR = 100.0  # an error of more than this multiple of the effect of rounding parameters is no rounding
 DOUBLED = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def exact_differences(sides: Sides, most: float = float("inf")) -> list[Comparison]:
-    """Return what differs in float64: the same graph, and the module in place.
+    """Return the tensors that differ in float64 between the same graph and the module in place.
 
-    Both compute in float64 what the module computes in the dtypes that its own operators have made. Another dtype,
-    which only the program has, stays.
+    Both compute in float64 where the module has one of the dtypes that its own operators return. A dtype that only the
+    program has stays.
 
-    Constants that are rounded to 32 bits on one side may differ by ``CONSTANTS``. Where float64 is ill-conditioned,
-    too, a tensor may differ by ``SENSITIVE`` times what rounding in float64 does to it in the module, but never by
-    more than ``most``.
+    Constants that are rounded to 32 bits on one side may differ by ``CONSTANTS_ERROR``. If float64 is ill-conditioned,
+    too, a tensor may differ by ``SENSITIVITY_FACTOR`` times the effect of rounding in float64 on it in the module, but
+    never by more than ``most``.
 
     Raises:
         Whatever the module or an operator raises in float64.
@@ -47,41 +47,43 @@ def exact_differences(sides: Sides, most: float = float("inf")) -> list[Comparis
         theirs = module_step(sides.owner, batch, sides.masks, within=Float64(dtypes))
         step = replace(sides.step, in_float64=dtypes)
         exact = replace(sides, step=step, batch=batch, theirs=theirs, dtype=torch.float64)
-        different = [one for one in exact.compare() if one.error > CONSTANTS]
+        different = [comparison for comparison in exact.compare() if comparison.error > CONSTANTS_ERROR]
         if not different:
             return []
         noise = exact.sensitivity(within=Float64(dtypes))
-    allowed = {key: min(SENSITIVE * error, most) for key, error in noise.items()}
-    return [one for one in different if one.error > allowed.get((one.what, one.name), 0.0)]
+    allowed = {key: min(SENSITIVITY_FACTOR * error, most) for key, error in noise.items()}
+    return [c for c in different if c.error > allowed.get((c.what, c.name), 0.0)]
 
 
 def wrong_operators(sides: Sides) -> list[fx.Node]:
-    """Return the nodes of the program, of each distinct operator the first, whose result is not what the same operator
-    makes in float64 of the same values: up to what the dtype allows, or rounding of these values does to it."""
+    """Return the nodes whose results differ from those of the same operator in float64 on the same values.
+
+    Only the first node of each distinct operator is compared. A result may differ by what its dtype allows, or by the
+    effect of rounding its inputs.
+    """
     checker = _EachOperator(replace(sides.step, in_float64=DOUBLED))
     sides.step.run(sides.owner.tensors, tensors_of(sides.batch), lambda *_: None, checker.watch)
     return checker.wrong
 
 
 class Float64(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, operators make float64 where they would make one of ``dtypes``: where code names a dtype, or makes a
-    tensor of the default dtype."""
+    """A mode in which operators return float64 where code names one of ``dtypes``, or makes a tensor of the default."""
 
     def __init__(self, dtypes: frozenset[torch.dtype]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtypes = dtypes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        for name, dtype in given.items():
+        new_kwargs = dict(kwargs or {})
+        for name, dtype in new_kwargs.items():
             if isinstance(dtype, torch.dtype) and dtype in self.dtypes:
-                given[name] = torch.float64
-        if self._makes_the_default(func, args, given):
-            given["dtype"] = torch.float64
-        return func(*args, **given)
+                new_kwargs[name] = torch.float64
+        if self._makes_the_default(func, args, new_kwargs):
+            new_kwargs["dtype"] = torch.float64
+        return func(*args, **new_kwargs)
 
     def _makes_the_default(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether an operator that is given no tensor and no dtype makes numbers of one of the dtypes."""
+        """Return whether an operator without a tensor or dtype among its arguments returns one of the dtypes."""
         takes = any(argument.name == "dtype" for argument in schema(func).arguments)
         if not takes or kwargs.get("dtype") is not None:
             return False
@@ -93,7 +95,7 @@ class Float64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class _EachOperator:
-    """Compares each distinct operator of a step with the same one in float64."""
+    """A comparison of each distinct operator of a step with the same one in float64."""
 
     exact: UnsplitStep
     doubled: dict[fx.Node, Any] = field(default_factory=dict)
@@ -101,7 +103,7 @@ class _EachOperator:
     wrong: list[fx.Node] = field(default_factory=list)
 
     def watch(self, node: fx.Node, value: Any) -> None:
-        """Take note of the value of a node, and compare it."""
+        """Record the value of a node, and compare it."""
         self.doubled[node] = _in_float64(value)
         if node.op != "call_function" or is_getitem(node) or (kind := self._kind(node)) in self.seen:
             return
@@ -113,12 +115,12 @@ class _EachOperator:
         eps = max(torch.finfo(x.dtype).eps for x in _real(value))
         perturbed = {used: _rounded(self.doubled[used], eps) for used in node.all_input_nodes}
         for x, right, other, limit in zip(results, expected, _real(self._exact(node, perturbed)), limits, strict=True):
-            if differs(x, right) > max(limit, SENSITIVE * differs(other, right)):  # a sum may be nothing but rounding
+            if differs(x, right) > max(limit, SENSITIVITY_FACTOR * differs(other, right)):  # a sum may be all rounding
                 self.wrong.append(node)
                 return
 
     def _kind(self, node: fx.Node) -> str:
-        """The operator, its arguments, and how tensors among them lie: alike for what is the same computation."""
+        """Return the operator, its arguments, and the layouts of tensors: equal for equal computations."""
 
         def form(used: fx.Node) -> str:
             tensors = [x for x in pytree.tree_leaves(self.doubled[used]) if isinstance(x, Tensor)]
@@ -135,7 +137,7 @@ def _in_float64(tree: Any) -> Any:
 
 
 def _rounded(tree: Any, eps: float) -> Any:
-    """The values of float64, each as another rounding would have left it."""
+    """Return float64 values, each changed as another rounding might have done."""
     generator = torch.Generator().manual_seed(0)
 
     def other(x: Tensor) -> Tensor:
@@ -148,5 +150,5 @@ def _rounded(tree: Any, eps: float) -> Any:
 
 
 def _real(tree: Any) -> list[Tensor]:
-    """The floating-point tensors of a tree."""
+    """Return the floating-point tensors of a tree."""
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]

@@ -1,4 +1,4 @@
-"""How much memory a device has left."""
+"""Free memory of a device."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ _GROUPS = (  # limit, in use
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What can still be allocated on ``device``; None where the system does not say."""
+    """Return the bytes that can still be allocated on ``device``; None if the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
         return None
-    found = [limit - used for a, b in _GROUPS if (limit := _number(a)) is not None and (used := _number(b)) is not None]
+    limits = [
+        limit - used for a, b in _GROUPS if (limit := _number(a)) is not None and (used := _number(b)) is not None
+    ]
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+        limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
     except (OSError, KeyError, ValueError):
         pass
-    return min(found, default=None)
+    return min(limits, default=None)
 
 
 def _number(path: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Which leaves of autograd's graph forward has made itself."""
+"""Leaves of autograd's graph that forward makes itself."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from torch.overrides import TorchFunctionMode
 
 
 class MadeLeaves(TorchFunctionMode):
-    """Notes, while inside, tensors without a place in autograd's graph that functions return. ``known``: further ones,
-    such as the batch."""
+    """A mode that records leaves of autograd's graph that functions return; ``leaves``: further ones, as the batch."""
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, leaves: Iterable[Tensor]) -> None:
         super().__init__()
-        self._made: dict[int, weakref.ref[Tensor]] = {id(x): weakref.ref(x) for x in known}
+        self._made: dict[int, weakref.ref[Tensor]] = {id(x): weakref.ref(x) for x in leaves}
 
     def __contains__(self, leaf: Tensor) -> bool:
-        found = self._made.get(id(leaf))
-        return found is not None and found() is leaf
+        reference = self._made.get(id(leaf))
+        return reference is not None and reference() is leaf
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for x in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(x, Tensor) and _is_leaf(x) and not any(x is given for given in args):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, Tensor) and _is_leaf(x) and not any(x is argument for argument in args):
                 self._made[id(x)] = weakref.ref(x)
-        return made
+        return result
 
 
 def _is_leaf(x: Tensor) -> bool:
     try:
         return x.is_leaf
-    except RuntimeError:  # a view that has no place in autograd's graph: made under no_grad, changed since
+    except RuntimeError:  # a view that was made under no_grad and changed since
         return False

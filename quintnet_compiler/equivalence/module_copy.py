@@ -13,21 +13,23 @@ from ..guards.call_attributes import without_values
 
 
 def module_copy(*modules: Any) -> list[Any]:
-    """Copies of those that are modules (the others as they are), with modes and hooks; what they share, copies share.
+    """Return copies of modules, with modes and hooks; other objects are returned as they are.
+
+    Copies share tensors as the modules do.
 
     Raises:
         CompileError: QN111 if a module cannot be copied.
     """
-    memo = without_values({str(i): one for i, one in enumerate(modules) if isinstance(one, nn.Module)})
+    memo = without_values({str(i): module for i, module in enumerate(modules) if isinstance(module, nn.Module)})
     try:
-        found = [copy.deepcopy(one, memo) if isinstance(one, nn.Module) else one for one in modules]
+        copies = [copy.deepcopy(module, memo) if isinstance(module, nn.Module) else module for module in modules]
     except Exception as error:
         text = (str(error).splitlines() or [""])[0][:200]
         raise CompileError("QN111", f"the module cannot be copied: {type(error).__name__}: {text}") from error
-    for module, twin in zip(modules, found, strict=True):
+    for module, twin in zip(modules, copies, strict=True):
         pairs = zip(module.parameters(), twin.parameters(), strict=True) if isinstance(module, nn.Module) else ()
         for parameter, copied in pairs:
             if not backward_hooks(copied):  # shared ones have theirs
                 for hook in (backward_hooks(parameter) or {}).values():
                     copied.register_hook(hook)
-    return found
+    return copies

@@ -1,4 +1,4 @@
-"""A few rows through a program and through the module that it was captured of: what is not equal, and why."""
+"""Run a few rows through a program and the module that it was captured from, and describe differences."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .swapped_values import rounded
 from .unsplit_step import UnsplitStep
 from .verify import LIMITS, Comparison
 
-HOW = "write that part so that tracing can follow it"
-OUTSIDE = "draw them outside and pass them in the batch"
+WRITE_TRACEABLE = "write that part so that tracing can follow it"
+DRAW_OUTSIDE = "draw them outside and pass them in the batch"
 NO_CHECKPOINT = 'leave torch.utils.checkpoint out, and compile with recompute="full"'
 
 
 @dataclass(frozen=True)
 class Sides:
-    """Both sides on a few rows, and what the module made of them."""
+    """The program and the module on a few rows, and the step of the module (``theirs``)."""
 
     owner: Owner
     seed: int
@@ -47,38 +47,46 @@ class Sides:
         return self.seed if self.step.draws else None
 
     def compare(self) -> list[Comparison]:
-        """What is not equal."""
+        """Return the tensors that are not equal, the largest error first."""
         theirs, limit = self.theirs.gradients, self.limit
         floor = FLOOR * largest([x for x in theirs.values() if x is not None])
-        left = {name: x for name, x in theirs.items() if x is not None}
-        found: list[Comparison] = []
+        remaining = {name: x for name, x in theirs.items() if x is not None}
+        comparisons: list[Comparison] = []
 
         def settle(name: str, gradient: Tensor) -> None:
-            expected = left.pop(name, None)
+            expected = remaining.pop(name, None)
             expected = torch.zeros_like(gradient) if expected is None else expected
-            found.append(Comparison("gradient", name, 0, differs(gradient, expected, floor), limit))
+            comparisons.append(Comparison("gradient", name, 0, differs(gradient, expected, floor), limit))
 
-        made = self.step.run(self.owner.tensors, tensors_of(self.batch), settle)
+        results = self.step.run(self.owner.tensors, tensors_of(self.batch), settle)
         changed = self.step.changed
-        outputs, new = made[: len(made) - len(changed)], made[len(made) - len(changed) :]
-        for name, expected in left.items():
-            found.append(Comparison("gradient", name, 0, differs(torch.zeros_like(expected), expected, floor), limit))
-        found += _outputs(self.owner.want, outputs, self.theirs.outputs, limit)
-        left_as = {name: self.theirs.changes.tensors.get(name, (None, self.owner.tensors[name]))[1] for name in changed}
-        # a mean of what is normalised is nothing but rounding
-        floor = FLOOR * largest([x.detach() for x in left_as.values() if x.is_floating_point()])
-        for name, value in zip(changed, new, strict=True):
-            expected = left_as[name].detach()
-            own = floor if expected.is_floating_point() else 0.0
-            what = "parameter" if isinstance(self.owner.tensors[name], nn.Parameter) else "buffer"
-            found.append(Comparison(what, name, 0, differs(value, expected, own), limit))
-        return sorted((one for one in found if not one.ok), key=lambda one: -one.error)
+        outputs, new = results[: len(results) - len(changed)], results[len(results) - len(changed) :]
+        for name, expected in remaining.items():
+            error = differs(torch.zeros_like(expected), expected, floor)
+            comparisons.append(Comparison("gradient", name, 0, error, limit))
+        comparisons += _outputs(self.owner.want, outputs, self.theirs.outputs, limit)
+        comparisons += self._changed_tensors(new)
+        return sorted((c for c in comparisons if not c.ok), key=lambda c: -c.error)
 
-    def again(self, **how: Any) -> ModuleStep:
-        return module_step(self.owner, self.batch, self.masks, **how)
+    def _changed_tensors(self, new: Sequence[Tensor]) -> list[Comparison]:
+        """Compare the ``new`` values of buffers and parameters that forward changes."""
+        names, changes = self.step.changed, self.theirs.changes.tensors
+        expected = {name: changes.get(name, (None, self.owner.tensors[name]))[1].detach() for name in names}
+        # the mean of normalized values is nothing but rounding
+        floor = FLOOR * largest([x for x in expected.values() if x.is_floating_point()])
+        comparisons = []
+        for name, value in zip(names, new, strict=True):
+            error = differs(value, expected[name], floor if expected[name].is_floating_point() else 0.0)
+            what = "parameter" if isinstance(self.owner.tensors[name], nn.Parameter) else "buffer"
+            comparisons.append(Comparison(what, name, 0, error, self.limit))
+        return comparisons
+
+    def again(self, **options: Any) -> ModuleStep:
+        """Run the module's step again, with ``options`` of :func:`module_step`."""
+        return module_step(self.owner, self.batch, self.masks, **options)
 
     def noise(self) -> str:
-        """Why the module is no function of its parameters and its batch; empty if that is not why it differs."""
+        """Return why the module is no function of its parameters and its batch; empty if it is."""
         if self.differs_from(self.again()):
             return "two runs of the module on the same batch, with the same random numbers, have different results"
         return self._random()
@@ -88,7 +96,7 @@ class Sides:
         return bool(self._random())
 
     def is_due_to_checkpoints(self) -> bool:
-        """Return whether the module, if ``torch.utils.checkpoint`` runs nothing again, is equal to the program."""
+        """Return whether the module equals the program if ``torch.utils.checkpoint`` runs nothing again."""
         with contextlib.suppress(Exception), one_thread(), without_checkpoints(for_this_thread) as calls:
             theirs = self.again()
             return bool(calls) and not replace(self, theirs=theirs).compare()
@@ -100,7 +108,7 @@ class Sides:
             "numpy": "numpy.random, which tracing reads once",
             "torch": "torch's random numbers, and the program draws none",
         }
-        drawn = [names[one] for one in self.theirs.changes.draws if one != "torch" or self.masks is None]
+        drawn = [names[source] for source in self.theirs.changes.draws if source != "torch" or self.masks is None]
         if drawn and any(self.differs_from(self.again(reseed=seed)) for seed in (1, 2, 3)):
             return f"the module's result depends on {' and on '.join(drawn)}"
         return ""
@@ -109,26 +117,26 @@ class Sides:
         pairs = list(zip(other.outputs, self.theirs.outputs, strict=False))
         mine = self.theirs.gradients
         floor = 1e-3 * largest([x for x in mine.values() if x is not None])
-        apart = [differs(a, b) for a, b in pairs if a.is_floating_point()]
-        apart += [
+        errors = [differs(a, b) for a, b in pairs if a.is_floating_point()]
+        errors += [
             differs(g, x, floor) for n, x in mine.items() if x is not None and (g := other.gradients.get(n)) is not None
         ]
-        return len(other.outputs) != len(self.theirs.outputs) or any(error > self.limit for error in apart)
+        return len(other.outputs) != len(self.theirs.outputs) or any(error > self.limit for error in errors)
 
     def left_behind(self) -> CompileError | None:
-        """What a step of the module changes or reads that a program does not."""
+        """Return an error if a step of the module changes or reads state that a program does not, else None."""
         changes = self.theirs.changes
-        for name, (before, after) in changes.tensors.items():
+        for name, (old, new) in changes.tensors.items():
             if name in self.step.changed:
                 continue
             return CompileError(
                 "QN111",
-                f"forward changes {name} (by {differs(after, before):.1e} of its largest element), and the program "
+                f"forward changes {name} (by {differs(new, old):.1e} of its largest element), and the program "
                 f"leaves it as it was",
                 fix="change it outside forward, between steps",
             )
         if changes.draws and (noise := self._random()):
-            return CompileError("QN111", noise, fix=OUTSIDE)
+            return CompileError("QN111", noise, fix=DRAW_OUTSIDE)
         attributes = [name for name in changes.attributes if name not in self._made_in_calls()]
         if attributes and self.differs_from(self.again(again=True)):
             return CompileError(
@@ -140,37 +148,42 @@ class Sides:
         return None
 
     def _made_in_calls(self) -> set[str]:
-        """Return the names of attributes that hooks make of parameters and buffers: a program makes them, too."""
+        """Return the names of attributes that hooks compute from parameters and buffers: a program does so, too."""
         roots = [{label: module} for label in ("", "loss_fn") for module in self.owner.modules]
-        made = [attribute for root in roots for attribute in call_attributes(root)]
-        return {f"{attribute.path}.{attribute.name}".lstrip(".") for attribute in made}
+        attributes = [attribute for root in roots for attribute in call_attributes(root)]
+        return {f"{attribute.path}.{attribute.name}".lstrip(".") for attribute in attributes}
 
-    def sensitivity(self, **how: Any) -> dict[tuple[str, str], float]:
-        """Return what a rounding of each parameter does to each result. ``how``: see :func:`module_step`."""
+    def sensitivity(self, **options: Any) -> dict[tuple[str, str], float]:
+        """Return the effect of rounding each parameter on each result. ``options``: of :func:`module_step`."""
         owner = self.owner
         with rounded(owner):
-            other = self.again(**how)
+            other = self.again(**options)
         floor = 1e-3 * largest([x for x in self.theirs.gradients.values() if x is not None])
-        found = {("gradient", n): differs(g, x, floor) for n, x in self.theirs.gradients.items()
-                 if x is not None and (g := other.gradients.get(n)) is not None}  # fmt: skip
-        made = zip(other.outputs, self.theirs.outputs, strict=False)
-        found |= {_label(owner.want, i): differs(a, b) for i, (a, b) in enumerate(made) if a.is_floating_point()}
-        return found
+        effects: dict[tuple[str, str], float] = {}
+        for name, expected in self.theirs.gradients.items():
+            gradient = other.gradients.get(name)
+            if expected is not None and gradient is not None:
+                effects["gradient", name] = differs(gradient, expected, floor)
+        for i, (output, expected) in enumerate(zip(other.outputs, self.theirs.outputs, strict=False)):
+            if output.is_floating_point():
+                effects[_label(owner.want, i)] = differs(output, expected)
+        return effects
 
-    def told(self, wrong: Sequence[Comparison]) -> str:
+    def describe_differences(self, wrong: Sequence[Comparison]) -> str:
+        """Return a text about the first differences."""
         lines = [f"what was traced and the module itself, with {self.rows} rows of the batch:"]
-        lines += [f"  {_said(one)}" for one in wrong[:4]]
+        lines += [f"  {_described(comparison)}" for comparison in wrong[:4]]
         lines += [f"  and {len(wrong) - 4} more"] if len(wrong) > 4 else []
         return "\n  ".join(lines)
 
 
-def _said(one: Comparison) -> str:
-    if one.what == "outputs":
-        return f"the program has {one.name}"
-    if one.name.startswith("?"):
-        shape = one.name.split(" ", 2)[2]
+def _described(comparison: Comparison) -> str:
+    if comparison.what == "outputs":
+        return f"the program has {comparison.name}"
+    if comparison.name.startswith("?"):
+        shape = comparison.name.split(" ", 2)[2]
         return f"the loss depends on a tensor {shape} that requires a gradient and is no parameter of the program"
-    return f"{one.what} {one.name}".strip() + f" differs by {one.error:.1e} of its largest element"
+    return f"{comparison.what} {comparison.name}".strip() + f" differs by {comparison.error:.1e} of its largest element"
 
 
 def _label(want: str, index: int) -> tuple[str, str]:

@@ -26,8 +26,9 @@ from .unchanged import ModuleChanges, Untouched, reseed_all
 class Owner:
     """The user's module and its loss function, and the names that a program has for their tensors.
 
-    ``want``: ``"loss"`` or ``"outputs"``; ``training``: every module in the mode that it has, and gradients; else
-    evaluation. ``around``: entered around every call."""
+    ``want``: ``"loss"`` or ``"outputs"``. ``training``: every module runs in its own mode, with gradients; else in
+    evaluation mode. ``around``: entered around every call.
+    """
 
     model: nn.Module
     loss_fn: LossFn | None
@@ -41,7 +42,7 @@ class Owner:
         return [self.model, *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
 
     def __call__(self, batch: Any) -> Any:
-        """What the module returns for a batch: its loss, or its outputs."""
+        """Return the module's loss or outputs for a batch."""
         with self.around() if self.around is not None else contextlib.nullcontext(), in_python():
             return self._called(batch)
 
@@ -57,9 +58,14 @@ class Owner:
 
 @dataclass(frozen=True)
 class ModuleStep:
-    """What the module made: its outputs (a loss alone, or whatever it returns), the gradients of everything that
-    requires one (by the program's name; ``"?"`` and more if the program has none), and what forward changed.
-    ``dtypes``: of all floating-point values that its operators made."""
+    """The results of a step of the module.
+
+    Attributes:
+        outputs: The loss alone, or whatever the module returns.
+        gradients: Of all tensors that require one, by the program's name, or by a name with ``"?"`` if it has none.
+        changes: Made by forward.
+        dtypes: Of all floating-point results of operators.
+    """
 
     outputs: tuple[Tensor, ...]
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
@@ -77,21 +83,22 @@ def module_step(
     watch: contextlib.AbstractContextManager[Any] | None = None,
     within: contextlib.AbstractContextManager[Any] | None = None,
 ) -> ModuleStep:
-    """Run it.
+    """Run a step of the module.
 
     Args:
-        batch: is copied; the module may change its copy.
-        masks: the seed of a program's masks, if the program draws any.
-        again: the second of two runs, with what the first one left behind.
-        reseed: of all other random numbers.
-        watch: entered around forward.
-        within: entered around forward and backward.
+        owner: The module.
+        batch: Is copied; the module may change the copy.
+        masks: The seed of a program's masks, if the program draws any.
+        again: Return the second of two runs, which starts from the attributes that the first one set.
+        reseed: The seed of all other random numbers.
+        watch: Entered around forward.
+        within: Entered around forward and backward.
 
     Raises:
         Whatever the module raises.
     """
-    given = copied(batch)
-    inputs = {f"the batch's tensor {i}": x for i, x in enumerate(tensors_of(given))}
+    batch_copy = copied(batch)
+    inputs = {f"the batch's tensor {i}": x for i, x in enumerate(tensors_of(batch_copy))}
     untouched = Untouched(owner.modules, {**owner.tensors, **inputs}, {"loss_fn": owner.loss_fn})
     with untouched, _mode(owner), one_process(), within or contextlib.nullcontext():
         if reseed is not None:
@@ -102,14 +109,14 @@ def module_step(
         leaves = MadeLeaves(inputs.values())
         with _masks(masks):
             with torch.enable_grad(), watch or contextlib.nullcontext(), leaves:
-                made = tensors_of(owner(given))
-            gradients = _gradients(owner, made[0], leaves) if owner.training else {}
-        outputs = tuple(x.detach().clone() for x in made)
+                results = tensors_of(owner(batch_copy))
+            gradients = _gradients(owner, results[0], leaves) if owner.training else {}
+        outputs = tuple(x.detach().clone() for x in results)
     return ModuleStep(outputs, gradients, untouched.changes, untouched.dtypes)
 
 
 def copied(batch: Any) -> Any:
-    """With tensors of its own, of the same strides."""
+    """Return a batch with copies of its tensors, of the same strides."""
     return pytree.tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), batch)
 
 
@@ -130,18 +137,20 @@ def _masks(seed: int | None) -> contextlib.AbstractContextManager[None]:
 
 
 def _wanted(owner: Owner, nodes: Iterable[Any], leaves: MadeLeaves) -> dict[str, Tensor]:
-    """Everything that autograd would leave a gradient in, found in autograd's own graph; not the batch, and what
-    forward itself has made a leaf: nobody sees its gradient afterwards."""
+    """Return the tensors in which autograd would leave a gradient, from its own graph.
+
+    The batch and leaves that forward made itself are left out, as their gradients are never seen.
+    """
     names = {id(x): name for name, x in owner.tensors.items()}
-    found = {name: x for name, x in owner.tensors.items() if x.requires_grad and x.is_leaf}
+    tensors = {name: x for name, x in owner.tensors.items() if x.requires_grad and x.is_leaf}
     for i, leaf in enumerate(node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"):
         if leaf not in leaves:
-            found.setdefault(names.get(id(leaf), f"? {i} {tuple(leaf.shape)}"), leaf)
-    return found
+            tensors.setdefault(names.get(id(leaf), f"? {i} {tuple(leaf.shape)}"), leaf)
+    return tensors
 
 
 def _nodes(loss: Tensor) -> list[Any]:
-    """Autograd's graph."""
+    """Return the nodes of autograd's graph."""
     todo: list[Any] = [loss.grad_fn]
     seen: dict[Any, None] = {}
     while todo:
@@ -153,32 +162,32 @@ def _nodes(loss: Tensor) -> list[Any]:
 
 
 def _gradients(owner: Owner, loss: Tensor, leaves: MadeLeaves) -> dict[str, Tensor | None]:
-    """Hooks run as in training; those that run after a gradient was added up (an optimizer in the backward) do not."""
+    """Return gradients. Hooks run as in training, except those after accumulation (an optimizer in the backward)."""
     nodes = _nodes(loss)
     wanted = _wanted(owner, nodes, leaves)
     if not nodes or not wanted:
         return dict.fromkeys(wanted)
     tensors = list(wanted.values())
-    if any(node_class(node) is not None for node in nodes):  # a Function's backward may call that of a part
-        found: tuple[Tensor | None, ...] = _by_backward(loss, tensors)
+    if any(node_class(node) is not None for node in nodes):  # a Function's backward may run another backward
+        gradients: tuple[Tensor | None, ...] = _by_backward(loss, tensors)
     else:
-        found = torch.autograd.grad(loss, tensors, allow_unused=True)
-    return dict(zip(wanted, found, strict=True))
+        gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
+    return dict(zip(wanted, gradients, strict=True))
 
 
 def _by_backward(loss: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Reentrant checkpoints need ``backward``, and Functions that run a part again may add to ``grad`` themselves."""
-    hooks = [(found, dict(found)) for x in tensors if (found := accumulation_hooks(x))]
+    """Compute gradients by ``backward``: reentrant checkpoints need it, and Functions may add to ``grad``."""
+    hooks = [(registered, dict(registered)) for x in tensors if (registered := accumulation_hooks(x))]
     gradients = [x.grad for x in tensors]
-    for found, _ in hooks:
-        found.clear()
+    for registered, _ in hooks:
+        registered.clear()
     for x in tensors:
         x.grad = None
     try:
         loss.backward()  # type: ignore[no-untyped-call]
         return tuple(x.grad for x in tensors)
     finally:
-        for found, before in hooks:
-            found.update(before)
+        for registered, saved in hooks:
+            registered.update(saved)
         for x, gradient in zip(tensors, gradients, strict=True):
             x.grad = gradient

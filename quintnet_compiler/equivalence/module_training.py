@@ -20,15 +20,17 @@ from .module_copy import module_copy
 from .plain_control_flow import in_python
 from .reference import differs, largest
 
-Numbers = Callable[[], contextlib.AbstractContextManager[None]]  # what a forward and its backward draw
+Numbers = Callable[[], contextlib.AbstractContextManager[None]]  # returns a context with the random numbers of a step
 LEARNING_RATE = 0.01
-FLOOR = 1e-3  # an error is relative to the largest element of a tensor, or to so much of that of all of its kind
+FLOOR = 1e-3  # an error is relative to the largest element of its tensor, or to this share of that of its kind
 
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """What a step of the module made: its loss, and by name gradients, and then parameters and buffers (copies, in
-    float64; complex ones as pairs)."""
+    """The loss and gradients of a step of the module, and parameters and buffers after it.
+
+    Buffers are copies in float64; complex ones are pairs.
+    """
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
@@ -37,13 +39,13 @@ class TrainedStep:
 
 
 class ModuleTraining:
-    """Trains a copy of a module, of its own dtypes or (``exact``) in float64."""
+    """The training of a copy of a module, in its own dtypes or (``exact``) in float64."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None, device: torch.device, *, exact: bool) -> None:
         self.model, self.loss_fn = module_copy(model, loss_fn)
         self.exact = exact
-        own = self.loss_fn if isinstance(self.loss_fn, nn.Module) else None
-        self.sides = {"": self.model, **({} if own is None else {"loss_fn.": own})}
+        loss_module = self.loss_fn if isinstance(self.loss_fn, nn.Module) else None
+        self.sides = {"": self.model, **({} if loss_module is None else {"loss_fn.": loss_module})}
         for module in self.sides.values():
             module.to(device)
             if exact:
@@ -54,12 +56,13 @@ class ModuleTraining:
         self.optimizer = sgd(p for p in self.parameters.values() if p.requires_grad)
 
     def inputs(self, batch: Any) -> Any:
-        """A batch in the module's dtype."""
+        """Return a batch in the module's dtype."""
         return in_float64(batch) if self.exact else batch
 
     def step(self, batches: Sequence[tuple[Any, Numbers]], forwards: int = 1) -> TrainedStep:
-        """One step. Its loss is the mean of those of its ``batches``, one after the other; with each, what is entered
-        around its forward and backward. ``forwards``: how often forward runs.
+        """Train one step, whose loss is the mean of those of its ``batches``.
+
+        Each batch comes with a context for its forward and backward. ``forwards``: how often forward runs.
 
         Raises:
             CompileError: QN111 for whatever the module itself raises.
@@ -80,14 +83,14 @@ class ModuleTraining:
         return TrainedStep(mean, gradients, {n: p.detach() for n, p in self.parameters.items()}, self.buffers())
 
     def buffers(self) -> dict[str, Tensor]:
-        """Their values now."""
+        """Return copies of the values of buffers."""
         return {f"{prefix}{n}": as_float64(x) for prefix, m in self.sides.items() for n, x in m.named_buffers()}
 
     def real(self, name: str) -> bool:
-        """Whether a buffer has floating-point numbers."""
+        """Return whether a buffer has floating-point numbers."""
         prefix = "loss_fn." if name.startswith("loss_fn.") and "loss_fn." in self.sides else ""
-        found: Tensor = self.sides[prefix].get_buffer(name.removeprefix(prefix))
-        return found.is_floating_point()
+        buffer: Tensor = self.sides[prefix].get_buffer(name.removeprefix(prefix))
+        return buffer.is_floating_point()
 
     def _loss(self, batch: Any) -> Tensor:
         batch = rebuilt(batch)
@@ -105,48 +108,50 @@ def own_errors(
     device: torch.device,
     steps: Sequence[Sequence[tuple[Any, Numbers]]],
 ) -> dict[tuple[str, str, int], float]:
-    """How far a module is from itself in float64, by (what, name, step): the gradient of a bias before a batch norm,
-    say, is nothing but rounding. ``steps``: see :meth:`ModuleTraining.step`.
+    """Return the errors of a module relative to itself in float64, by (what, name, step).
+
+    Some tensors are nothing but rounding, such as the gradient of a bias before a batch norm. ``steps``: see
+    :meth:`ModuleTraining.step`.
 
     Raises:
         CompileError: QN111 if the module does not run in float64.
     """
-    rounded, exact = (ModuleTraining(model, loss_fn, device, exact=which) for which in (False, True))
-    found: dict[tuple[str, str, int], float] = {}
+    rounded, exact = (ModuleTraining(model, loss_fn, device, exact=exact) for exact in (False, True))
+    errors: dict[tuple[str, str, int], float] = {}
     for step, batches in enumerate(steps):
         a, b = (side.step(batches) for side in (rounded, exact))
-        found["loss", "", step] = differs(a.loss, b.loss)
+        errors["loss", "", step] = differs(a.loss, b.loss)
         kinds = ("gradient", a.gradients, b.gradients), ("parameter", a.parameters, b.parameters)
         for what, ours, theirs in (*kinds, ("buffer", a.buffers, b.buffers)):
             floor = FLOOR * largest(list(theirs.values()))
-            found |= {(what, name, step): differs(ours[name], x, floor) for name, x in theirs.items()}
-    return found
+            errors |= {(what, name, step): differs(ours[name], x, floor) for name, x in theirs.items()}
+    return errors
 
 
 def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """What both sides train with."""
+    """Return the optimizer of both sides."""
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
 
 
 def as_float64(x: Tensor) -> Tensor:
-    """A copy; complex values as pairs."""
+    """Return a copy in float64; complex values are pairs."""
     x = x.detach()
     return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).to(torch.float64, copy=True)
 
 
 def in_float64(batch: Any) -> Any:
-    """A batch whose floating-point tensors are in float64."""
+    """Return a batch whose floating-point tensors are in float64."""
     return pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
 
 
 def or_zeros(x: Tensor | None, like: Tensor) -> Tensor:
-    """A gradient; zeros where there is none."""
+    """Return a gradient, or zeros if there is none."""
     return torch.zeros_like(like) if x is None else x.detach()
 
 
 @contextlib.contextmanager
 def failing(what: str) -> Iterator[None]:
-    """Raises: CompileError QN111 for whatever the module itself raises."""
+    """Raise CompileError QN111 for whatever the module itself raises inside."""
     try:
         yield
     except QuintNetError:
@@ -157,7 +162,7 @@ def failing(what: str) -> Iterator[None]:
 
 
 def batches_of(program: DistributedProgram, batch: Any) -> list[Any]:
-    """The batches of which a step of ``program`` consists, in order: one, or its microbatches.
+    """Return the batches of a step of ``program``, in order: one, or its microbatches.
 
     Each data rank has a run of rows, and each microbatch a run of those of every data rank.
     """
@@ -166,9 +171,9 @@ def batches_of(program: DistributedProgram, batch: Any) -> list[Any]:
     captured = program.source.local.staged.sharded.program.captured
     rows, ranks, count = captured.form.rows_in(batch), program.mesh.data_ways, program.batches
 
-    def own(x: Tensor, index: int) -> Tensor:
+    def rows_of(x: Tensor, index: int) -> Tensor:
         if not x.dim() or x.shape[0] != rows:
             return x
         return x.reshape(ranks, count, rows // (ranks * count), *x.shape[1:])[:, index].flatten(0, 1)
 
-    return [pytree.tree_map_only(Tensor, lambda x: own(x, index), batch) for index in range(count)]  # noqa: B023
+    return [pytree.tree_map_only(Tensor, lambda x: rows_of(x, index), batch) for index in range(count)]  # noqa: B023

@@ -1,6 +1,8 @@
-"""What operators that take functions mean (``torch.cond``, ``scan``, ``map``, ``while_loop``, ``flex_attention``), and
-``varlen_attn``, in Python: for the module itself beside a program. They need torch.compile, which does not run inside
-the modes that watch a module; on CPUs ``flex_attention`` has no backward, and ``varlen_attn`` no kernel."""
+"""Operators that take functions (``torch.cond``, ``scan``, ``map``, ``while_loop``, ``flex_attention``) in Python.
+
+The module itself runs with them, and with ``varlen_attn`` in Python. torch's own need torch.compile, which does not run
+inside the modes that watch a module; on CPUs ``flex_attention`` has no backward, and ``varlen_attn`` no kernel.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from ..core.replaced import for_this_thread
 
 @contextlib.contextmanager
 def in_python() -> Iterator[None]:
-    """While inside, branches are chosen and loops run in Python, and attention has all its scores."""
+    """Choose branches and run loops in Python inside, and compute all scores of attention."""
     flex = flex_attention_by(_attend, for_this_thread)
     with control_flow_by(_run, for_this_thread), flex, varlen_attention_by(_attend_packed, for_this_thread):
         yield
@@ -29,7 +31,7 @@ def in_python() -> Iterator[None]:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask_mod: Any, scale: float, more: bool, theirs: Callable[[], Any]
 ) -> Tensor | tuple[Any, ...]:
-    """Every score, and then those that a mask hides are gone; a query that sees nothing gives 0."""
+    """Compute all scores, then hide those that a mask excludes; a query that sees nothing gives 0."""
     if score_mod is not None or more:
         return theirs()  # type: ignore[no-any-return]
     groups = q.shape[1] // k.shape[1]
@@ -45,11 +47,11 @@ def _attend(
 
 
 def _attend_packed(call: VarlenCall, theirs: Callable[[], Any]) -> Tensor | tuple[Any, ...]:
-    """Document by document."""
+    """Compute attention document by document."""
     if call.more is not None or call.q_ends is not call.k_ends:
         return theirs()  # type: ignore[no-any-return]
     sizes = call.q_ends.diff().tolist()
-    made = []
+    outs = []
     parts = (torch.split(x, [*sizes, len(x) - sum(sizes)]) for x in (call.q, call.k, call.v))
     for q, k, v in zip(*parts, strict=True):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -60,8 +62,8 @@ def _attend_packed(call: VarlenCall, theirs: Callable[[], Any]) -> Tensor | tupl
             hidden |= ahead > call.right
         if call.left >= 0:
             hidden |= -ahead > call.left
-        made.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v))
-    return torch.cat(made)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v))
+    return torch.cat(outs)
 
 
 def _run(name: str, arguments: Sequence[Any], theirs: Callable[[], Any]) -> Any:
@@ -74,13 +76,13 @@ def _run(name: str, arguments: Sequence[Any], theirs: Callable[[], Any]) -> Any:
             held = body(*held, *others)
         return tuple(x.clone() if isinstance(x, Tensor) else x for x in held)
     if name == "map":
-        function, given, others = arguments
-        made = [function(*row, *others) for row in zip(*given, strict=True)]
-        return pytree.tree_map(lambda *parts: torch.stack(parts), *made)
+        function, inputs, others = arguments
+        results = [function(*row, *others) for row in zip(*inputs, strict=True)]
+        return pytree.tree_map(lambda *parts: torch.stack(parts), *results)
     if name != "scan":
         return theirs()
-    step, carry, given = arguments
-    rows: list[tuple[Tensor, ...]] = list(zip(*(x.unbind(0) for x in given), strict=True))
+    step, carry, inputs = arguments
+    rows: list[tuple[Tensor, ...]] = list(zip(*(x.unbind(0) for x in inputs), strict=True))
     outs: list[list[Any]] = []
     for row in rows:
         held, out = step(*carry, *row)

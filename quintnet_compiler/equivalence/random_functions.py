@@ -1,4 +1,4 @@
-"""Random functions of torch, on numbers that a program draws: what they make of them, for a module as it is."""
+"""Random functions of torch, computed from the numbers that a program draws, for the module itself."""
 
 from __future__ import annotations
 
@@ -20,71 +20,73 @@ Draw = Callable[[str, Sequence[int], torch.dtype], Tensor]  # whole numbers of a
 
 
 def whole_noise(kind: str, size: Sequence[int], key: Key, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """All numbers of a random operator."""
+    """Return all numbers of a random operator."""
     positions = [torch.arange(n, device=device) for n in size]
     return DISTRIBUTIONS[kind](positions, size, key, dtype)
 
 
-def _uniform(draw: Draw, like: Tensor, given: Mapping[str, Any]) -> Any:
-    low, high = given.get("from", 0.0), given.get("to", 1.0)
+def _uniform(draw: Draw, like: Tensor, arguments: Mapping[str, Any]) -> Any:
+    low, high = arguments.get("from", 0.0), arguments.get("to", 1.0)
     return draw("uniform", like.shape, like.dtype) * (high - low) + low
 
 
-def _normal(draw: Draw, like: Tensor, given: Mapping[str, Any]) -> Any:
-    return draw("normal", like.shape, like.dtype) * given.get("std", 1.0) + given.get("mean", 0.0)
+def _normal(draw: Draw, like: Tensor, arguments: Mapping[str, Any]) -> Any:
+    return draw("normal", like.shape, like.dtype) * arguments.get("std", 1.0) + arguments.get("mean", 0.0)
 
 
-def _bernoulli(draw: Draw, like: Tensor, given: Mapping[str, Any]) -> Any:
-    p = given.get("p", given["self"])
+def _bernoulli(draw: Draw, like: Tensor, arguments: Mapping[str, Any]) -> Any:
+    p = arguments.get("p", arguments["self"])
     if isinstance(p, Tensor):
         return (draw("uniform", like.shape, p.dtype) < p).to(like.dtype)
     return (draw("bits", like.shape, torch.int32).double() < math.floor(p * 2**32) - 2**31).to(like.dtype)
 
 
-def _exponential(draw: Draw, like: Tensor, given: Mapping[str, Any]) -> Any:
-    return draw("exponential", like.shape, like.dtype) * (1 / given["lambd"])
+def _exponential(draw: Draw, like: Tensor, arguments: Mapping[str, Any]) -> Any:
+    return draw("exponential", like.shape, like.dtype) * (1 / arguments["lambd"])
 
 
-def _integers(draw: Draw, like: Tensor, given: Mapping[str, Any]) -> Any:
-    low, high = given.get("low", given.get("from", 0)), given.get("high", given.get("to"))
+def _integers(draw: Draw, like: Tensor, arguments: Mapping[str, Any]) -> Any:
+    low, high = arguments.get("low", arguments.get("from", 0)), arguments.get("high", arguments.get("to"))
     if high is None:
         whole = not like.dtype.is_floating_point
         high = torch.iinfo(like.dtype).max + 1 if whole else round(2 / torch.finfo(like.dtype).eps)
     return (torch.floor(draw("uniform", like.shape, torch.float64) * (high - low)) + low).to(like.dtype)
 
 
-def _permutation(draw: Draw, like: Tensor, given: Mapping[str, Any]) -> Any:
+def _permutation(draw: Draw, like: Tensor, arguments: Mapping[str, Any]) -> Any:
     return draw("uniform", like.shape, torch.float64).argsort().to(like.dtype)
 
 
-def _multinomial(draw: Draw, like: Tensor, given: Mapping[str, Any]) -> Any:
-    rates, count = given["self"], given["num_samples"]
-    if given["replacement"] and count > 1:
+def _multinomial(draw: Draw, like: Tensor, arguments: Mapping[str, Any]) -> Any:
+    rates, count = arguments["self"], arguments["num_samples"]
+    if arguments["replacement"] and count > 1:
         races = draw("exponential", (*rates.shape[:-1], count, rates.shape[-1]), rates.dtype)
         return (rates.unsqueeze(-2) / races).argmax(-1)
     return (rates / draw("exponential", rates.shape, rates.dtype)).topk(count, -1).indices
 
 
-def _leaky(draw: Draw, like: Tensor, given: Mapping[str, Any]) -> Any:
-    """Writes each element's slope to ``noise``, from which PyTorch takes the gradient."""
-    x, low, high = given["self"], given["lower"], given["upper"]
-    if not given["training"]:
+def _leaky(draw: Draw, like: Tensor, arguments: Mapping[str, Any]) -> Any:
+    """Compute rrelu, and write each element's slope to ``noise``, from which PyTorch computes the gradient."""
+    x, low, high = arguments["self"], arguments["lower"], arguments["upper"]
+    if not arguments["training"]:
         return torch.where(x <= 0, x * ((low + high) / 2), x)
     slope = draw("uniform", like.shape, like.dtype) * (high - low) + low
-    given["noise"].copy_(torch.where(x <= 0, slope, 1.0))
-    return x * given["noise"]
+    arguments["noise"].copy_(torch.where(x <= 0, slope, 1.0))
+    return x * arguments["noise"]
 
 
-def _log_normal(draw: Draw, like: Tensor, given: Mapping[str, Any]) -> Any:
-    return _normal(draw, like, given).exp()
+def _log_normal(draw: Draw, like: Tensor, arguments: Mapping[str, Any]) -> Any:
+    return _normal(draw, like, arguments).exp()
 
 
-def _cauchy(draw: Draw, like: Tensor, given: Mapping[str, Any]) -> Any:
-    return torch.tan((draw("uniform", like.shape, like.dtype) - 0.5) * math.pi) * given["sigma"] + given["median"]
+def _cauchy(draw: Draw, like: Tensor, arguments: Mapping[str, Any]) -> Any:
+    return (
+        torch.tan((draw("uniform", like.shape, like.dtype) - 0.5) * math.pi) * arguments["sigma"] + arguments["median"]
+    )
 
 
-def _geometric(draw: Draw, like: Tensor, given: Mapping[str, Any]) -> Any:
-    trials = draw("exponential", like.shape, torch.float64) / -math.log(1 - given["p"])
+def _geometric(draw: Draw, like: Tensor, arguments: Mapping[str, Any]) -> Any:
+    trials = draw("exponential", like.shape, torch.float64) / -math.log(1 - arguments["p"])
     return trials.ceil().to(like.dtype)
 
 
@@ -106,13 +108,13 @@ _FUNCTIONS: Mapping[str, Callable[[Draw, Tensor, Mapping[str, Any]], Any]] = Map
 
 
 class ProgramNumbers(TorchDispatchMode):
-    """Inside, in this thread, torch's random functions take the numbers of a program.
+    """A mode in which torch's random functions return the numbers of a program, in this thread.
 
-    Operators are numbered in the order of the model's own calls, as capture meets them. A call that is made again for
-    the backward (torch.utils.checkpoint) has its number again: like torch's own numbers, it is told by the state of
-    torch's generator.
+    Operators are numbered in the order of the model's calls, as capture meets them. A call that runs again for the
+    backward (torch.utils.checkpoint) gets the same number: calls are identified by the state of torch's generator.
 
-    Raises: CompileError QN111 for a random function that programs do not have: nothing could be compared.
+    Raises:
+        CompileError: QN111 for a random function that programs do not have, so that nothing could be compared.
     """
 
     def __init__(self, seed: int, step: int) -> None:
@@ -122,7 +124,7 @@ class ProgramNumbers(TorchDispatchMode):
         self.paused = False
 
     def next_key(self) -> Key:
-        """That of the next random operator."""
+        """Return the key of the next random operator."""
         self.paused = True  # these numbers are torch's own
         drawn = (int(torch.randint(2**62, ())), int(torch.randint(2**62, ())))
         self.paused = False
@@ -133,18 +135,18 @@ class ProgramNumbers(TorchDispatchMode):
         if self.paused or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         name = str(func.overloadpacket).removeprefix("aten.")
-        known = schema(func).arguments
-        given = {one.name: one.default_value for one in known}
-        given |= dict(zip((one.name for one in known), args, strict=False)) | kwargs
+        parameters = schema(func).arguments
+        arguments = {parameter.name: parameter.default_value for parameter in parameters}
+        arguments |= dict(zip((parameter.name for parameter in parameters), args, strict=False)) | kwargs
         make = _FUNCTIONS.get(name.removesuffix("_"))
-        if make is None or given.get("generator") is not None:
+        if make is None or arguments.get("generator") is not None:
             raise CompileError("QN111", f"{func} draws random numbers that no program draws")
         like = args[0] if name.endswith("_") else self._like(func, args, kwargs)
-        made = make(partial(self._draw, like.device), like, given)
-        return like.copy_(made) if name.endswith("_") else made
+        numbers = make(partial(self._draw, like.device), like, arguments)
+        return like.copy_(numbers) if name.endswith("_") else numbers
 
     def _like(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """A value like the result, without a trace in torch's generator."""
+        """Return a value like the result, and leave torch's generator as it was."""
         state = torch.get_rng_state()
         like: Tensor = func(*args, **kwargs)
         torch.set_rng_state(state)

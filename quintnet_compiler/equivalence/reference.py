@@ -1,4 +1,4 @@
-"""The user's module as it is, in one process: what compiled programs must equal."""
+"""The random numbers of programs for the user's module in one process, and the comparison of tensors."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ aten = torch.ops.aten
 
 
 def whole_mask(x: Tensor, p: float, key: Key) -> Tensor:
-    """The mask of a dropout over all of ``x``."""
+    """Return the mask of a dropout over all of ``x``."""
     positions = [torch.arange(size, device=x.device) for size in x.shape]
     return keep_mask(positions, x.shape, p, key)
 
 
 @contextlib.contextmanager
 def same_numbers(seed: int, step: int) -> Iterator[None]:
-    """Inside, torch's dropout (and attention with dropout) draws the masks that compiled programs draw, and its random
-    functions the numbers.
+    """Let torch's dropout (also in attention) and random functions draw the numbers of compiled programs inside.
 
     Other threads have torch's own.
     """
@@ -73,19 +72,21 @@ def same_numbers(seed: int, step: int) -> Iterator[None]:
             yield
 
 
-def differs(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """The largest difference of two tensors, relative to the largest expected element (or ``floor``); inf for another
-    shape or where only one has NaN."""
-    if found.shape != expected.shape:
+def differs(computed: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Return the largest difference of two tensors, relative to the largest expected element (or ``floor``).
+
+    Infinity for different shapes, or if only one has NaN somewhere.
+    """
+    if computed.shape != expected.shape:
         return float("inf")
     if not expected.numel():
         return 0.0
-    if found.dtype is expected.dtype and found.dtype in (torch.float32, torch.float64):
+    if computed.dtype is expected.dtype and computed.dtype in (torch.float32, torch.float64):
         with torch.no_grad():
-            size, gap = max(_magnitude(expected), floor), _magnitude(found - expected)
+            size, gap = max(_magnitude(expected), floor), _magnitude(computed - expected)
         if math.isfinite(gap) and math.isfinite(size) and size:
             return gap / size
-    a, b = found.detach().double(), expected.detach().double()
+    a, b = computed.detach().double(), expected.detach().double()
     if bool((a.isnan() != b.isnan()).any()):
         return float("inf")
     size = max(float(b.nan_to_num(0.0, 0.0, 0.0).abs().max()), floor)
@@ -94,11 +95,11 @@ def differs(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
 
 
 def _magnitude(x: Tensor) -> float:
-    """The largest magnitude of an element; NaN if there is one."""
-    low, high = (float(one) for one in x.detach().aminmax())
+    """Return the largest magnitude of an element; NaN if there is one."""
+    low, high = (float(extreme) for extreme in x.detach().aminmax())
     return low if math.isnan(low) else max(-low, high)
 
 
 def largest(tensors: Sequence[Tensor]) -> float:
-    """The largest magnitude among tensors."""
+    """Return the largest magnitude among tensors."""
     return max((float(x.abs().max()) for x in tensors if x.numel()), default=0.0)

@@ -1,4 +1,4 @@
-"""A module with other values for a while, in place: hooks and identities stay."""
+"""Temporary other values of a module's tensors, in place: hooks and identities stay."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .module_step import Owner
 
 @contextlib.contextmanager
 def double(owner: Owner) -> Iterator[None]:
-    """The module in float64."""
+    """Convert the module to float64 inside."""
     with _replaced(owner, lambda x: x.double()):
         yield
 
 
 @contextlib.contextmanager
 def rounded(owner: Owner) -> Iterator[None]:
-    """Every parameter as another rounding would have left it."""
+    """Change every parameter inside as another rounding might have done."""
     generator = torch.Generator().manual_seed(0)
 
     def other(x: Tensor) -> Tensor:
@@ -36,14 +36,14 @@ def _replaced(owner: Owner, change: Callable[[Tensor], Tensor]) -> Iterator[None
     tensors = {id(x): x for m in owner.modules for x in (*m.parameters(), *m.buffers())}
     tensors |= {id(x): x for x in owner.tensors.values()}
     floating = [x for x in tensors.values() if x.is_floating_point() and not x.is_meta]
-    kept = [(x, x.data, x.grad if x.is_leaf else None) for x in floating]
+    saved = [(x, x.data, x.grad if x.is_leaf else None) for x in floating]
     try:
-        for x, data, _ in kept:
+        for x, data, _ in saved:
             x.grad = None
             x.data = change(data)
         yield
     finally:
-        for x, data, grad in kept:
+        for x, data, grad in saved:
             x.grad = None
             x.data = data
             x.grad = grad

@@ -56,10 +56,10 @@ class Untouched:
     ) -> None:
         self.parts = {id(m): (path, m) for module in modules for path, m in module.named_modules()}
         self.tensors = dict(tensors)
-        known = {id(x) for x in tensors.values()}
+        seen = {id(x) for x in tensors.values()}
         for module in modules:
             for name, x in (*module.named_parameters(), *module.named_buffers()):
-                if id(x) not in known:
+                if id(x) not in seen:
                     self.tensors[name] = x
         self.objects = {**{"loss_fn" if i else "": module for i, module in enumerate(modules)}, **objects}
         self.buffers = {id(x) for module in modules for x in module.buffers()}
@@ -231,12 +231,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _random_states() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
-    found = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    return found if numpy is None else {**found, "numpy": numpy.random.get_state()}
+    states = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    return states if numpy is None else {**states, "numpy": numpy.random.get_state()}
 
 
 def reseed_all(seed: int) -> None:
-    """Of torch, Python and NumPy."""
+    """Seed the generators of torch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -245,16 +245,16 @@ def reseed_all(seed: int) -> None:
 
 @contextlib.contextmanager
 def random_numbers_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Afterwards the generators of torch (also of the GPUs on which tensors are), Python and NumPy are as before."""
+    """Restore the generators of torch (also of the GPUs on which tensors are), Python and NumPy afterwards."""
     devices = sorted({x.device.index or 0 for x in tensors if x.device.type == "cuda"})
-    before = _random_states()
+    states = _random_states()
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
-            random.setstate(before["python"])
-            if "numpy" in before:
-                sys.modules["numpy"].random.set_state(before["numpy"])
+            random.setstate(states["python"])
+            if "numpy" in states:
+                sys.modules["numpy"].random.set_state(states["numpy"])
 
 
 def _same_state(a: Any, b: Any) -> bool:

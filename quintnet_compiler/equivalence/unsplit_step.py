@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ..compat.torch import pytree
-from ..core.annotations import is_getitem, leaf, origin
+from ..core.annotations import leaf
 from ..core.rng import Key
 from ..ir.program import Captured, DifferentiatedProgram, ShardedProgram, StagedProgram
 from ..ops.catalog import op_spec
@@ -29,25 +29,25 @@ Watch = Callable[[fx.Node, Any], None]
 
 @dataclass(frozen=True)
 class UnsplitStep:
-    """One rank, one stage, one microbatch: what every layout of this capture has to compute."""
+    """A captured program on one rank, with one stage and one microbatch, which every layout must equal."""
 
     program: DifferentiatedProgram
     seed: int
-    in_float64: frozenset[torch.dtype] = frozenset()  # what the graph says of these dtypes is said of float64
+    in_float64: frozenset[torch.dtype] = frozenset()  # dtypes of the graph that are replaced by float64
 
     @property
     def draws(self) -> bool:
-        """Whether random numbers are drawn."""
+        """Return whether random numbers are drawn."""
         return any(op_spec(node).random for node in self.program.graph.nodes)
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The buffers whose new values are the last outputs."""
+        """Return the names of the buffers whose new values are the last outputs."""
         return self.program.local.staged.sharded.program.captured.changed
 
     @property
     def graph(self) -> fx.Graph:
-        """The operators of the forward, of global shapes."""
+        """Return the operators of the forward, with global shapes."""
         return self.program.local.staged.sharded.program.graph
 
     def run(
@@ -57,19 +57,22 @@ class UnsplitStep:
         settle: Callable[[str, Tensor], None],
         watch: Watch | None = None,
     ) -> list[Tensor]:
-        """The program's outputs. ``settle`` gets the gradient of each parameter as soon as it exists; ``watch`` every
-        value. Values are freed after their last use."""
+        """Run the program, and return its outputs.
+
+        ``settle`` gets the gradient of each parameter as soon as it exists; ``watch`` every value. Values are freed
+        after their last use.
+        """
         graph = self.program.graph
         names = {node: [] for node in self.program.gradients.values()}  # type: dict[fx.Node, list[str]]
         for (name, _), node in self.program.gradients.items():
             names[node].append(name)
         last = _last_uses(graph, {*self.program.outputs})
-        given, env = iter(batch), dict[fx.Node, Any]()
+        inputs, env = iter(batch), dict[fx.Node, Any]()
         with torch.no_grad():
             for node in graph.nodes:
                 if node.op == "output":
                     break
-                env[node] = self.value(node, env, tensors, given)
+                env[node] = self.value(node, env, tensors, inputs)
                 if watch is not None:
                     watch(node, env[node])
                 for name in names.get(node, ()):
@@ -81,15 +84,15 @@ class UnsplitStep:
     def value(
         self, node: fx.Node, env: Mapping[fx.Node, Any], tensors: Mapping[str, Tensor], batch: Iterator[Tensor]
     ) -> Any:
-        """Return what a node of the program makes of the values in ``env``."""
-        found = leaf(node) if node.op == "placeholder" else None
-        if found is not None:
-            return next(batch) if found.kind == "input" else tensors[found.name].detach()
+        """Return the value of a node, from those of its inputs in ``env``."""
+        node_leaf = leaf(node) if node.op == "placeholder" else None
+        if node_leaf is not None:
+            return next(batch) if node_leaf.kind == "input" else tensors[node_leaf.name].detach()
         target: Any = node.target
-        given: tuple[Any, Any] = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        arguments: tuple[Any, Any] = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         if self.in_float64:
-            given = pytree.tree_map_only(torch.dtype, self._dtype, given)
-        args, kwargs = given
+            arguments = pytree.tree_map_only(torch.dtype, self._dtype, arguments)
+        args, kwargs = arguments
         if target is keep_mask:
             x, p, op = args[:3]
             return whole_mask(x, p, Key(self.seed, 0, op))
@@ -107,7 +110,7 @@ class UnsplitStep:
 def unsplit_step(
     captured: Captured, rows: int, device: torch.device, rules: Mapping[Any, Rule], seed: int, *, training: bool
 ) -> UnsplitStep:
-    """The program for ``rows`` rows, with a derivative if it is for ``training``.
+    """Return the program for ``rows`` rows, with a derivative if it is for ``training``.
 
     Raises:
         CompileError: see the passes.
@@ -119,26 +122,16 @@ def unsplit_step(
     return UnsplitStep(Differentiate(training)(local), seed)
 
 
-def forward_values(step: UnsplitStep) -> dict[fx.Node, list[Value]]:
-    """Which nodes of the program with its derivative hold values of the captured operators."""
-    found: dict[fx.Node, list[Value]] = {}
-    local = step.program.local
-    for key, part in local.parts.items():
-        made = step.program.values.get(origin(part))
-        if made is not None and leaf(key[0]) is None and not is_getitem(key[0]):
-            found.setdefault(made, []).append(key)
-    return found
-
-
 def _last_uses(graph: fx.Graph, kept: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Return, by node, the values whose last use it is."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op != "output":
             last[node] = node
             for used in node.all_input_nodes:
                 last[used] = node
-    found: dict[fx.Node, list[fx.Node]] = {}
+    uses: dict[fx.Node, list[fx.Node]] = {}
     for value, user in last.items():
         if value not in kept:
-            found.setdefault(user, []).append(value)
-    return found
+            uses.setdefault(user, []).append(value)
+    return uses

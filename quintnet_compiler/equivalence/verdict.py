@@ -1,4 +1,4 @@
-"""One rank compares a program with the module, while the others compile. What it found is raised on every rank."""
+"""Compare a program with the module on one rank while the others compile, and raise its error on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..runtime.launch.world import judges, many
 
 
 class Verdict:
-    """What was found and is not yet known to every rank."""
+    """The result of a comparison, until every rank has it."""
 
     def __init__(self) -> None:
         self._due = False
@@ -21,25 +21,25 @@ class Verdict:
         """On one rank, look for a difference. Every rank calls this for the same programs.
 
         Raises:
-            CompileError: QN111 if this is the only process. Others hear of it, see :meth:`hear`.
+            CompileError: QN111 if this is the only process. With several, :meth:`hear` raises it.
         """
-        found = find() if judges() else None
-        if found is not None and not many():
-            raise found
+        difference = find() if judges() else None
+        if difference is not None and not many():
+            raise difference
         self._due = self._due or many()
-        self._found = self._found or found
+        self._found = self._found or difference
 
     def hear(self, backend: Backend) -> None:
-        """Every rank calls this before it runs a program.
+        """Raise the error of any rank. Every rank calls this before it runs a program.
 
         Raises:
             CompileError: QN111 on every rank if one of them found a difference.
         """
         if not self._due:
             return
-        told = [text for text in backend.told(_written(self._found)) if text]
-        if told:
-            raise _read(told[0])
+        errors = [text for text in backend.told(_written(self._found)) if text]
+        if errors:
+            raise _read(errors[0])
         self._due = False
 
 

@@ -125,8 +125,10 @@ def _escaped(text: str) -> str:
 
 @dataclass(frozen=True)
 class VerifySubject:
-    """What is verified: the module and its loss, and the program that was compiled from it with the values of all its
-    tensors. ``outputs``: what computes the model's outputs, or why nothing does."""
+    """A module and its loss, the program that was compiled from it, and the values of all its tensors.
+
+    ``outputs``: a program for the model's outputs, or the reason why there is none.
+    """
 
     model: nn.Module
     loss_fn: LossFn | None
@@ -142,9 +144,10 @@ def verify_program(
 ) -> VerifyReport:
     """Train ``steps`` steps on both sides from equal weights and compare everything. Nothing of the user's changes.
 
-    ``unsplit``: one rank of a precision that is not the model's own. Then the other side is the model in float64, and
-    the limit is ``SLACK`` times how far this rank is from it: two programs that round as often, in another order, are
-    about as far (on average over many elements; the largest difference of a few may be larger)."""
+    ``unsplit``: one rank, if the precision is not the model's own. Then the other side is the model in float64, and the
+    limit is ``SLACK`` times the error of this rank: two programs that round equally often, in another order, have
+    about the same error (on average over many elements; the largest difference of a few may be larger).
+    """
     start = time.perf_counter()
     users = objects_kept({"": subject.model, "loss_fn": subject.loss_fn})  # a copy shares closures with the module
     with random_numbers_kept(subject.tensors.values()), users:
