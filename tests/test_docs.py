@@ -70,6 +70,17 @@ def test_screenshots_are_those_that_pages_ask_for() -> None:
     assert pictures.on_page_markdown("a\n\n<!-- screenshot nothing: of this name -->\n\nb") == "a\n\n\n\nb"
 
 
+def test_pictures_are_drawn_by_one_script_and_shown_on_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python docs/draw_pictures.py` draws them."""
+    script = _script("draw_pictures")
+    shown = {name for page in PAGES for name in re.findall(r"\]\(pictures/(\w+)\.svg\)", page.read_text())}
+    assert shown == set(script.PICTURES) == {path.stem for path in (ROOT / "docs/pictures").iterdir()}
+    name = "column_parallel_weight"
+    monkeypatch.setattr(sys, "argv", ["draw_pictures.py", "--out", str(tmp_path), "--only", name])
+    script.main()
+    assert (tmp_path / f"{name}.svg").read_text() == (ROOT / f"docs/pictures/{name}.svg").read_text()
+
+
 def test_without_a_browser_there_are_no_screenshots(monkeypatch: pytest.MonkeyPatch) -> None:
     screenshots = _script("screenshots")
     monkeypatch.setenv("PATH", "")

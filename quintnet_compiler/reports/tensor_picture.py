@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,6 +99,12 @@ class TensorPicture:
 _Box = tuple[int, int, int, int]  # top, bottom, left, right
 
 
+def _pale_colour(index: int) -> str:
+    """Return a colour as ``#rrggbb``; those of neighbouring indices differ by the golden angle."""
+    rgb = colorsys.hls_to_rgb(index * 137.5 % 360 / 360, 0.82, 0.65)
+    return "#" + "".join(f"{round(255 * x):02x}" for x in rgb)
+
+
 def _drawn(
     boxes: Mapping[_Box, tuple[int, ...]], sizes: tuple[int, ...], width: float, height: float
 ) -> list[dict[str, object]]:
@@ -108,7 +115,7 @@ def _drawn(
         {
             "x": 64 + width * left / wide, "y": 56 + height * top / high, "width": width * (right - left) / wide,
             "height": height * (bottom - top) / high, "text": _ranks(ranks),
-            "hue": round(colours[ranks] * 137.5) % 360,
+            "fill": _pale_colour(colours[ranks]),
         }
         for (top, bottom, left, right), ranks in list(boxes.items())[:MAX_BOXES]
     ]  # fmt: skip
