@@ -358,8 +358,7 @@ def launches_of(node: fx.Node) -> int:
         return 0
     if work == "attention":
         return _attention_calls(node) * (ATTENTION_BACKWARD_LAUNCHES if _kind(node).backward else 1)
-    collective = spec_of(target).collective
-    if collective is not None and collective.slice_at is not None:
+    if spec_of(target).slice_at is not None:
         return int(node.args[2])  # type: ignore[arg-type]
     return 2 if spec_of(target).reads_twice else 1
 

@@ -189,7 +189,7 @@ class _Way:
         elif change is not None:
             _check_fill(self.node, step, change, self.sizes, self.state, self.axes)
             self.fills[change.dim] = change.number
-        elif op_spec(step).moves:
+        elif op_spec(step).is_typed_move:
             self._move(step)
         elif not op_spec(step).casts:
             raise _fail(f"{step.name} is on the way of {self.source}", self.node)
@@ -204,7 +204,7 @@ class _Way:
 
     def _cut_next(self, resize: Resize, later: Sequence[fx.Node]) -> bool:
         """Return whether the next move cuts what ``resize`` pads into full chunks."""
-        move = next((step for step in later if op_spec(step).moves), None)
+        move = next((step for step in later if op_spec(step).is_typed_move), None)
         if move is None:
             return False
         index, _, target = _move(move, self.axes)

@@ -14,6 +14,7 @@ from ...core.annotations import annotate, facts, leaf, num_bytes, value
 from ...ir.program import BUCKET_MIB, DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
 from ...ops.catalog import op_spec
+from ...ops.collectives import CollectiveSpec
 from ...ops.scaled_products import parameter_of
 
 
@@ -127,8 +128,8 @@ def _groups(program: DifferentiatedProgram) -> tuple[list[list[fx.Node]], list[l
             continue
         block = block_of(node)
         run, last_block = run + (block != last_block), block
-        collective = op_spec(node).collective
-        if node in program.once or collective is None or collective.together is None or collective.of_state:
+        collective = _groupable(node, of_state=False)
+        if node in program.once or collective is None:
             continue
         place = block or run
         key = program.stage[node], facts(node).phase, node.args[1], value(node).dtype, place
@@ -139,14 +140,21 @@ def _groups(program: DifferentiatedProgram) -> tuple[list[list[fx.Node]], list[l
     return [m for m in gathers.values() if len(m) > 1], [m for m in scatters.values() if len(m) > 1]
 
 
+def _groupable(node: fx.Node, *, of_state: bool) -> CollectiveSpec | None:
+    """Return the collective that a node is, if one message can do it for several values."""
+    collective = op_spec(node).collective
+    if collective is None or collective.together is None or collective.of_state is not of_state:
+        return None
+    return collective
+
+
 def _at_start(program: DifferentiatedProgram, limit: float) -> list[list[fx.Node]]:
     """Return groups of gathers of parameters at the start of a step; all but the last have ``limit`` bytes or more."""
     groups: dict[Hashable, list[list[fx.Node]]] = defaultdict(list)
     sizes: dict[Hashable, float] = {}
     for node in program.graph.nodes:
-        collective = op_spec(node).collective
-        groups_state = collective is not None and collective.together is not None and collective.of_state
-        if groups_state and node in program.once and _stored(node.all_input_nodes[0]):
+        collective = _groupable(node, of_state=True)
+        if collective is not None and node in program.once and _stored(node.all_input_nodes[0]):
             key = program.stage[node], node.args[1], value(node).dtype
             if not groups[key] or sizes[key] >= limit:
                 groups[key].append([])

@@ -65,7 +65,7 @@ class FuseTokenDispatch:
         """Return whether an operator computes each row from the same row of its inputs, for any number of rows."""
         if is_getitem(node):
             return True
-        if node.op != "call_function" or op_spec(node).on_rank or op_spec(node).moves:
+        if node.op != "call_function" or op_spec(node).on_rank or op_spec(node).is_typed_move:
             return False
         rule = self.rules.get(node.target)
         if rule is None or not all(len(shape(n)) == 2 for n in tensor_inputs(node)):

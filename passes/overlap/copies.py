@@ -115,4 +115,4 @@ class _Placing:
 
 
 def _copy(item: Item) -> bool:
-    return isinstance(item, fx.Node) and op_spec(item).copies
+    return isinstance(item, fx.Node) and op_spec(item).is_copy

@@ -48,9 +48,8 @@ def moved_bytes(node: fx.Node) -> int:
     inputs = tensor_inputs(node)[:1]
     if op_spec(node).under_way and node.users:
         node = next(iter(node.users))  # what is under way has no value yet, but its wait has
-    collective = op_spec(node).collective
-    if collective is not None and collective.slice_at is not None:
-        slice_ = tensor_inputs(node)[0] if collective.slice_at == "input" else node
+    if (side := op_spec(node).slice_at) is not None:
+        slice_ = tensor_inputs(node)[0] if side == "input" else node
         return num_bytes(values(slice_)[0]) * node.args[2]  # type: ignore[operator,return-value]
     written = sum(num_bytes(x) for x in values(node) if x is not None)
     return max(written, sum(num_bytes(x) for n in inputs for x in values(n) if x is not None))

@@ -60,7 +60,7 @@ class Attention:
 
     @property
     def splits_positions(self) -> bool:
-        """Whether ranks that have other positions run another operator for it: a ring, or tiles."""
+        """Return whether ranks that have other positions run another operator for it: a ring, or tiles."""
         return self.of_models and self.masked
 
 
@@ -174,41 +174,46 @@ class OpSpec:
     takes_size: bool = False
 
     @property
-    def moves(self) -> bool:
-        """Whether it changes only the type of a value over an axis: what a rank has of it."""
+    def is_typed_move(self) -> bool:
+        """Return whether it changes only the type of a value over an axis: what a rank has of it."""
         return self.converts or self.cuts_microbatch or self.shares
 
     @property
     def communicates(self) -> bool:
-        """Whether it is a collective, or begins one."""
+        """Return whether it is a collective, or begins one."""
         return self.collective is not None
 
     @property
-    def copies(self) -> bool:
-        """Whether it is a copy from the device to another place, or back."""
+    def slice_at(self) -> Literal["input", "result"] | None:
+        """Return which side of a collective that is fused with a matmul is one rank's slice; None for others."""
+        return None if self.collective is None else self.collective.slice_at
+
+    @property
+    def is_copy(self) -> bool:
+        """Return whether it is a copy from the device to another place, or back."""
         return self.way is not None and not self.under_way
 
     @property
     def copies_away(self) -> bool:
-        """Whether it is a copy to a place from which another copy brings the value back."""
-        return self.copies and self.leaves
+        """Return whether it is a copy to a place from which another copy brings the value back."""
+        return self.is_copy and self.leaves_device
 
     @property
-    def leaves(self) -> bool:
-        """Whether it takes a value away from the device, or begins to."""
+    def leaves_device(self) -> bool:
+        """Return whether it takes a value away from the device, or begins to."""
         return self.way in ("to host", "to disk")
 
     @property
     def gathers(self) -> bool:
-        """Whether it is a gather that can run beside other work: of a value, or of several."""
+        """Return whether it is a gather that can run beside other work: of a value, or of several."""
         return self.collective is not None and self.collective.price == "all_gather" and self.start is not None
 
     @property
     def scatters(self) -> bool:
-        """Whether it is a reduce-scatter, of a value or of several."""
+        """Return whether it is a reduce-scatter, of a value or of several."""
         return self.collective is not None and self.collective.price == "reduce_scatter" and self.start is not None
 
     @property
     def reads_named_rows(self) -> bool:
-        """Whether ids name the rows, or the experts, of an input that it reads."""
+        """Return whether ids name the rows, or the experts, of an input that it reads."""
         return self.looks_up or self.by_expert

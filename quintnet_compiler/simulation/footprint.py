@@ -307,7 +307,7 @@ def _host_memory(node: fx.Node, result: Any, on_gpu: bool) -> set[int]:
     """Return the memory of results that is not of the device: what is copied out, and such as counts of rows."""
     tensors = _tensors(result)
     memory = {storage(x) for x in tensors if on_gpu and x.device.type == "cpu"}
-    return memory | {storage(tensors[0])} if op_spec(node).leaves else memory
+    return memory | {storage(tensors[0])} if op_spec(node).leaves_device else memory
 
 
 def _inside(node: fx.Node, env: Mapping[fx.Node, Any]) -> int:
@@ -321,7 +321,7 @@ def _inside(node: fx.Node, env: Mapping[fx.Node, Any]) -> int:
 def _leaves(node: fx.Node) -> bool:
     """Return whether the value ends up in memory of the host, or in a file."""
     start = node.all_input_nodes[-1] if op_spec(node).waits else node
-    return op_spec(start).leaves
+    return op_spec(start).leaves_device
 
 
 def _tensors(value: Any) -> list[Tensor]:

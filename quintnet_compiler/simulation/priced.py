@@ -213,8 +213,7 @@ class ProgramPrices:
         Each slice but one travels while another is multiplied; the longer of the two decides. Sums are added up on
         their way.
         """
-        collective, hops = op_spec(node).collective, len(ranks) - 1
-        gathers = collective is not None and collective.slice_at == "input"
+        gathers, hops = op_spec(node).slice_at == "input", len(ranks) - 1
         moved = num_bytes(values(tensor_inputs(source)[0] if gathers else source)[0])
         hop = costs.send_seconds(moved, ranks[0], ranks[-1])
         computing = costs.node_seconds(source)

@@ -57,7 +57,7 @@ def test_what_is_declared_of_collectives_follows_from_their_schemas() -> None:
     for target in _own():
         spec, name = spec_of(target), operator_name(target)
         assert spec.under_way == name.startswith("start_")
-        sized = _arguments(target)[1:3] == [("axis", "str"), ("size", "int")] and not spec.moves
+        sized = _arguments(target)[1:3] == [("axis", "str"), ("size", "int")] and not spec.is_typed_move
         assert spec.takes_size == sized
         assert spec.communicates <= spec.takes_size <= spec.on_rank
         if spec.start is not None:

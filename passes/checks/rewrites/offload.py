@@ -92,7 +92,7 @@ class NumberedCopies:
 
     def _call(self, node: fx.Node) -> int:
         args: Any = node.args
-        if op_spec(node).copies:
+        if op_spec(node).is_copy:
             return self.of[args[0]]
         found = self.numbers.call(None, node.target, (args, node.kwargs), self.of.__getitem__)
         self.calls.setdefault((found, self.program.stage.get(node), node in self.program.once), node)

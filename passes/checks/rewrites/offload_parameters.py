@@ -61,7 +61,7 @@ def _check_copy(program: DifferentiatedProgram, parameter: fx.Node, reader: fx.N
 
 
 def _comes_from_host(node: fx.Node) -> bool:
-    return op_spec(node).copies and op_spec(node).way == "from host"
+    return op_spec(node).is_copy and op_spec(node).way == "from host"
 
 
 def _copied(node: fx.Node) -> fx.Node | None:
