@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from ..compat.torch import OpOverload
 from .collectives import CollectiveSpec
 from .copies import Way
+from .derivatives.user_derivatives import End
 from .rules.notation import Work
 
 FusedAs = Literal["pointwise", "reduction"]
@@ -116,6 +117,8 @@ class OpSpec:
         takes_strides: whether strides or offsets in memory are among its arguments.
         overwrites: whether it writes to all of its first argument, and reads nothing of it.
         keeps_zero: whether it is 0 where all that it reads is 0, with a finite derivative there.
+        adds_at_indices: whether it adds elements of a source to those of its first input at given indices, of which
+            several may be the same.
         collective: the collective that it is, or begins; None: it exchanges nothing.
         way: the link that it, or the copy that it begins, takes between the device and where it keeps values meanwhile.
         start: what begins it, where it can run beside other work.
@@ -132,7 +135,7 @@ class OpSpec:
     save: bool = False
     fused_as: FusedAs | None = None
     casts: bool = False
-    user_derivative: Literal["tangent", "declaration", "end"] | None = None
+    user_derivative: End | None = None
     converts: bool = False
     cuts_microbatch: bool = False
     shares: bool = False
@@ -165,6 +168,7 @@ class OpSpec:
     takes_strides: bool = False
     overwrites: bool = False
     keeps_zero: bool = False
+    adds_at_indices: bool = False
     collective: CollectiveSpec | None = None
     way: Way | None = None
     start: OpOverload | None = None

@@ -28,7 +28,7 @@ from .collectives import (
 )
 from .copies import WAY_OF
 from .derivatives.inner_gradients import gradient, start
-from .derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
+from .derivatives.user_derivatives import ENDS
 from .experts.scaled_groups import EXPERT_LAYERS
 from .op_spec import Attention, Product
 from .rank_local import RANKED, microbatch
@@ -89,13 +89,14 @@ _FLAGS: Mapping[str, Iterable[Any]] = {
         aten.gelu.default, aten.silu.default, aten.relu.default, aten.tanh.default, aten.square.default,
         aten.mul.Tensor, aten._to_copy.default,
     ],
+    "adds_at_indices": [aten.index_add.default, aten.scatter_add.default],
     "under_way": STARTS.values(),
     "waits": [wait],
     "on_rank": RANKED,
     "takes_size": SIZED,
 }  # fmt: skip
 _VALUES: Mapping[str, Mapping[Any, Any]] = {
-    "user_derivative": {with_tangent: "tangent", declare_gradient: "declaration", after_gradients: "end"},
+    "user_derivative": ENDS,
     "routing": {
         dispatch_plan: "plan",
         **dict.fromkeys((dispatch, STARTS[dispatch]), "dispatch"),

@@ -314,3 +314,13 @@ def test_operators_that_take_strides() -> None:
     names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()]
     strided = [getattr(aten, name).default for name in names if name.startswith("as_strided") and "." not in name]
     assert _all("takes_strides") == set(strided)
+
+
+def test_operators_that_add_at_indices() -> None:
+    """Of all operators that write at indices: those that add where an index comes twice."""
+    x, source = torch.zeros(3), torch.ones(2)
+    index, twice = torch.tensor([1, 1]), torch.tensor([0.0, 2, 0])
+    writing = {target for target in RULES if name_of(target) in ("index_add", "index_copy", "scatter", "scatter_add")}
+    sources = {target for target in writing if len(_arguments(target)) > 3 and _arguments(target)[3][1] == "Tensor"}
+    assert len(sources) > 3
+    assert _all("adds_at_indices") == {t for t in sources if torch.equal(t(x, 0, index, source), twice)}

@@ -13,7 +13,7 @@ from ....core.annotations import facts, is_getitem, shape, values
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import NumberRead, ValueNumbers
 from ....ops.catalog import op_spec
-from ....ops.collectives import all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter
+from ....ops.collectives import all_gather, reduce_scatter
 from ..failure import check_failure
 
 _fail = partial(check_failure, "fusion check")
@@ -85,9 +85,9 @@ class _Products:
             return self.number("result", self.of[source], index), own
         if op_spec(node).reshapes:
             return self.of[args[0]][0], own
-        if node.target is all_gather_matmul:
+        if op_spec(node).slice_at == "input":
             return self._gather(node, place)
-        if node.target is matmul_reduce_scatter:
+        if op_spec(node).slice_at == "result":
             return self._scatter(node, place), own
         product = _factors(node)
         if product is not None:

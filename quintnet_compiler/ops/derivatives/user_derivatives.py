@@ -14,11 +14,14 @@ before. :class:`...passes.autodiff.differentiate.Differentiate` moves what depen
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor, fx
 
+from ...compat.torch import OpOverload
 from ...core.annotations import is_getitem, origin, tensor_inputs
 from ..define import define_operator
 
@@ -42,16 +45,27 @@ hooked = define_operator("hooked(Tensor x, Tensor[] done, int number) -> Tensor"
 torch.fx.node.has_side_effect(hooked)  # nobody reads it until then
 
 
+End = Literal["tangent", "declaration", "end"]
+ENDS: Mapping[OpOverload, End] = MappingProxyType(
+    {with_tangent: "tangent", declare_gradient: "declaration", after_gradients: "end"}
+)
+
+
+def _end(node: fx.Node) -> End | None:
+    """Return which end of a derivative a node is; None if it is none."""
+    return ENDS.get(node.target)  # type: ignore[call-overload,no-any-return]
+
+
 def is_tangent(node: fx.Node) -> bool:
     """Whether this is the gradient that will arrive."""
-    return is_getitem(node) and origin(node)[0].target is with_tangent and origin(node)[1] == 1
+    return is_getitem(node) and _end(origin(node)[0]) == "tangent" and origin(node)[1] == 1
 
 
 def of_tangents(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
     """Of ``nodes`` (in order), those that are computed in the backward: all that depends on a tangent."""
     found: set[fx.Node] = set()
     for node in nodes:
-        if node.target is declare_gradient or node.op != "call_function":
+        if _end(node) == "declaration" or node.op != "call_function":
             continue
         if is_tangent(node) or any(source in found for source in node.all_input_nodes):
             found.add(node)
@@ -72,13 +86,13 @@ def derivatives(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         mine: list[fx.Node] = []
         if node in backward:
             mine = [n for n in node.all_input_nodes if n in parent]
-        elif node.target is declare_gradient:
+        elif _end(node) == "declaration":
             mine = [n for n in tensor_inputs(node)[1:] if n in backward]
-        elif node.target is after_gradients:
+        elif _end(node) == "end":
             mine = [n for n in tensor_inputs(node) if n in parent]
-        elif is_getitem(node) and origin(node)[0].target in (with_tangent, declare_gradient):
+        elif is_getitem(node) and _end(origin(node)[0]) in ("tangent", "declaration"):
             mine = [origin(node)[0]]
-        elif node.target is not with_tangent:
+        elif _end(node) != "tangent":
             continue
         parent[node] = node
         for other in mine:
@@ -89,4 +103,4 @@ def derivatives(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 def arrives(node: fx.Node) -> list[fx.Node]:
     """What a node reads that has a value: the ends of a derivative have none."""
     inputs = tensor_inputs(node)
-    return inputs[:1] if node.target is after_gradients else inputs
+    return inputs[:1] if _end(node) == "end" else inputs

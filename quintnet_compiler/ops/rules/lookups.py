@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import fx
 
 from ...core.annotations import is_float, shape, tensor_inputs, value
+from ...ops.catalog import op_spec
 from .node_factors import Named, aligned, argument, chosen_dims, named, opaque
 from .notation import Dims, Factors, Notation
 
@@ -104,7 +104,7 @@ def index_add(node: fx.Node) -> Factors:
     linear = ((0, 2),) if source and shape(source[0]) and argument(node, "reduce") is None else ()
     if source and len(shape(source[0])) != len(dims):
         return opaque(node)
-    terms = node.target is torch.ops.aten.index_add.default and bool(linear) and is_float(value(x))
+    terms = op_spec(node).adds_at_indices and bool(linear) and is_float(value(x))
     whole = frozenset({f"d{along}"} if terms else {f"d{along}", "p"})
     return Factors(ins, (tuple(dims),), sizes, whole, linear=linear, additive=frozenset({0} if terms else ()))
 
@@ -162,9 +162,7 @@ def scatter(node: fx.Node) -> Factors:
 
 def _adds_numbers_to_row(node: fx.Node, others: Sequence[fx.Node]) -> bool:
     """Return whether scatter_add adds a row of numbers at a row of indices."""
-    return (
-        node.target is torch.ops.aten.scatter_add.default and [shape(n) for n in others] == [shape(others[0])[:1]] * 2
-    )
+    return op_spec(node).adds_at_indices and [shape(n) for n in others] == [shape(others[0])[:1]] * 2
 
 
 def histc(node: fx.Node) -> Factors:
