@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -248,11 +248,18 @@ def _run_node(node: fx.Node, env: Mapping[fx.Node, Any], run: Run) -> Any:
     """Run an operator on whole values. Random numbers are those of the step."""
     arguments: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     args, kwargs = arguments
-    if node.target is dropout:
-        mask = whole_mask(args[0], args[1], Key(run.seed, run.step, kwargs["op"]))
-        return args[0] * mask * (0.0 if args[1] == 1 else 1 / (1 - args[1]))
-    if node.target is noise:
-        key = Key(run.seed, run.step, args[2])
-        return whole_noise(args[1], args[0], key, kwargs["dtype"], kwargs["device"])
     target: Any = node.target
-    return target(*args, **kwargs)
+    draw = _DRAWN.get(target)
+    return target(*args, **kwargs) if draw is None else draw(run, *args, **kwargs)
+
+
+def _dropped(run: Run, x: Tensor, p: float, *, op: int) -> Tensor:
+    mask = whole_mask(x, p, Key(run.seed, run.step, op))
+    return x * mask * (0.0 if p == 1 else 1 / (1 - p))
+
+
+def _noise(run: Run, size: Sequence[int], kind: str, op: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return whole_noise(kind, size, Key(run.seed, run.step, op), dtype, device)
+
+
+_DRAWN: Mapping[Any, Callable[..., Tensor]] = {dropout: _dropped, noise: _noise}

@@ -93,14 +93,9 @@ class UnsplitStep:
         if self.in_float64:
             arguments = pytree.tree_map_only(torch.dtype, self._dtype, arguments)
         args, kwargs = arguments
-        if target is keep_mask:
-            x, p, op = args[:3]
-            return whole_mask(x, p, Key(self.seed, 0, op))
-        if target is local_noise:
-            size, kind, op, dtype, device = args[:5]
-            return whole_noise(kind, size, Key(self.seed, 0, op), dtype, device)
-        if target is loss_scale:
-            return args[0]
+        whole = _WHOLE.get(target)
+        if whole is not None:
+            return whole(self.seed, *args)
         return SPELLING.get(target, target)(*args, **kwargs)
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -135,3 +130,21 @@ def _last_uses(graph: fx.Graph, kept: set[fx.Node]) -> dict[fx.Node, list[fx.Nod
         if value not in kept:
             uses.setdefault(user, []).append(value)
     return uses
+
+
+def _mask(seed: int, x: Tensor, p: float, op: int, *_layout: Any) -> Tensor:
+    return whole_mask(x, p, Key(seed, 0, op))
+
+
+def _noise(
+    seed: int, size: Sequence[int], kind: str, op: int, dtype: torch.dtype, device: torch.device, *_layout: Any
+) -> Tensor:
+    return whole_noise(kind, size, Key(seed, 0, op), dtype, device)
+
+
+# what operators that depend on the rank or on the step compute of whole values
+_WHOLE: Mapping[Any, Callable[..., Any]] = {
+    keep_mask: _mask,
+    local_noise: _noise,
+    loss_scale: lambda _seed, x: x,
+}
