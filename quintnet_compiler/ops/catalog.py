@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ from .traits import TRAITS
 _NAMESPACES = ("aten", "quintnet")  # a user's own operator of the same name is another
 
 
+@cache
 def spec_of(target: Any) -> OpSpec:
     """Return the spec of an operator (an overload); the default one if nothing is declared of it."""
     spec = _WITH_TRAITS.get(target)
