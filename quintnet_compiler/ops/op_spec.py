@@ -94,10 +94,8 @@ class OpSpec:
         slices: whether it takes a range of one dim: (x, dim, start, end, step).
         relayouts: whether it returns its input in a memory format, and copies only where that is another.
         clones: whether it copies its input, as it is or in another memory format.
-        detaches: whether no gradient flows through it: its result is a value ``"of its own"``, or it changes its input
-            ``"in place"``.
-        new_memory: whether its result never lies in the memory of an input. Others may return an input where they have
-            nothing to do, or a compiler may make them do so.
+        detaches: whether no gradient flows through it: its result is a value ``"of its own"``, or ``"in place"``.
+        new_memory: whether no result ever lies in an input's memory; others may return an input with nothing to do.
         contiguous: whether its result is contiguous, whatever it reads.
         attention: what kind of attention it is, if any.
         plans_ring: whether it plans which rank of a ring has which positions.
@@ -109,16 +107,14 @@ class OpSpec:
         reads_result_size: whether it reads no more of its first input than its result has: rows of a table.
         shape_only: the position of the tensor input of which it reads the shape alone.
         reads_twice: whether a second kernel reads its first two inputs again, for gradients of a weight and a bias.
-        inner_gradient: which mark of ``torch.autograd.grad`` in a model's forward it is
-            (:mod:`.derivatives.inner_gradients`).
+        inner_gradient: which mark of ``torch.autograd.grad`` it is (:mod:`.derivatives.inner_gradients`).
         reduces: what it makes of all that it reduces, if it does so: a ``"sum"``, a ``"mean"``, or sums by ``"bins"``.
         averages: over what a loss takes the mean, if it is one: labels that count, ``"elements"``, or ``"rows"``.
         slice_gradient: whether it is the gradient of a slice: zeros, but for what the slice took.
         takes_strides: whether strides or offsets in memory are among its arguments.
         overwrites: whether it writes to all of its first argument, and reads nothing of it.
         keeps_zero: whether it is 0 where all that it reads is 0, with a finite derivative there.
-        adds_at_indices: whether it adds elements of a source to those of its first input at given indices, of which
-            several may be the same.
+        adds_at_indices: whether it adds elements of a source to those of its first input at indices, each of them.
         collective: the collective that it is, or begins; None: it exchanges nothing.
         way: the link that it, or the copy that it begins, takes between the device and where it keeps values meanwhile.
         start: what begins it, where it can run beside other work.

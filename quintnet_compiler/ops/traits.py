@@ -98,8 +98,7 @@ _FLAGS: Mapping[str, Iterable[Any]] = {
 _VALUES: Mapping[str, Mapping[Any, Any]] = {
     "user_derivative": ENDS,
     "routing": {
-        dispatch_plan: "plan",
-        **dict.fromkeys((dispatch, STARTS[dispatch]), "dispatch"),
+        dispatch_plan: "plan", **dict.fromkeys((dispatch, STARTS[dispatch]), "dispatch"),
         **dict.fromkeys((combine, STARTS[combine]), "combine"),
     },
     "product": {
@@ -119,11 +118,8 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
         tiled_attention_backward: Attention(positions="tiles", masked=True, backward=True),
         ring_attention: Attention(positions="ring", masked=True),
         ring_attention_backward: Attention(positions="ring", masked=True, backward=True),
-        **{
-            kernel: Attention(fused=True, backward=backward)
-            for kernels, backward in ((_KERNELS, False), (_BACKWARD_KERNELS, True))
-            for kernel in kernels
-        },
+        **dict.fromkeys(_KERNELS, Attention(fused=True)),
+        **dict.fromkeys(_BACKWARD_KERNELS, Attention(fused=True, backward=True)),
     },
     "caches": {paged_attention: (3, 4)},
     "shape_only": {
@@ -135,9 +131,8 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
     },
     "inner_gradient": {start: "start", gradient: "gradient"},
     "reduces": {
-        **dict.fromkeys(
-            [aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default, aten.count_nonzero.dim_IntList], "sum"
-        ),
+        **dict.fromkeys([aten.sum.default, aten.sum.dim_IntList], "sum"),
+        **dict.fromkeys([aten.count_nonzero.default, aten.count_nonzero.dim_IntList], "sum"),
         **dict.fromkeys([aten.mean.default, aten.mean.dim], "mean"),
         aten.histc.default: "bins",
     },
@@ -158,9 +153,7 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
         ),
     },
     "collective": {
-        target: collective
-        for collective in COLLECTIVES.values()
-        for target in filter(None, (collective.op, collective.start))
+        target: each for each in COLLECTIVES.values() for target in filter(None, (each.op, each.start))
     },
     "way": WAY_OF,
     "start": STARTS,
@@ -169,10 +162,8 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
 
 def _by_operator() -> dict[Any, dict[str, Any]]:
     traits: dict[Any, dict[str, Any]] = {}
-    for field, targets in _FLAGS.items():
-        for target in targets:
-            traits.setdefault(target, {})[field] = True
-    for field, values in _VALUES.items():
+    flags = {field: dict.fromkeys(targets, True) for field, targets in _FLAGS.items()}
+    for field, values in (*flags.items(), *_VALUES.items()):
         for target, value in values.items():
             traits.setdefault(target, {})[field] = value
     return traits
