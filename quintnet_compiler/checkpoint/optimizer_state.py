@@ -200,9 +200,11 @@ def restored(
             changes.append((group, options))
         place = places[name]
         in_file = SavedState(name, options, _sizes(name, paths.get(name, ()), saved), place.shape)
-        shapes.require_fitting(in_file, place.parameter, optimizer.state.get(place.parameter, {}))
+        state_here = optimizer.state.get(place.parameter, {})
+        shapes.require_fitting(in_file, place.parameter, state_here)
         if isinstance(optimizer, WholeOptimizer) and not optimizer.here(place.parameter):
             continue
+        shapes.note_unknown(in_file, state_here)
         made: dict[str, Tensor] = {}
         for path in paths.get(name, ()):
             meta = saved[f"{name}/{path}"]
@@ -224,6 +226,7 @@ def restored(
         changes.append((group, options_elsewhere))
 
     def finish() -> None:
+        shapes.warn_of_unknown()
         for index in unsaid:
             text = (
                 f"group {index} of the optimizer has no parameters on this rank, and the checkpoint does not say what "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import quintnet
+from quintnet_compiler.checkpoint.reading.plain_values import class_of_updates
 from quintnet_compiler.checkpoint.reading.state_shapes import SavedState, StateShapes
 
 MATRIX = torch.Size((4, 6))
@@ -34,7 +36,34 @@ OF_TORCH: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 class Momentum(torch.optim.SGD):
-    """An optimizer that is not torch's."""
+    """An optimizer that is not torch's: it has a step of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Options(torch.optim.AdamW):
+    """torch's, with other options."""
+
+    kind = "options"
+
+    def __init__(self, parameters: Any, lr: float = 0.5) -> None:
+        super().__init__(parameters, lr=lr, amsgrad=True)
+
+
+class Sides(torch.optim.Optimizer):
+    """Keeps matrices of both sides, whose shapes are not the parameter's."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state |= {"steps": torch.zeros(()), "mean": torch.zeros_like(p), "left": torch.eye(p.shape[0])}
+            state["left"] += p @ p.T if p.dim() == 2 else 0
 
 
 def _saved(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> SavedState:
@@ -95,6 +124,49 @@ def test_others_are_compared_with_the_state_that_they_have() -> None:
         quintnet.CheckpointError, match=r"\(6, 4\) in the checkpoint, and Momentum keeps it as \(4, 6\)"
     ):
         StateShapes(trained).require_fitting(saved, parameter, own)
+
+
+def test_a_class_that_only_sets_options_is_as_torchs_own() -> None:
+    for kind, updates in ((Options, torch.optim.AdamW), (Momentum, None), (Sides, None), (torch.optim.SGD,) * 2):
+        assert class_of_updates(kind([nn.Parameter(torch.zeros(MATRIX))])) is updates
+    trained, parameter = _stepped(Options)
+    new, saved = Options([nn.Parameter(torch.zeros(MATRIX))]), _saved(trained, parameter)
+    shapes = StateShapes(new)
+    shapes.require_fitting(saved, parameter, {})
+    shapes.note_unknown(saved, {})
+    assert shapes.unknown == []
+    for key in ("exp_avg", "max_exp_avg_sq"):
+        wrong = SavedState("weight", saved.options, dict(saved.sizes) | {key: torch.Size((6,))}, MATRIX)
+        with pytest.raises(quintnet.CheckpointError, match=rf"{key} of weight is \(6,\) in the checkpoint"):
+            shapes.require_fitting(wrong, parameter, {})
+
+
+@pytest.mark.parametrize(("steps", "size"), [(0, 16), (1, 16), (1, 4)])
+def test_shapes_that_nothing_says_are_told(steps: int, size: int, tmp_path: Path) -> None:
+    """Of an optimizer that is not torch's and is new, or has state of another shape."""
+    batch = torch.randn(8, 4), torch.randn(8, 16)
+
+    def make() -> tuple[Any, torch.optim.Optimizer, nn.Parameter]:
+        program = quintnet.compile(nn.Linear(4, 16), quintnet.Mesh(), batch, loss_fn=F.mse_loss, check="off")
+        return program, Sides(program.parameters()), next(iter(program.parameters()))
+
+    program, optimizer, weight = make()
+    program.step(batch)
+    optimizer.step()
+    optimizer.state[weight]["left"] = torch.full((size, size), 3.0)
+    program.save(tmp_path, step=1, optimizer=optimizer)
+    program, optimizer, weight = make()
+    for _ in range(steps):
+        program.step(batch)
+        optimizer.step()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        program.load(tmp_path, optimizer=optimizer)
+    texts = [str(warning.message) for warning in told if issubclass(warning.category, quintnet.CheckpointWarning)]
+    line = f"Sides gets state of the shapes that the checkpoint has, which nothing here says: left of weight, ({size}, "
+    assert [text.startswith(line) for text in texts] == ([] if (steps, size) == (1, 16) else [True])
+    assert all(text.endswith("and 1 more") is (not steps) for text in texts)  # of the bias
+    assert torch.equal(optimizer.state[weight]["left"], torch.full((size, size), 3.0))
 
 
 @pytest.mark.parametrize(("key", "shape"), [("exp_avg", (3,)), ("exp_avg_sq", (4, 16)), ("step", (16, 4))])

@@ -61,7 +61,7 @@ def require_options(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
         return
     make: Callable[..., object] = kind
     try:
-        make([torch.zeros(1, 1, requires_grad=True)], **arguments_of(optimizer, options, own))
+        make([torch.zeros(1, 1, requires_grad=True)], **arguments_of(kind, options, own))
     except (ValueError, TypeError, RuntimeError) as error:
         text = f"{where}: {kind.__name__} refuses them: {shown(str(error))}"
         raise CheckpointError("QN602", text, fix="load a checkpoint that has not been changed") from None
@@ -69,14 +69,34 @@ def require_options(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether its class is one of torch's own."""
-    return f"{type(optimizer).__module__}.".startswith(_TORCH_OPTIMIZERS)
+    return _is_of_torch(type(optimizer))
+
+
+def class_of_updates(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
+    """Return torch's own class whose update an optimizer makes; None if its class, or one between, has a method."""
+    for kind in type(optimizer).__mro__:
+        if _is_of_torch(kind):
+            return kind if kind is not torch.optim.Optimizer else None
+        if any(not _is_of_torch(inspect.unwrap(method)) for method in _methods(kind)):
+            return None
+    return None
+
+
+def _is_of_torch(kind: object) -> bool:
+    return f"{getattr(kind, '__module__', '')}.".startswith(_TORCH_OPTIMIZERS)
+
+
+def _methods(kind: type) -> list[Callable[..., object]]:
+    """Return the methods that a class adds, but for ``__init__``, and a step that it inherits and torch has wrapped."""
+    values = ((name, getattr(value, "fget", value)) for name, value in vars(kind).items() if name != "__init__")
+    return [getattr(value, "__func__", value) for name, value in values if callable(value) or name == "step"]
 
 
 def arguments_of(
-    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], group: Mapping[str, Any]
+    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], group: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of an optimizer's class that are among a group's ``options``, which JSON has as lists."""
-    names = inspect.signature(type(optimizer)).parameters.keys() & options.keys()
+    names = inspect.signature(kind).parameters.keys() & options.keys()
     return {name: tuple(options[name]) if isinstance(group.get(name), tuple) else options[name] for name in names}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import CheckpointError
+from ...core.errors import CheckpointError, CheckpointWarning
 from ...weights.files import shown
-from .plain_values import arguments_of, is_of_torch
+from .plain_values import arguments_of, class_of_updates
 
 _SIZES = (2, 3, 5, 7, 11, 13)  # of a small parameter's dims; each names its dim
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options that change no shape
@@ -35,11 +36,17 @@ class SavedState:
 class StateShapes:
     """Compare shapes of tensors in a file with those of ``optimizer``'s state.
 
-    One of torch's own says it: it takes a step of a small parameter of as many dims, each of another size. Of others,
-    what is known is the state that they have.
+    One of torch's own says it, also by a class that only sets its options: it takes a step of a small parameter of as
+    many dims, each of another size. Of others, what is known is the state that they have. Of a new one, nothing is
+    known: state of the parameter's shape, and numbers, are usual; of other shapes, a warning tells.
+
+    Attributes:
+        optimizer: that gets the state.
+        unknown: a line for each tensor whose shape was compared with nothing.
     """
 
     optimizer: torch.optim.Optimizer
+    unknown: list[str] = field(default_factory=list)
     _patterns: dict[tuple[str, int], dict[str, torch.Size]] = field(default_factory=dict)
 
     def require_fitting(self, saved: SavedState, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
@@ -67,12 +74,35 @@ class StateShapes:
                     fix="load a checkpoint that has not been changed",
                 )
 
+    def note_unknown(self, saved: SavedState, state: Mapping[str, Any]) -> None:
+        """Note tensors whose shapes nothing says, neither torch nor the optimizer's ``state`` of the parameter."""
+        if self._of_torch(saved.options, saved.shape):
+            return
+        own = {key: x.shape for key, x in state.items() if isinstance(x, Tensor)}
+        usual = {saved.shape, *(size for size in saved.sizes.values() if size.numel() == 1)}
+        self.unknown.extend(
+            f"{shown(key)} of {saved.name}, {tuple(size)} for a parameter {tuple(saved.shape)}"
+            for key, size in saved.sizes.items()
+            if size not in usual and own.get(key) != size
+        )
+
+    def warn_of_unknown(self) -> None:
+        """Warn of state whose shape nothing says, once for all parameters."""
+        if self.unknown:
+            more = f" and {len(self.unknown) - 1} more" if len(self.unknown) > 1 else ""
+            text = (
+                f"{type(self.optimizer).__name__} gets state of the shapes that the checkpoint has, which nothing here "
+                f"says: {self.unknown[0]}{more}"
+            )
+            warnings.warn(CheckpointWarning(text), stacklevel=2)
+
     def _of_torch(self, options: Mapping[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
-        if len(shape) > len(_SIZES) or not is_of_torch(self.optimizer):
+        kind = class_of_updates(self.optimizer)
+        if len(shape) > len(_SIZES) or kind is None:
             return {}
         key = repr(sorted(options.items())), len(shape)
         if key not in self._patterns:
-            self._patterns[key] = _pattern(self.optimizer, options, len(shape))
+            self._patterns[key] = _pattern(kind, options, self.optimizer.param_groups[0], len(shape))
         sizes = dict(zip(_SIZES, shape, strict=False)) | {1: 1}
         return {
             name: torch.Size(sizes[size] for size in pattern)
@@ -81,15 +111,17 @@ class StateShapes:
         }
 
 
-def _pattern(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dims: int) -> dict[str, torch.Size]:
+def _pattern(
+    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], group: Mapping[str, Any], dims: int
+) -> dict[str, torch.Size]:
     """Return the shapes of the state of a small parameter; none if the optimizer takes no such one, or no step of it.
 
     No hook of a step is called.
     """
-    arguments = arguments_of(optimizer, options, optimizer.param_groups[0])
+    arguments = arguments_of(kind, options, group)
     parameter = nn.Parameter(torch.zeros(_SIZES[:dims]))
     parameter.grad = torch.zeros_like(parameter)
-    make: Callable[..., torch.optim.Optimizer] = type(optimizer)
+    make: Callable[..., torch.optim.Optimizer] = kind
     try:
         small = make([parameter], **{name: x for name, x in arguments.items() if name not in _KERNELS})
         with torch.no_grad():
