@@ -1,6 +1,6 @@
 """Checkpoints beside torch.distributed.checkpoint: the time of save and load, and what an asynchronous save costs.
 
-python benchmarks/checkpoints.py [--mib 1024] [--ranks 1|2] [--repeats 9] [--folder DIR] [--json]
+python benchmarks/checkpoints.py [--mib 1024] [--ranks 1|2] [--repeats 9] [--loads 3] [--folder DIR] [--json]
 
 Both save and load the same tensors, parameters and AdamW's moments of a stack of linear layers, in turns in one
 process (or one per rank, which share the state by ZeRO 3). Ours writes safetensors with the hash of every piece, and
@@ -10,10 +10,13 @@ loading compares them all before it changes anything; torch's writes pickled ten
 - ``save``: seconds.
 - ``load``: of files that are in the page cache, as after a restart on the same machine.
 - ``load from disk``: the kernel was told to drop them (``posix_fadvise``).
+- ``... CPU``: processors' seconds of the same, of all ranks together, which other work on the machine hardly changes.
 - ``stall``: ``save_async`` beside steps (forward, backward, AdamW): how long it holds the caller, and how much longer
   the steps take until it has ended than as many steps before it, over the time of ``save``.
 
-Each line: medians, and the quartiles of the ratio of both times in each turn.
+Each turn saves both, and then loads both ``--loads`` times, ours and theirs one after the other. Each line: medians,
+the quartiles of the ratio of each pair, and the least of either, which is nearest to what the work takes on a machine
+that others use.
 """
 
 from __future__ import annotations
@@ -45,22 +48,25 @@ WIDTH, ROWS = 1024, 16
 
 @dataclass(frozen=True)
 class Line:
-    """``ours`` and ``theirs``: seconds, medians; ``quartiles``: of the ratio."""
+    """``ours`` and ``theirs``: seconds, medians; ``quartiles``: of the ratio; ``least``: of ours and of theirs."""
 
     what: str
     ours: float
     theirs: float
     quartiles: tuple[float, float, float]
+    least: tuple[float, float]
 
     @classmethod
     def of(cls, what: str, ours: list[float], theirs: list[float]) -> Line:
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
         first, middle, last = statistics.quantiles(ratios, n=4, method="inclusive")
-        return cls(what, statistics.median(ours), statistics.median(theirs), (first, middle, last))
+        least = min(ours), min(theirs)
+        return cls(what, statistics.median(ours), statistics.median(theirs), (first, middle, last), least)
 
     def __str__(self) -> str:
         first, middle, last = self.quartiles
-        return f"{self.what:16} {self.ours:8.3f} s {self.theirs:8.3f} s   {middle:6.3f} ({first:.3f} to {last:.3f})"
+        medians = f"{self.what:18} {self.ours:8.3f} s {self.theirs:8.3f} s   {middle:6.3f} ({first:.3f} to {last:.3f})"
+        return f"{medians:60} {self.least[0]:8.3f} s {self.least[1]:8.3f} s"
 
 
 class Subject:
@@ -99,44 +105,59 @@ def local(x: Tensor) -> Tensor:
 
 
 def timed(work: Callable[[], object]) -> float:
+    return timed_twice(work)[0]
+
+
+def timed_twice(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds, and processors' seconds of all ranks."""
     _together()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     work()
+    cpu = time.process_time() - cpu
     _together()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    return seconds, _sum(cpu)
 
 
-def measure(mib: float, repeats: int, folder: Path) -> dict[str, Any]:
+def measure(mib: float, repeats: int, loads: int, folder: Path) -> dict[str, Any]:
     """Every line, and the state's size in bytes (over all ranks)."""
     subject = Subject(mib)
     times: dict[str, dict[str, list[float]]] = {}
     stalls: list[dict[str, float]] = []
+    counts = False
 
-    def put(what: str, who: str, seconds: float) -> None:
-        times.setdefault(what, {}).setdefault(who, []).append(seconds)
+    def put(what: str, who: str, work: Callable[[], object]) -> None:
+        for name, seconds in zip((what, f"{what} CPU"), timed_twice(work), strict=True):
+            if counts:
+                times.setdefault(name, {}).setdefault(who, []).append(seconds)
 
-    for turn in range(repeats + 1):  # the first is not counted
-        for who, (save, load) in _both(subject, folder / str(turn)).items():
+    for turn in range(repeats + 1):
+        counts = turn > 0  # the first is not counted
+        both = _both(subject, folder / str(turn))
+        for who, (save, _) in both.items():
             _settle()
-            saved = timed(save)
-            _settle()
-            before = subject.sums()
-            loads = [timed(load)]
-            _drop(folder / str(turn) / who)
-            loads.append(timed(load))
-            assert before == subject.sums()
-            if turn:
-                for what, seconds in zip(("save", "load", "load from disk"), (saved, *loads), strict=True):
-                    put(what, who, seconds)
+            put("save", who, save)
+        _settle()
+        before = subject.sums()
+        for what in ("load", "load from disk"):
+            for number in range(loads):
+                for who, (_, load) in both.items():
+                    if what == "load from disk":
+                        _drop(folder / str(turn) / who)
+                    put(what, who, load)
+                    assert number or before == subject.sums()
+        for who in both:
             _remove(folder / str(turn) / who)
         stall = _stall(subject, folder / str(turn) / "later")
-        if turn:
+        if counts:
             stalls.append(stall)
     lines = [Line.of(what, found["ours"], found["theirs"]) for what, found in times.items()]
     saves = times["save"]["ours"]
     held, slower = ([stall[key] for stall in stalls] for key in ("held", "slower"))
-    both = [a + b for a, b in zip(held, slower, strict=True)]
-    stall_lines = [Line.of(what, x, saves) for what, x in {"held": held, "slower": slower, "stall": both}.items()]
+    both_stalls = [a + b for a, b in zip(held, slower, strict=True)]
+    stall_lines = [
+        Line.of(what, x, saves) for what, x in {"held": held, "slower": slower, "stall": both_stalls}.items()
+    ]
     return {"bytes": subject.bytes, "ranks": _world(), "lines": [asdict(line) for line in lines + stall_lines]}
 
 
@@ -194,6 +215,14 @@ def _all(here: bool) -> bool:
     return here
 
 
+def _sum(here: float) -> float:
+    if _world() > 1:
+        total = torch.tensor(here, dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total)
+    return here
+
+
 def _first() -> bool:
     return _world() == 1 or dist.get_rank() == 0
 
@@ -224,23 +253,25 @@ def main() -> None:
     parser.add_argument("--mib", type=float, default=1024, help="of state, in all")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--loads", type=int, default=3, help="of each, in a turn")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; by default where temporary files are")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         if given.ranks == 1:
-            found = measure(given.mib, given.repeats, Path(name))
+            found = measure(given.mib, given.repeats, given.loads, Path(name))
         else:
-            found = quintnet.launch(measure, given.ranks, (given.mib, given.repeats, Path(name)), timeout=3600)[0]
+            arguments = given.mib, given.repeats, given.loads, Path(name)
+            found = quintnet.launch(measure, given.ranks, arguments, timeout=3600)[0]
     if given.json:
         print(json.dumps(found))
         return
     size = f"{found['bytes'] / 2**20:.0f} MiB, {found['ranks']} processes"
-    print(f"{size}, {given.repeats} turns, torch {torch.__version__}")
-    print(f"{'':16} {'quintnet':>10} {'torch':>10}   ratio (quartiles)")
+    print(f"{size}, {given.repeats} turns of {given.loads} loads, torch {torch.__version__}")
+    print(f"{'':18} {'quintnet':>10} {'torch':>10}   {'ratio (quartiles)':24} {'least':>7}")
     for line in found["lines"]:
         if line["what"] == "held":
-            print(f"{'save_async':16} {'quintnet':>10} {'its save':>10}   ratio (quartiles)")
+            print(f"{'save_async':18} {'quintnet':>10} {'its save':>10}   ratio (quartiles)")
         print(Line(**line))
 
 

@@ -15,9 +15,9 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_checkpoints_are_measured_beside_torchs(ranks: int, tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/checkpoints.py", "--mib", "12", "--repeats", "2", "--ranks", str(ranks)]
+    command = [sys.executable, "benchmarks/checkpoints.py", "--mib", "12", "--repeats", "2", "--loads", "2"]
     done = subprocess.run(
-        [*command, "--folder", str(tmp_path), "--json"],
+        [*command, "--ranks", str(ranks), "--folder", str(tmp_path), "--json"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -29,8 +29,14 @@ def test_checkpoints_are_measured_beside_torchs(ranks: int, tmp_path: Path) -> N
     found = json.loads(done.stdout)
     assert (found["ranks"], found["bytes"]) == (ranks, 3 * 4 * 1024 * 1025 + 2 * 4)
     lines = {line["what"]: line for line in found["lines"]}
-    assert list(lines) == ["save", "load", "load from disk", "held", "slower", "stall"]
-    for what in ("save", "load", "load from disk", "held"):
+    assert list(lines) == [
+        *("save", "save CPU", "load", "load CPU", "load from disk", "load from disk CPU"),
+        *("held", "slower", "stall"),
+    ]
+    for what in ("save", "save CPU", "load", "load CPU", "load from disk", "load from disk CPU", "held"):
         first, middle, last = lines[what]["quartiles"]
         assert 0 < first <= middle <= last and lines[what]["ours"] > 0 and lines[what]["theirs"] > 0
+        assert (
+            0 < lines[what]["least"][0] <= lines[what]["ours"] and 0 < lines[what]["least"][1] <= lines[what]["theirs"]
+        )
     assert not list(tmp_path.iterdir())
