@@ -22,7 +22,7 @@ import quintnet
 
 ROOT = Path(__file__).parents[1]
 STOP = "stop"  # a file whose appearance ends the writer
-START_SECONDS = 120
+START_SECONDS = 600  # of a loaded machine
 
 
 @dataclass(frozen=True)
