@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CASES_OF_A_SEED = 50
+CASES_OF_A_SEED = 25
 TIMEOUT_SECONDS = 900
 
 
@@ -26,7 +26,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD")
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(40))
 def test_drawn_faults_in_files(seed: int, library: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "tests.file_faults", str(seed), str(CASES_OF_A_SEED)],
