@@ -171,7 +171,14 @@ MASKS += [(Sight(False, 0, 5), {"padded": True, "grouped": True})]
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kernel", [CpuKernel(), Matmuls()], ids=lambda kernel: type(kernel).__name__)
-@pytest.mark.parametrize("tile_bytes", [1, 300, 10**6])
+@pytest.mark.parametrize(
+    "tile_bytes",
+    [
+        pytest.param(1, marks=pytest.mark.slow),  # a tile for each pair
+        300,
+        pytest.param(10**6, marks=pytest.mark.slow),  # one tile
+    ],
+)
 def test_tiles_add_up_to_attention(monkeypatch: pytest.MonkeyPatch, kernel: AttentionKernel, tile_bytes: int) -> None:
     """Every kind of mask, for one run of positions, a part of them, and two; with and without groups of heads."""
     monkeypatch.setattr(tiles, "kernel_for", lambda *_: kernel)
