@@ -98,7 +98,7 @@ def _script(folder: Path, how: str, *prefix: str) -> subprocess.CompletedProcess
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize("prefix", [(), TORCHRUN], ids=["alone", "torchrun"])
+@pytest.mark.parametrize("prefix", [pytest.param((), marks=pytest.mark.slow), TORCHRUN], ids=["alone", "torchrun"])
 def test_the_interpreter_waits_for_a_save(prefix: tuple[str, ...], tmp_path: Path) -> None:
     done = _script(tmp_path, "return", *prefix)
     assert done.returncode == 0, done.stderr
