@@ -25,8 +25,9 @@ smoke: setup
 golden: setup
 	$(BIN)/python -m pytest -p no:xdist -q tests/unit/test_golden.py --update-golden
 
+# PART=2/3: the second of three parts, each of other files
 test: setup
-	$(PYTEST) --durations=25 --durations-min=5
+	$(PYTEST) --part $(or $(PART),1/1) --durations=25 --durations-min=5
 
 # What benchmarks/first_gpu.py does on a GPU, on the emulated accelerator.
 first-gpu: setup

@@ -17,7 +17,7 @@ from quintnet_compiler.api import plan
 from quintnet_compiler.driver import variants
 from quintnet_compiler.ir.program import Captured
 
-from .samples import spread
+from .samples import is_in_part, spread
 from .shared_captures import SharedCaptures
 
 with torch.device("meta"):
@@ -31,12 +31,17 @@ logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="such as 2/3: the second of three parts of all files")
     parser.addoption("--update-golden", action="store_true", help="write tests/golden/*/*.txt instead of comparing")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_samples(items)
+    part: str = config.getoption("part")
+    others = [item for item in items if not is_in_part(item.path.name, part)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if is_in_part(item.path.name, part)]
     # autograd makes a queue for each device when it first runs: the emulated device must be there before. The short
     # ones are first, as a worker that has nothing left takes tests from the end of another's.
     first = {"test_gradient_memory.py": 0, "test_accelerator.py": 1}

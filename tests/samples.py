@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -21,3 +22,9 @@ def spread(cases: Sequence[tuple[str, ...]], count: int) -> list[int]:
         chosen.append(best)
         met |= values[best] | pairs[best]
     return chosen
+
+
+def is_in_part(name: str, part: str) -> bool:
+    """Return whether a file of tests is in ``part``, such as ``"2/3"``, the second of three. Each file is in one."""
+    number, count = map(int, part.split("/"))
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % count == number - 1

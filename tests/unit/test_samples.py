@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
 
-from ..samples import spread
+from ..samples import is_in_part, spread
 
 AXES = [("dp=1", "dp=2", "dp=4"), ("zero=0", "zero=3"), ("recompute", "no recompute")]
 ALL = list(product(*AXES))
@@ -35,3 +36,11 @@ def test_as_many_as_wanted_each_once(count: int) -> None:
 
 def test_cases_of_one_parameter_are_the_first() -> None:
     assert spread([("a",), ("b",), ("c",)], 2) == [0, 1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_each_file_is_in_one_part_of_about_equal_size(count: int) -> None:
+    names = [path.name for path in Path(__file__).parents[1].rglob("test_*.py")]
+    parts = [[name for name in names if is_in_part(name, f"{i + 1}/{count}")] for i in range(count)]
+    assert sorted(names) == sorted(name for part in parts for name in part)
+    assert max(map(len, parts)) < 1.3 * len(names) / count
