@@ -9,7 +9,7 @@ import pytest
 
 from tests.readers_beside_writers import Saving, read, writer_process, writer_thread
 
-SECONDS = 4.0
+SECONDS = 2.0
 LONG_SECONDS = 40.0  # of each of 15 ways: ten minutes
 WAYS = [
     pytest.param(files, rotates, keep, id=f"{files} files, {'growing steps' if rotates else 'one step'}, keep {keep}")
