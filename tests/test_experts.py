@@ -18,6 +18,8 @@ from quintnet_compiler.runtime.transport.token_dispatch import Router
 from .models import EXPERTS, WIDTH, Mixture
 from .zoo import ZOO, InDouble
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 torch.set_num_threads(1)
 
 

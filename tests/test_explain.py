@@ -12,6 +12,8 @@ from quintnet import Mesh
 
 from .models import CASES, GPT
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 def _compiled(mesh: Mesh, **plan: object) -> quintnet.CompiledProgram:
     torch.manual_seed(0)
@@ -64,7 +66,7 @@ def test_two_programs_of_a_model_side_by_side() -> None:
 
 def test_a_report_says_why_not() -> None:
     torch.manual_seed(0)
-    model, batch = GPT(depth=4), CASES["gpt"].batch(8)
+    model, batch = GPT(depth=2), CASES["gpt"].batch(8)
     report = quintnet.plan(model, quintnet.Cluster("h100", nodes=1, gpus_per_node=2), batch)
     other = report.why_not(mesh={"pp": 2})
     assert other.other is not None and other.other.layout.pp == 2 and other.best is report.found.ranked[0]

@@ -21,6 +21,8 @@ from quintnet_compiler.ops.rules.table import RULES
 from .models import CASES, build, reference, worst_error
 from .random_plans import gradients
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 torch.set_num_threads(1)
 TRACED, ROWS = 4, 16  # the model is traced on another batch size than it runs on
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import quintnet
 from quintnet_compiler.training.validation import validate
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 LAYOUTS: list[dict[str, Any]] = [{"dp": 2}, {"tp": 2}, {"pp": 2, "microbatches": 2}, {"dp": 2, "tp": 2, "zero": 3}]
 CLASSES, WIDTH = 5, 8
 WEIGHTS = torch.rand(CLASSES, dtype=torch.float64) + 0.5

@@ -17,6 +17,8 @@ from quintnet_compiler.simulation.rehearsal import rehearse
 from .beside_plain import sent_in_a_step
 from .models import CASES, build
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 torch.set_num_threads(1)
 
 
