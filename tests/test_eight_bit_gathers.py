@@ -21,6 +21,8 @@ from quintnet_compiler.passes.sharding import shard_parameters
 from .test_eight_bit_experts import Mixture
 from .test_eight_bits import WIDTH, Block, sizes_of
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 ROWS, LENGTH = 8, 4
 
 

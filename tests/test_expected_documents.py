@@ -21,6 +21,8 @@ from quintnet_compiler.ops.catalog import op_spec
 from quintnet_compiler.ops.rules.work import work_of
 from quintnet_compiler.simulation.priced import ProgramPrices
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 torch.set_num_threads(1)
 LENGTH, WIDTH, HEADS = 4096, 32, 4
 SIZES = lengths(LENGTH, 8)

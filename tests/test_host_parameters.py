@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import quintnet
 from benchmarks.models import Llama, Size, loss_fn
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 SIZE = Size(dim=2048, layers=8, heads=16, kv_heads=16, hidden=8192, vocab=32000, sequence=1024)
 PARAMETERS = ("parameters",)
 PLANS: list[tuple[dict[str, int], dict[str, Any], int]] = [

@@ -32,6 +32,8 @@ from .mutations import copied
 from .test_experts import WholeCapacity
 from .zoo import ZOO, InDouble
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 aten = torch.ops.aten
 torch.set_num_threads(1)
 HOT = {"up": [0]}
