@@ -212,7 +212,7 @@ def _spelled(node: fx.Node) -> tuple[tuple[Any, ...], list[Any], dict[str, Any]]
     """Return the functions that generated code may call for a node, and their arguments."""
     target: Any = node.target
     if op_spec(node).shares:
-        return (torch.div,), [node.args[0], node.args[2]], {}
+        return spellings(torch.ops.aten.div.Scalar), [node.args[0], node.args[2]], {}
     if op_spec(node).on_rank:
         args = list(node.args)
         return (operator_name(target),), [*args[:2], *args[3:]] if op_spec(node).takes_size else args, {}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...compat.torch import OpOverload, nn_functions, operator_name
+from ...compat.torch_functions import SHIPPED
 from ...core.precision import Precision
 from ...core.sharding import AxisType, I, P, R, Shard
 from ...ops.collectives import (
@@ -101,7 +102,7 @@ def bare(kind: AxisType, grad: bool) -> AxisType:
 def spellings(target: Any) -> tuple[Any, ...]:
     """Return the functions that generated code may call for an operator of the graph."""
     name = operator_name(target) if isinstance(target, OpOverload) and target.namespace == "aten" else ""
-    home = torch if name in _TORCH else nn_functions if name in _NN else None
+    home = SHIPPED if name in _TORCH else nn_functions if name in _NN else None
     return (target,) if home is None else (target, getattr(home, name))
 
 

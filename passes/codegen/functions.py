@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ...compat.torch import function_name
+from ...compat.torch_functions import reads_shipped
 from ...compat.torch_texts import goes_with_its_text
 from ...core.annotations import facts, is_getitem, num_bytes, origin, value, values
 from ...ir.distributed_program import (
@@ -18,7 +19,7 @@ from ...ir.distributed_program import (
 )
 from ...ir.generated import GeneratedModule
 from ...ops.catalog import op_spec
-from .python_ops import SPELLING
+from .python_ops import spelled
 from .source_lines import WIDTH, in_lines, written
 
 MakeModule = Callable[[fx.Graph], GeneratedModule]
@@ -84,7 +85,7 @@ def written_module(graph: fx.Graph) -> GeneratedModule:
     """Return a module whose code is written, with long lines broken."""
     graph.set_codegen(_Boxed())
     graph.on_generate_code(lambda _: written)
-    return goes_with_its_text(fx.GraphModule({}, graph))
+    return goes_with_its_text(reads_shipped(fx.GraphModule({}, graph)))
 
 
 def _hoist_getitems(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -107,13 +108,14 @@ def _is_matmul(node: fx.Node) -> bool:
 
 def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.Node, sites: list[str]) -> fx.Node:
     if op_spec(node).shares:
-        new = graph.create_node("call_function", torch.div, (env[node.args[0]], node.args[2]), name=node.name)  # type: ignore[index]
+        divide = spelled(torch.ops.aten.div.Scalar)
+        new = graph.create_node("call_function", divide, (env[node.args[0]], node.args[2]), name=node.name)  # type: ignore[index]
         new.meta = dict(node.meta)
         return new
     if not op_spec(node).on_rank:
         new = graph.node_copy(node, lambda n: env[n])
         new.meta = dict(node.meta)
-        new.target = SPELLING.get(node.target, node.target)
+        new.target = spelled(node.target)
         return new
     name = str(node.target).split(".")[1]
     args = list(fx.map_arg(node.args, lambda n: env[n]))

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -44,7 +43,7 @@ __all__ = [
     "free_unbacked_symbols",  # whether a shape depends on values; instead: sympy symbols of node.meta["val"].shape
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
     "foreach_norm", "function_name", "gelu", "host_linear", "implementations_of_aten", "is_functional", "linear",
-    "nn_functions", "packed_weight", "packs", "torch_with_linear",
+    "nn_functions", "packed_weight", "packs",
     "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
     "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "NEEDS_VALUES",
@@ -189,12 +188,6 @@ def packs(dtype: torch.dtype) -> bool:
     if host_linear is None or dtype is not torch.bfloat16:
         return host_linear is not None and dtype is torch.float32
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def torch_with_linear(call: Callable[..., Any]) -> SimpleNamespace:
-    """torch, as generated code reads it, where ``torch._C._nn.linear`` is ``call``."""
-    functions = SimpleNamespace(**{**vars(nn_functions), "linear": call})
-    return SimpleNamespace(**{**vars(torch), "_C": SimpleNamespace(_nn=functions)})
 
 
 def composite_definition(target: Any) -> Callable[..., Any] | None:

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from ..compat.torch_functions import SHIPPED
 from .codegen_allowlist import check_source
 
 # global names of torch.fx's code
-_NAMES = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan")}
+_NAMES = {"torch": SHIPPED, "device": torch.device, "inf": float("inf"), "nan": float("nan")}
 
 
 class GeneratedModule(Protocol):

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ...compat.torch_functions import SHIPPED
 from ...core.precision import widened
 from ..define import define_operator
 
@@ -87,7 +88,7 @@ def _linear(rows: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, tra
     if ends.device.type == "cpu" or not rows.shape[0]:
         out = rows.new_empty([rows.shape[0], right.shape[2]])
         for expert, run in expert_runs(ends) if rows.shape[0] else ():
-            torch.mm(rows[run], right[expert], out=out[run])
+            SHIPPED.mm(rows[run], right[expert], out=out[run])
             if bias is not None:
                 out[run] += bias[expert]
         return out
@@ -119,7 +120,7 @@ def _weight_grad(grad: Tensor, rows: Tensor, ends: Tensor, transposed: bool) -> 
     if ends.device.type == "cpu" or not rows.shape[0]:
         found = rows.new_zeros([ends.shape[0], left.shape[1], right.shape[1]])
         for expert, run in expert_runs(ends) if rows.shape[0] else ():
-            torch.mm(left[run].t(), right[run], out=found[expert])
+            SHIPPED.mm(left[run].t(), right[run], out=found[expert])
         return found
     return zeros_of_no_rows(aten._grouped_mm.default(left.contiguous().t(), right.contiguous(), ends), ends)
 
@@ -129,7 +130,7 @@ def _bias_grad(grad: Tensor, ends: Tensor) -> Tensor:
     if ends.device.type == "cpu":
         found = grad.new_zeros([experts, grad.shape[1]])
         for expert, run in expert_runs(ends):
-            torch.sum(grad[run], 0, out=found[expert])
+            SHIPPED.sum(grad[run], 0, out=found[expert])
         return found
     wide = grad.to(widened(grad.dtype))
     sums = wide.new_zeros([experts + 1, grad.shape[1]])  # the last is that of rows of no expert

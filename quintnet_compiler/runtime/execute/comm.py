@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat.torch_functions import SHIPPED
 from ...core import slices
 from ...core.mesh import Mesh
 from ...core.precision import widened
@@ -122,7 +123,7 @@ class Comm:
         Shapes: ``weight`` [rows, width], ``ids`` [...]; returns [..., width].
         """
         local, outside = self._rows(ids, weight.shape[0], axes, sizes)
-        return torch.embedding(weight, local).masked_fill_(outside.unsqueeze(-1), 0.0)
+        return SHIPPED.embedding(weight, local).masked_fill_(outside.unsqueeze(-1), 0.0)
 
     def embedding_rows_backward(
         self, grad: Tensor, ids: Tensor, rows: int, padding_idx: int, axes: Sequence[str], sizes: Sequence[int], at: int

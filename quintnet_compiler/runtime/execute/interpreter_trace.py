@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import fx
 
+from ...compat.torch_functions import SHIPPED
 from ...ir.distributed_program import StageProgram
 from ...ir.generated import GeneratedModule
 from ...ops.catalog import op_spec
@@ -43,7 +43,7 @@ def run_watched(module: GeneratedModule, args: Sequence[Any], observe: Observer)
             receiver, *arguments = node_args
             values[node] = getattr(receiver, node.target)(*arguments, **kwargs)
             if op_spec(node).accumulates == "product":
-                observe(node, torch.mm(arguments[0], arguments[1]))
+                observe(node, SHIPPED.mm(arguments[0], arguments[1]))
                 continue
         else:
             values[node] = node.target(*node_args, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from ...compat.torch import codegen_of
+from ...compat.torch_functions import reads_shipped
 from ...compat.torch_texts import goes_with_its_text
 from ...core.annotations import is_getitem
 from ...ir.program import outputs
@@ -115,7 +116,9 @@ def _segment(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Segment:
             env[node] = new.create_node("call_function", node.target, args, kwargs, name=f"v{i}")
     new.output(tuple(env[node] for node in outputs))
     new.set_codegen(codegen_of(graph))
-    return Segment(tuple(nodes), inputs, outputs, goes_with_its_text(fx.GraphModule({}, new)), tuple(settles))
+    return Segment(
+        tuple(nodes), inputs, outputs, goes_with_its_text(reads_shipped(fx.GraphModule({}, new))), tuple(settles)
+    )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...compat.torch import foreach_copy_, foreach_mul_
+from ...compat.torch_functions import SHIPPED
 from ...ir.distributed_program import DistributedProgram, RankProgram, StateSpec
 from ..transport.host_copies import HostCopies, host_room
 from ..transport.transport import Pending, Transport
@@ -237,7 +238,7 @@ class GradientStore:
         assert bucket.host is not None
         if self.scale != 1:
             bucket.own.mul_(1 / self.scale)
-        torch.sum(bucket.own, 0, out=bucket.total)
+        SHIPPED.sum(bucket.own, 0, out=bucket.total)
         wait = self.outward.start_into(bucket.host, bucket.own)
         self._arrive()
         self.leaving = bucket, wait

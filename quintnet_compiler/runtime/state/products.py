@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...compat.torch import has_kernel
+from ...compat.torch_functions import SHIPPED
 
 aten = torch.ops.aten
 NARROW = (torch.float16, torch.bfloat16)
@@ -30,7 +31,7 @@ def put_product(slot: Tensor, left: Tensor, right: Tensor) -> None:
     Products of 16-bit factors are summed in float32, and rounded only to the dtype of ``slot``.
     """
     if left.dtype is slot.dtype:
-        (torch.mm if slot.dim() == 2 else torch.bmm)(left, right, out=slot)
+        (SHIPPED.mm if slot.dim() == 2 else SHIPPED.bmm)(left, right, out=slot)
     elif slot.dim() == 2:
         aten.mm.dtype_out(left, right, slot.dtype, out=slot)
     else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...compat.torch_functions import SHIPPED
 from ...core import slices
 from .ring import Circle
 
@@ -31,9 +32,9 @@ class Factor:
         direct = into.is_contiguous()
         out = into.view(-1, into.shape[-1]) if direct else into.new_empty((len(rows), into.shape[-1]))
         if self.bias is None:
-            torch.mm(rows, self.matrix, out=out)
+            SHIPPED.mm(rows, self.matrix, out=out)
         else:
-            torch.addmm(self.bias, rows, self.matrix, out=out)
+            SHIPPED.addmm(self.bias, rows, self.matrix, out=out)
         if not direct:
             into.copy_(out.view(into.shape))
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compat.distributed import all_gather, reduce_scatter
+from ...compat.torch_functions import SHIPPED
 from .shared_memory import MAX_MESSAGE_BYTES, MemoryLink, link
 from .transport import Pending
 
@@ -126,7 +127,7 @@ class Exchanges(Native):
         received = torch.empty_like(x)
         work = dist.all_to_all_single(received.view(-1), x.view(-1), group=self.group, async_op=later)
         terms = received.view(self.size, *into.shape)
-        return pending(work, x, lambda: torch.sum(terms, 0, out=into))
+        return pending(work, x, lambda: SHIPPED.sum(terms, 0, out=into))
 
     def pieces(self, x: Tensor, dim: int, parts: int) -> None:
         """Return None: each piece would need a message."""
@@ -177,13 +178,13 @@ class SharedMemory(Exchanges):
         if not _fits(into):
             return super().reduce_scatter(x, into, later)
         return self.link.exchange(
-            halves[1 - self.rank], lambda received: torch.add(halves[self.rank], received, out=into)
+            halves[1 - self.rank], lambda received: SHIPPED.add(halves[self.rank], received, out=into)
         )
 
     def permute(self, x: Tensor, sources: tuple[int, ...]) -> Pending:
         if sources[self.rank] == self.rank or not _fits(x):
             return super().permute(x, sources)
-        return self.link.exchange(x, torch.clone)
+        return self.link.exchange(x, SHIPPED.clone)
 
 
 def _fits(x: Tensor) -> bool:

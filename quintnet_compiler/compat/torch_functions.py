@@ -1,0 +1,47 @@
+"""Private names of torch: its functions as generated code calls them, whatever somebody put in the places of some."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["SHIPPED", "is_as_shipped", "reads_shipped", "torch_with_linear"]
+
+
+def _namespace(source: types.ModuleType, **others: Any) -> Any:
+    """Return a module with the variables that ``source`` has now, and ``others`` in the places of some."""
+    made = types.ModuleType(source.__name__)
+    vars(made).update({**vars(source), **others})
+    return made
+
+
+def _functions() -> Mapping[str, Callable[..., Any]]:
+    """Return the functions in C++ of ``torch``, but for those that torch has in Python."""
+    in_cpp, in_python = torch._C._VariableFunctions, set(torch.functional.__all__)
+    names = (name for name in dir(in_cpp) if not name.startswith("_") and name in vars(torch))
+    return {name: getattr(in_cpp, name) for name in names if name not in in_python}
+
+
+# torch, as generated code reads it; instead: torch itself, whose functions users may replace for their own modules.
+SHIPPED: Any = _namespace(torch, **_functions(), _C=_namespace(torch._C, _nn=_namespace(torch._C._nn)))
+
+
+def is_as_shipped(function: Callable[..., Any]) -> bool:
+    """Whether torch still has ``function`` where it was, by which torch.fx writes its name; instead: True."""
+    name = str(getattr(function, "__name__", ""))
+    return getattr(torch, name, function) is function
+
+
+def reads_shipped(module: fx.GraphModule) -> fx.GraphModule:
+    """``module``, whose code calls torch's functions as they were; instead: nothing."""
+    type(module).forward.__globals__["torch"] = SHIPPED
+    return module
+
+
+def torch_with_linear(call: Callable[..., Any]) -> Any:
+    """torch, as generated code reads it, where ``torch._C._nn.linear`` is ``call``."""
+    return _namespace(SHIPPED, _C=_namespace(SHIPPED._C, _nn=_namespace(SHIPPED._C._nn, linear=call)))
