@@ -14,11 +14,14 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..compat.torch_compiler import QUESTIONS, questions_answered
 from ..compat.torch_func import (
+    count_dispatch_modes,
     count_function_modes,
     default_device,
+    dispatch_modes,
     dispatch_modes_off,
     function_modes,
     only_function_modes,
@@ -95,7 +98,7 @@ def outside_of_modes() -> Iterator[None]:
         yield
 
 
-def is_users_mode(mode: TorchFunctionMode) -> bool:
+def is_users_mode(mode: TorchFunctionMode | TorchDispatchMode) -> bool:
     """Return whether a mode is neither torch's nor this package's."""
     return type(mode).__module__.partition(".")[0] not in ("torch", "quintnet", "quintnet_compiler")
 
@@ -153,7 +156,7 @@ def refuse_modes(device: torch.device) -> None:
 
     Raises:
         CompileError: QN105 inside a region of autocast, whose casts no program has, and inside a mode of the user's
-            that changes calls of torch's functions, which no program makes.
+            that changes calls of torch's functions, which no program makes, or operators, of which it has others.
     """
     if torch.is_autocast_enabled(device.type):
         raise CompileError(
@@ -169,6 +172,13 @@ def refuse_modes(device: torch.device) -> None:
             "module does",
             fix=f"enter {users[-1]} in the module's forward (and in the loss function), where it is traced, and run "
             "the program outside of it",
+        )
+    users = [type(mode).__name__ for mode in dispatch_modes() if is_users_mode(mode)] if count_dispatch_modes() else []
+    if users:
+        raise CompileError(
+            "QN105",
+            f"{users[-1]}, a TorchDispatchMode, is on around a program, whose operators are not those of the module",
+            fix=f"run the program outside of {users[-1]}, or the plain module inside of it",
         )
 
 

@@ -14,11 +14,13 @@ from torch._functorch.vmap import vmap_impl
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = [
     "count_function_modes",
     "default_device",
+    "count_dispatch_modes",
+    "dispatch_modes",
     "dispatch_modes_off",
     "function_modes",
     "graph_of_trace",
@@ -70,6 +72,16 @@ def only_function_modes(keep: Callable[[TorchFunctionMode], bool]) -> Iterator[N
 
 # How many modes see calls of torch's functions; instead: function_modes(), for which each step would build a list.
 count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+# How many modes see operators; instead: likewise.
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """Return the modes that see operators now, the innermost last; instead: none of them."""
+    modes: list[TorchDispatchMode] = _get_current_dispatch_mode_stack()  # type: ignore[no-untyped-call]
+    return modes
 
 
 def function_modes() -> list[TorchFunctionMode]:

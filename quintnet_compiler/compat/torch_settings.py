@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,7 +15,14 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _PLACE = re.compile(r"registered at (\S+?):\d+")
-__all__ = ["active_modes", "files_of_kernels", "root_of_build", "settings_of_torch", "switches_of_torch"]
+__all__ = [
+    "active_modes",
+    "files_of_kernels",
+    "root_of_build",
+    "settings_named",
+    "settings_of_torch",
+    "switches_of_torch",
+]
 
 
 def settings_of_torch() -> list[str]:
@@ -58,8 +66,31 @@ _SWITCHES = (
 )  # fmt: skip
 
 
-def switches_of_torch() -> tuple[Any, ...]:
-    """Return what scripts change on the way and forward may ask for.
+# Settings that forward reads by a function or an attribute of this name, or not at all: others need no comparison.
+_NAMED: dict[str, Callable[[], Any]] = {
+    "get_num_threads": torch.get_num_threads,
+    "get_num_interop_threads": torch.get_num_interop_threads,
+    "initial_seed": torch.initial_seed,
+    "is_warn_always_enabled": torch.is_warn_always_enabled,
+    "is_autocast_cache_enabled": torch.is_autocast_cache_enabled,
+    "get_autocast_dtype": lambda: (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")),
+    "allow_tf32": lambda: (torch._C._get_cublas_allow_tf32(), torch._C._get_cudnn_allow_tf32()),
+    "allow_fp16_reduced_precision_reduction": torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    "allow_bf16_reduced_precision_reduction": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    "fp16_bf16_reduction_math_sdp_allowed": torch._C._get_math_sdp_allow_fp16_bf16_reduction,
+    "preferred_linalg_library": torch._C._get_linalg_preferred_backend,
+    "preferred_blas_library": torch._C._get_blas_preferred_backend,
+    "is_enabled": torch._C._check_sparse_tensor_invariants,
+}
+
+
+def settings_named(names: Set[str]) -> tuple[Callable[[], Any], ...]:
+    """Return what reads the settings of the process that have one of ``names``; instead: nothing."""
+    return tuple(read for name, read in _NAMED.items() if name in names)
+
+
+def switches_of_torch(others: Sequence[Callable[[], Any]] = ()) -> tuple[Any, ...]:
+    """Return what scripts change on the way and forward may ask for; ``others``: see :func:`settings_named`.
 
     These are deterministic algorithms, the precision of matrix products, and backends. Instead: the public attributes,
     which take 30 times as long to read, in each step.
@@ -68,7 +99,7 @@ def switches_of_torch() -> tuple[Any, ...]:
         precision = torch._C._get_float32_matmul_precision()
     except RuntimeError:  # it was set in another way, and has no such name
         precision = "other"
-    return (precision, mha._is_fastpath_enabled, *[read() for read in _SWITCHES])
+    return (precision, mha._is_fastpath_enabled, *[read() for read in (*_SWITCHES, *others)])
 
 
 def _digest(config: Any) -> str:

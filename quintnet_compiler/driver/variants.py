@@ -290,6 +290,7 @@ class Programs:
         except RowsElsewhere:
             raise
         except CompileError as error:
+            self._refuse_new_parameters(error)
             text = f"{error.message}\n  {difference}" if difference else error.message
             raise CompileError(error.code, text, where=error.where, fix=error.fix) from error
         if (same := self._versions.same(kind, captured)) is not None:
@@ -332,17 +333,24 @@ class Programs:
             self._refuse_other_parameters(captured)
         return in_parts(captured) if kind == "parts" else captured
 
+    def _refuse_new_parameters(self, error: CompileError) -> None:
+        """Raise QN112 from ``error``, of a trace, if the modules have parameters that the primary program does not."""
+        if self._primary is None:
+            return
+        own = set(map(id, self.now(self._parameters).values()))
+        for label, module in modules_of(self.task).items():
+            for path, x in module.named_parameters():
+                if id(x) not in own:
+                    name = f"{label}.{path}".lstrip(".")
+                    raise _no_parameter(name, "was not there when it was compiled") from error
+
     def _refuse_other_parameters(self, captured: Captured) -> None:
         """Raise QN112 if a parameter is not in the place where the primary program has it."""
         current = self.now(self._parameters)
         for name, x in captured.tensors.items():
             if isinstance(x, nn.Parameter) and current.get(name) is not x:
                 reason = "is another object now" if name in current else "was not there when it was compiled"
-                raise CompileError(
-                    "QN112",
-                    f"the program has no parameter for {name}, which {reason}",
-                    fix="compile the module again, and give the new program's parameters to the optimizer",
-                )
+                raise _no_parameter(name, reason)
 
     def now(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the module has now in the places of these captured tensors."""
@@ -373,6 +381,14 @@ class Programs:
         want = "outputs" if kind == "outputs" else "loss"
         owner = Owner(task.model, task.loss_fn, self.now(captured.tensors), want, kind == "train")
         return ModuleCheck(owner, captured, plain_batch(batch), task.rules, task.plan.seed, task.device)
+
+
+def _no_parameter(name: str, reason: str) -> CompileError:
+    return CompileError(
+        "QN112",
+        f"the program has no parameter for {name}, which {reason}",
+        fix="compile the module again, and give the new program's parameters to the optimizer",
+    )
 
 
 def _difference(form: BatchForm, first: Captured) -> str:

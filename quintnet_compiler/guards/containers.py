@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import functools
+import gc
 import types
 import weakref
 from collections import deque
@@ -17,6 +18,8 @@ import numpy
 from torch import nn
 
 from .python_state import MISSING, OWN, PLAIN, SlotFields, shown, slot_names
+
+CachedFunction = functools._lru_cache_wrapper  # what functools.cache and lru_cache make
 
 
 class ContainerReading(NamedTuple):
@@ -51,6 +54,19 @@ def _bound_to(method: Any) -> list[Any]:
 
 def _target(reference: weakref.ref[Any]) -> list[Any]:
     return [reference()]
+
+
+def dict_of_results(function: CachedFunction) -> dict[Any, Any]:
+    """Return the dict in which a function keeps its results: of the keys, what the function returned, or holds it."""
+    others = reversed(gc.get_referents(function))  # those that are results come before
+    return next(x for x in others if type(x) is dict and x is not vars(function))
+
+
+def _kept_by(function: CachedFunction) -> list[Any]:
+    """Return the function that keeps its results, and all arguments and results that it keeps."""
+    results = dict_of_results(function)
+    others = [x for x in gc.get_referents(function) if x is not results and not isinstance(x, type)]
+    return others if function.cache_parameters()["maxsize"] is not None else [*others, *results, *results.values()]
 
 
 def _named_fields(owner: Any) -> dict[str, Any]:
@@ -91,6 +107,7 @@ READINGS: dict[type, ContainerReading] = {
     functools.partial: ContainerReading(attrgetter("func", "args", "keywords")),
     ContextVar: ContainerReading(_context_value),
     weakref.ref: ContainerReading(_target),
+    CachedFunction: ContainerReading(_kept_by),
 }
 # What holds numbers in memory of its own.
 BUFFERS = (numpy.ndarray, bytearray, array.array, memoryview)
@@ -231,19 +248,42 @@ class Numbers:
 
 
 @dataclass(frozen=True)
+class Results:
+    """The results that a function kept. It may keep others, too: a forward pass asks for those that it asked for."""
+
+    label: str
+    function: CachedFunction
+    results: dict[Any, Any] = field(init=False)
+    then: list[tuple[Any, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "results", dict_of_results(self.function))
+        object.__setattr__(self, "then", list(self.results.items()))
+
+    def holds(self) -> bool:
+        """Return whether the function still keeps the results that it kept."""
+        results = self.results
+        return all(results.get(key, MISSING) is value for key, value in self.then)
+
+    def broken(self) -> list[str]:
+        """Say that the function forgot results."""
+        return [] if self.holds() else [f"{self.label} does not keep the results any more that it kept"]
+
+
+@dataclass(frozen=True)
 class ContainerGuards:
-    """All containers and arrays that a trace may have read."""
+    """All containers, arrays and functions that keep their results that a trace may have read."""
 
     snapshots: Sequence[ContainerSnapshot]
-    numbers: Sequence[Numbers]
+    others: Sequence[Numbers | Results]
 
     def hold(self) -> bool:
         """Return whether all of them hold what they held."""
         if not all(map(ContainerSnapshot.holds, self.snapshots)):
             return False
-        return not self.numbers or all(map(Numbers.holds, self.numbers))
+        return not self.others or all(guard.holds() for guard in self.others)
 
     def broken(self) -> list[str]:
         """Say what is not as it was."""
         lines = [line for snapshot in self.snapshots if not snapshot.holds() for line in snapshot.broken()]
-        return lines + [line for array_guard in self.numbers for line in array_guard.broken()]
+        return lines + [line for guard in self.others for line in guard.broken()]

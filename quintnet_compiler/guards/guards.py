@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..compat.torch import version, without_torch_function
 from ..compat.torch_func import count_function_modes, default_device, function_modes
 from ..compat.torch_hooks import have_no_hooks
-from ..compat.torch_settings import switches_of_torch
+from ..compat.torch_settings import settings_named, switches_of_torch
 from .attribute_reads import Read
 from .by_name import (
     NamedSpace,
@@ -33,6 +33,7 @@ from .python_state import Cell, SlotFields, is_simple
 from .reach import Unread, container_guards
 
 Roots = Sequence[tuple[str, nn.Module]]
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,10 @@ def guards_of(source: TraceReads, unread: Mapping[int, Unread] = types.MappingPr
     containers = container_guards(rows.held, lambda value: id(value) in whole, unread)
     fixed = (constants, Parts.of(rows.parts), rows.trained(), Modes(global_modes, source.modes))
     plain, same = PlainValues.of(rows.plain), SameObjects(tuple(rows.same))
-    switches = Modes(switches_of_torch, switches_of_torch())
-    return Guards(source, unread, plain, same, rows.class_guards(), switches, rows.absent(), containers, fixed)
+    read = functools.partial(switches_of_torch, settings_named(rows.names_of_functions()))
+    return Guards(
+        source, unread, plain, same, rows.class_guards(), Modes(read, read()), rows.absent(), containers, fixed
+    )
 
 
 @dataclass
@@ -221,6 +224,10 @@ class _Rows:
     def class_guards(self) -> Kinds:
         """Return guards of the classes of modules, and of the objects whose attributes were read."""
         return Kinds.of(self._owners())
+
+    def names_of_functions(self) -> Set[str]:
+        """Return the names by which functions may be called: those that are looked up, and those of values."""
+        return self.source.names | {row[-1].__name__ for row in self.plain if isinstance(row[-1], _FUNCTIONS)}
 
     def absent(self) -> Absent:
         """Return guards of what was not there."""

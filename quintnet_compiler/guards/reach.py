@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from ..core import code_origin
 from .containers import (
     BUFFERS,
+    CachedFunction,
     ContainerGuards,
     ContainerSnapshot,
     Numbers,
+    Results,
     fields_of,
     names_of,
     reading_of,
@@ -119,10 +121,13 @@ def container_guards(
 ) -> ContainerGuards:
     """Return guards of all containers and arrays that can be reached from ``roots``."""
     snapshots: list[ContainerSnapshot] = []
-    numbers: list[Numbers] = []
+    others: list[Numbers | Results] = []
     for label, value in reachable(roots, whole, unread):
         if isinstance(value, BUFFERS):
-            numbers.append(Numbers(label, value))
+            others.append(Numbers(label, value))
+            continue
+        if isinstance(value, CachedFunction):
+            others.append(Results(label, value))
             continue
         if _is_closed(value, whole) or _of_library(value):
             continue
@@ -132,4 +137,4 @@ def container_guards(
         if reading is not None:
             part = unread.get(id(value), NOTHING_UNREAD)
             snapshots.append(ContainerSnapshot(label, value, reading, part.names, part.only))
-    return ContainerGuards(snapshots, numbers)
+    return ContainerGuards(snapshots, others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from operator import getitem, is_, methodcaller
 from typing import Any, NoReturn, cast
@@ -18,6 +19,7 @@ from ..transport.host_copies import PLAIN, host_room
 
 _RECOMPILE = "compile the changed module"
 _ADDRESS = methodcaller("data_ptr")
+_MAKES_PARAMETERS = nn.Parameter.__new__.__code__
 
 
 class WholeTensor(Tensor):
@@ -54,7 +56,9 @@ class WholeParameter(nn.Parameter):
     to_local = WholeTensor.to_local
 
     def detach(self) -> Tensor:
-        return super().detach().as_subclass(WholeTensor)
+        """Return a tensor; a parameter for ``nn.Parameter(x)``, which asks for one of the type of ``x``."""
+        kind = WholeParameter if sys._getframe(1).f_code is _MAKES_PARAMETERS else WholeTensor
+        return super().detach().as_subclass(kind)
 
 
 class ReplacedParameter(nn.Parameter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,8 +47,13 @@ class SplitParameter(DTensor):
         raise AttributeError("__tensor_flatten__")
 
     def detach(self) -> Tensor:
-        """Return the values, without autograd, in the memory of this parameter."""
-        return without_offset(super().detach())
+        """Return the values, without autograd, in the memory of this parameter.
+
+        For ``nn.Parameter(x)``, which asks for one of the type of ``x``, return a parameter.
+        """
+        values = without_offset(super().detach())
+        makes_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
+        return split_parameter(values, trainable=False) if makes_parameter else values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplitParameter:
         """Return a parameter with the same values and without gradient, as for a plain parameter."""
