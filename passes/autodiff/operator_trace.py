@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.torch import FakeTensorMode, schema_or_none
-from ...compat.torch_texts import forgotten_texts
+from ...compat.torch_codegen import forgotten_texts
 from ...core.absent_gpu import CPU, CUDA, AbsentGpu, on_device
 from ...core.annotations import facts, value
 from ...ops.attention.cuda import on_gpu

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...compat.torch import OpOverload, nn_functions, operator_name
-from ...compat.torch_functions import SHIPPED
+from ...compat.torch_codegen import SHIPPED
 from ...core.precision import Precision
 from ...core.sharding import AxisType, I, P, R, Shard
 from ...ops.collectives import (

@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from ...compat.torch import function_name
-from ...compat.torch_functions import reads_shipped
-from ...compat.torch_texts import goes_with_its_text
+from ...compat.torch_codegen import goes_with_its_text, reads_shipped
 from ...core.annotations import facts, is_getitem, num_bytes, origin, value, values
 from ...ir.distributed_program import (
     Piece,

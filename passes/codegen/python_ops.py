@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...compat.torch import gelu, linear, silu
-from ...compat.torch_functions import SHIPPED, is_as_shipped
+from ...compat.torch_codegen import SHIPPED, is_as_shipped
 
 aten = torch.ops.aten
 

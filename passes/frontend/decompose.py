@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.torch import FakeTensorMode, composite_definition, composite_in_cpp, get_decompositions, make_fx, pytree
-from ...compat.torch_texts import forgotten_texts
+from ...compat.torch_codegen import forgotten_texts
 from ...core.absent_gpu import stand_in
 from ...core.annotations import value
 from ...core.replaced import one_thread

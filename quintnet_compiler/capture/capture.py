@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..compat.torch import HigherOrderOperator, OpOverload, pytree, schema
+from ..compat.torch_codegen import forgotten_texts
 from ..compat.torch_constants import constants_have_values
 from ..compat.torch_export import free, kernels_alone, switches_by
 from ..compat.torch_hooks import accumulation_hooks, backward_hooks, without_hooks_of_export
-from ..compat.torch_texts import forgotten_texts
 from ..core.annotations import is_getitem
 from ..core.empty_storage import check_shapes, device_of, hollow_parameters, plain_parameters
 from ..core.errors import CompileError, QuintNetError, Where

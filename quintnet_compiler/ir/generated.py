@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from ..compat.torch_functions import SHIPPED
+from ..compat.torch_codegen import SHIPPED
 from .codegen_allowlist import check_source
 
 # global names of torch.fx's code

@@ -8,7 +8,7 @@ import linecache
 import torch
 from torch import fx
 
-from quintnet_compiler.compat.torch_texts import forgotten_texts, goes_with_its_text
+from quintnet_compiler.compat.torch_codegen import forgotten_texts, goes_with_its_text
 
 
 def _graph() -> fx.Graph:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ...compat.torch_functions import SHIPPED
+from ...compat.torch_codegen import SHIPPED
 from ...core.precision import widened
 from ..define import define_operator
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.torch_functions import SHIPPED
+from ...compat.torch_codegen import SHIPPED
 from ...core import slices
 from ...core.mesh import Mesh
 from ...core.precision import widened

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...compat.torch import host_linear, linear, packed_weight, packs
-from ...compat.torch_functions import torch_with_linear
+from ...compat.torch_codegen import torch_with_linear
 from ...ir.codegen_allowlist import check_source
 from ...ir.distributed_program import DistributedProgram
 from ...ir.generated import GeneratedModule

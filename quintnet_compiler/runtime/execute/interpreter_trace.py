@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from ...compat.torch_functions import SHIPPED
+from ...compat.torch_codegen import SHIPPED
 from ...ir.distributed_program import StageProgram
 from ...ir.generated import GeneratedModule
 from ...ops.catalog import op_spec

@@ -10,8 +10,7 @@ from typing import Any
 from torch import fx
 
 from ...compat.torch import codegen_of
-from ...compat.torch_functions import reads_shipped
-from ...compat.torch_texts import goes_with_its_text
+from ...compat.torch_codegen import goes_with_its_text, reads_shipped
 from ...core.annotations import is_getitem
 from ...ir.program import outputs
 from ...ops.catalog import op_spec

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...compat.torch import foreach_copy_, foreach_mul_
-from ...compat.torch_functions import SHIPPED
+from ...compat.torch_codegen import SHIPPED
 from ...ir.distributed_program import DistributedProgram, RankProgram, StateSpec
 from ..transport.host_copies import HostCopies, host_room
 from ..transport.transport import Pending, Transport

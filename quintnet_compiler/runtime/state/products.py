@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...compat.torch import has_kernel
-from ...compat.torch_functions import SHIPPED
+from ...compat.torch_codegen import SHIPPED
 
 aten = torch.ops.aten
 NARROW = (torch.float16, torch.bfloat16)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...compat.torch_functions import SHIPPED
+from ...compat.torch_codegen import SHIPPED
 from ...core import slices
 from .ring import Circle
 

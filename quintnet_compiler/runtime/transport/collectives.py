@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compat.distributed import all_gather, reduce_scatter
-from ...compat.torch_functions import SHIPPED
+from ...compat.torch_codegen import SHIPPED
 from .shared_memory import MAX_MESSAGE_BYTES, MemoryLink, link
 from .transport import Pending
 

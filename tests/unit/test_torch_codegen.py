@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from quintnet_compiler.compat.torch_functions import SHIPPED, is_as_shipped, reads_shipped, torch_with_linear
+from quintnet_compiler.compat.torch_codegen import SHIPPED, is_as_shipped, reads_shipped, torch_with_linear
 from quintnet_compiler.passes.codegen.python_ops import SPELLING, spelled
 
 _aten = torch.ops.aten

@@ -1,15 +1,22 @@
-"""Private names of torch: its functions as generated code calls them, whatever somebody put in the places of some."""
+"""Private names of torch: graphs that became code. The functions that code calls, whatever somebody put in the places
+of some, and its texts, which torch keeps for tracebacks until a process ends."""
 
 from __future__ import annotations
 
+import contextlib
+import linecache
 import types
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph_module import _loader
 
-__all__ = ["SHIPPED", "is_as_shipped", "reads_shipped", "torch_with_linear"]
+__all__ = [
+    "SHIPPED", "forgotten_texts", "goes_with_its_text", "is_as_shipped", "reads_shipped", "torch_with_linear",
+]  # fmt: skip
 
 
 def _namespace(source: types.ModuleType, **others: Any) -> Any:
@@ -45,3 +52,26 @@ def reads_shipped(module: fx.GraphModule) -> fx.GraphModule:
 def torch_with_linear(call: Callable[..., Any]) -> Any:
     """torch, as generated code reads it, where ``torch._C._nn.linear`` is ``call``."""
     return _namespace(SHIPPED, _C=_namespace(SHIPPED._C, _nn=_namespace(SHIPPED._C._nn, linear=call)))
+
+
+def goes_with_its_text(module: fx.GraphModule) -> fx.GraphModule:
+    """``module``, whose text is forgotten when it is; instead: nothing."""
+    text = type(module).forward.__code__.co_filename
+    weakref.finalize(module, _forget, (text,)).atexit = False
+    return module
+
+
+@contextlib.contextmanager
+def forgotten_texts() -> Iterator[None]:
+    """For traces: afterwards no text is kept of graphs that became code inside; instead: nothing."""
+    before = frozenset(_loader.eval_cache)
+    try:
+        yield
+    finally:
+        _forget(_loader.eval_cache.keys() - before)
+
+
+def _forget(texts: Iterable[str]) -> None:
+    for text in texts:
+        _loader.eval_cache.pop(text, None)
+        linecache.cache.pop(text, None)
