@@ -1,4 +1,4 @@
-"""Batch norms whose forward cannot be traced as it stands, or talks to other processes."""
+"""Batch norms whose forward cannot be traced as it is, or communicates with other processes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ Forward = Callable[[Any, Tensor], Tensor]
 
 @contextlib.contextmanager
 def cumulative_averages() -> Iterator[None]:
-    """While inside, a batch norm with ``momentum=None`` divides by the tensor ``num_batches_tracked``, where torch's
-    code asks for its value."""
+    """Let batch norms with ``momentum=None`` divide by the tensor ``num_batches_tracked`` inside, without its value."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_thread())
         for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
@@ -29,22 +28,22 @@ def cumulative_averages() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """While inside, nn.SyncBatchNorm is what it is without a process group, as a module is called with all rows."""
+    """Let nn.SyncBatchNorm act inside as without a process group: the module is called with all rows."""
     with one_thread(), _replaced(nn.SyncBatchNorm, nn.BatchNorm1d.forward):
         yield
 
 
 @contextlib.contextmanager
 def _replaced(kind: type[nn.Module], forward: Forward) -> Iterator[None]:
-    own = vars(kind).get("forward")
+    original = vars(kind).get("forward")
     kind.forward = for_this_thread(forward, kind.forward)
     try:
         yield
     finally:
-        if own is None:
+        if original is None:
             del kind.forward
         else:
-            kind.forward = own
+            kind.forward = original
 
 
 def _cumulative(theirs: Forward) -> Forward:
@@ -55,7 +54,7 @@ def _cumulative(theirs: Forward) -> Forward:
             return theirs(self, x)
         check_dims(self, x)
         now = torch.zeros_like(mean), torch.zeros_like(variance)
-        out = F.batch_norm(x, *now, self.weight, self.bias, True, 1.0, self.eps)  # all of what is new
+        out = F.batch_norm(x, *now, self.weight, self.bias, True, 1.0, self.eps)  # momentum 1: the batch's statistics
         with torch.no_grad():
             count.add_(1)
             weight = 1.0 / count.to(mean.dtype)

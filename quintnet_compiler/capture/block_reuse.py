@@ -1,4 +1,4 @@
-"""Repeated blocks of a module, traced once: a planner needs no more, and :mod:`.repeat_blocks` makes all of them."""
+"""Trace equal blocks of a module once: a planner needs no more, and :mod:`.repeat_blocks` adds the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..compat.torch import pytree, storage_key
 from ..compat.torch_hooks import MODULE_HOOKS
 from .repetition import longest_repetition
 
-# What every module has of torch's own: what of it matters (parameters, parts, hooks) is compared by itself.
+# Attributes of every module; those that matter (parameters, submodules, hooks) are compared by themselves.
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -25,8 +25,7 @@ Setting = tuple[str, str]  # path of a module in its block, name of an attribute
 
 @dataclass(frozen=True)
 class BlockRun:
-    """Equal blocks, by name: ``times`` units of ``period`` blocks. ``numbers``: settings that are a block's own
-    number."""
+    """A run of equal blocks: ``times`` units of ``period`` blocks. ``numbers``: settings that are a block's number."""
 
     names: tuple[str, ...]
     period: int
@@ -36,20 +35,27 @@ class BlockRun:
 
 @dataclass
 class Skipped:
-    """``like[name]``: the names of the blocks that were not traced because they do what block ``name`` does.
-    ``readers[name]``: the blocks that may read what a block of a run returns. ``runs``: of blocks that are equal."""
+    """Blocks that a trace left out.
+
+    Attributes:
+        like: For a traced block, the blocks that were left out because they do the same.
+        readers: For a block of a run, the blocks that may read its results.
+        runs: Of equal blocks.
+    """
 
     like: dict[str, list[str]] = field(default_factory=dict)
     readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     runs: list[BlockRun] = field(default_factory=list)
 
     def has(self, name: str) -> bool:
-        """Whether a parameter is inside one of them."""
+        """Return whether a parameter is inside one of them."""
         return any(name.startswith(f"{block}.") for names in self.like.values() for block in names)
 
     def chained(self, modules: Mapping[fx.Node, str]) -> bool:
-        """Whether what blocks that were left out hand on is read by the next block alone; the modules of a graph's
-        nodes are given."""
+        """Return whether only the next block reads the results of a block that was left out.
+
+        ``modules``: of the nodes of a graph.
+        """
         names = {name for more in self.like.values() for name in more}
         passed = {node for node, module in modules.items() if module in names}
         for node in passed.union(*(node.all_input_nodes for node in passed)):
@@ -65,20 +71,22 @@ def _inside(module: str, block: str) -> bool:
 
 
 class UnseenUsed(Exception):
-    """A trace used a part that torch.export was not told of."""
+    """A trace used a module or tensor that torch.export does not know."""
 
 
 @dataclass(frozen=True)
 class Unseen:
-    """Parts that torch.export is not told of, as a trace that leaves out their blocks does not use them: ``modules`` by
-    ``id``, and their parameters and buffers, ``tensors``, likewise. What uses one of them all the same is noticed."""
+    """Modules and tensors that torch.export does not know, since a trace that leaves out their blocks uses none.
+
+    ``modules``: their ids. ``tensors``: their parameters and buffers by id. A use of one of them is noticed.
+    """
 
     modules: frozenset[int] = frozenset()
     tensors: Mapping[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, runs: Sequence[BlockRun]) -> Unseen:
-        """What is inside of the blocks between the second unit of a run and the last, and nowhere else."""
+        """Return those that are only inside of blocks between the second and the last unit of a run."""
         blocks = {name for run in runs for name in run.names[2 * run.period : -run.period]}
         depths = {name.count(".") + 1 for name in blocks}
         inside, outside = dict[int, nn.Module](), set[int]()
@@ -93,20 +101,20 @@ class Unseen:
         return cls(frozenset(own), {id(x): x for x in tensors if x is not None})
 
     def used_by(self, tensors: Iterable[Any]) -> bool:
-        """Whether one of these tensors has the memory of one of those that are not seen."""
+        """Return whether one of ``tensors`` shares memory with one that is unseen."""
         memory = set(map(storage_key, self.tensors.values()))
         return any(isinstance(x, Tensor) and x.layout == torch.strided and storage_key(x) in memory for x in tensors)
 
 
 @contextlib.contextmanager
 def blocks_once(model: nn.Module, least: int = 4) -> Iterator[Skipped]:
-    """While inside, a block that is built and called like the one before it returns what that one returned.
+    """Let a block that is built and called like the one before it return that one's results inside.
 
-    Of each run of equal blocks (numbered children of one module, none of them inside another such run) the first, the
-    second and the last are called; those between only where they are given something else. What a block does must not
-    depend on its number, other than through what it is built of. Afterwards :meth:`Skipped.chained` says whether
-    nothing but the next block reads what a block that was left out should have made. ``least``: of how many equal units
-    a run has at least.
+    In each run of equal blocks (numbered children of one module, none of them inside another such run) the first, the
+    second and the last are called; those between only if they get other arguments. A block's computation must not
+    depend on its number other than through its parts and settings. Afterwards :meth:`Skipped.chained` tells whether
+    only the next block reads the results of a block that was left out. ``least``: the minimum number of equal units in
+    a run.
     """
     skipped = Skipped()
     patched: list[nn.Module] = []
@@ -129,7 +137,7 @@ Blocks = list[tuple[str, nn.Module]]
 
 
 def _runs(model: nn.Module, least: int) -> Iterator[tuple[str, Blocks, int, int]]:
-    """(path of the parent, blocks, how many of them repeat, how often)."""
+    """Yield each run: the path of the parent, its blocks, the blocks of a unit, and the number of units."""
     owners = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     modules = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
     for path, parent in model.named_modules():
@@ -149,7 +157,7 @@ def _runs(model: nn.Module, least: int) -> Iterator[tuple[str, Blocks, int, int]
 
 
 def _alone(block: nn.Module, owners: Mapping[int, int], modules: Mapping[int, int]) -> bool:
-    """Whether nothing else in the model shares the block, or its parameters."""
+    """Return whether nothing else in the model shares the block or its parameters."""
     own = Counter(id(p) for _, p in block.named_parameters(remove_duplicate=False))
     return modules[id(block)] == 1 and all(owners[key] == count for key, count in own.items())
 
@@ -161,17 +169,17 @@ def _settings(block: nn.Module) -> Iterator[tuple[Setting, Any]]:
 
 
 def _own_numbers(blocks: Blocks) -> frozenset[Setting]:
-    """Settings that are each block's own number (``layer_idx``)."""
-    found: set[Setting] = set()
+    """Return the settings that are each block's number (``layer_idx``)."""
+    numbers: set[Setting] = set()
     others: set[Setting] = set()
     for name, block in blocks:
         for setting, value in _settings(block):
-            (found if type(value) is int and value == int(name) else others).add(setting)
-    return frozenset(found - others)
+            (numbers if type(value) is int and value == int(name) else others).add(setting)
+    return frozenset(numbers - others)
 
 
 def _built(block: nn.Module, numbers: frozenset[Setting]) -> Hashable:
-    """Return what a block consists of. Devices do not count: blocks that do not run need no values."""
+    """Return a key that equal blocks share. Devices do not count: blocks that do not run need no values."""
     parts = tuple((path, type(part)) for path, part in block.named_modules())
     tensors = [*block.named_parameters(), *block.named_buffers()]
     shapes = tuple((name, tuple(x.shape), x.stride(), x.dtype, x.requires_grad) for name, x in tensors)
@@ -180,16 +188,16 @@ def _built(block: nn.Module, numbers: frozenset[Setting]) -> Hashable:
 
 
 def _plain(value: Any) -> Hashable:
-    """A key under which equal settings are equal; other objects are equal only to themselves."""
+    """Return a key of a setting: equal for equal plain values; other objects are equal only to themselves."""
     if isinstance(value, (list, tuple)):
-        return type(value).__name__, tuple(_plain(one) for one in value)
+        return type(value).__name__, tuple(map(_plain, value))
     if type(value) is dict:
-        return "dict", tuple((_plain(name), _plain(one)) for name, one in value.items())
+        return "dict", tuple((_plain(name), _plain(entry)) for name, entry in value.items())
     return (type(value).__name__, value) if isinstance(value, _PLAIN) else id(value)
 
 
-def _known(leaves: Sequence[Any]) -> bool:
-    """Whether these are tensors and plain values alone, and no objects that collect something."""
+def _are_plain(leaves: Sequence[Any]) -> bool:
+    """Return whether these are only tensors and plain values, and no objects that may collect something."""
     return all(isinstance(x, (Tensor, *_PLAIN)) for x in leaves)
 
 
@@ -200,16 +208,16 @@ class _Run:
     times: int
     skipped: Skipped
     calls: dict[int, Hashable | None] = field(default_factory=dict)
-    alive: list[Any] = field(default_factory=list)  # what calls were given: identities are compared
+    alive: list[Any] = field(default_factory=list)  # arguments of calls, whose identities are compared
     results: dict[int, Any] = field(default_factory=dict)
 
     def called(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls[index] = self._given(index, (args, kwargs))
+            self.calls[index] = self._arguments_key(index, (args, kwargs))
             unit, twin = index // self.period, index - self.period
             alike = self.calls.get(twin) == self.calls[index] is not None
-            if 1 < unit < self.times - 1 and alike and _known(pytree.tree_leaves(self.results[twin])):
-                # objects of its own, so that who reads them is known
+            if 1 < unit < self.times - 1 and alike and _are_plain(pytree.tree_leaves(self.results[twin])):
+                # new tensors, so that their readers are known
                 self.results[index] = pytree.tree_map_only(Tensor, torch.clone, self.results[twin])
                 self._skip(twin, index)
             else:
@@ -218,19 +226,21 @@ class _Run:
 
         return call
 
-    def _given(self, index: int, given: Any) -> Hashable | None:
-        """What a block is called with, where results of the block before it count by their places, and by what they are
-        like. None where a block may change what it is given."""
-        before = {id(x): place for place, x in enumerate(pytree.tree_leaves(self.results.get(index - 1)))}
-        leaves, spec = pytree.tree_flatten(given)
-        if not _known(leaves):
+    def _arguments_key(self, index: int, arguments: Any) -> Hashable | None:
+        """Return a key of a block's arguments, or None if the block may change them.
+
+        Results of the block before it count by their places, shapes, strides and dtypes.
+        """
+        previous = {id(x): place for place, x in enumerate(pytree.tree_leaves(self.results.get(index - 1)))}
+        leaves, spec = pytree.tree_flatten(arguments)
+        if not _are_plain(leaves):
             return None
         self.alive.append(leaves)
-        found = tuple(
-            ("before", before[id(x)], str(tuple(x.shape)), str(x.stride()), x.dtype, x.requires_grad)
-            if isinstance(x, Tensor) and id(x) in before else _plain(x) for x in leaves
+        keys = tuple(
+            ("before", previous[id(x)], str(tuple(x.shape)), str(x.stride()), x.dtype, x.requires_grad)
+            if isinstance(x, Tensor) and id(x) in previous else _plain(x) for x in leaves
         )  # fmt: skip
-        return str(spec), found
+        return str(spec), keys
 
     def _skip(self, twin: int, index: int) -> None:
         name, like = self.names[index], self.names[twin]

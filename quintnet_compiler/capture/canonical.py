@@ -1,4 +1,4 @@
-"""What torch.export makes of a model, as a :class:`Captured`: no regions, guards or aliases, places for every node."""
+"""Convert torch.export's program to :class:`Captured`: no regions, guards or aliases, a place for every node."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .places import LEAF, WHERE, where_of
 from .sizes_by_value import shape_by_value, sizes_of_picks
 
 ALL_SEEN = Unseen()
-LITERALS = (bool, int, float, str, type(None))  # what a batch may hold beside tensors: flags of the model
+LITERALS = (bool, int, float, str, type(None))  # types of a batch's leaves besides tensors: flags of the model
 
 
 def module_of(node: fx.Node) -> str:
-    """The path of the module in which a node of a captured graph was made."""
+    """Return the path of the module in which a node of a captured graph was made."""
     where = node.meta.get(WHERE)
     return where.module if where else ""
 
@@ -47,9 +47,12 @@ def canonical(
     every: bool = False,
     unseen: Unseen = ALL_SEEN,
 ) -> Captured:
-    """``parameters``: under each name that one has; ``form``: of ``sample``; ``assigned``: see
-    :func:`.changes.mutations.changed_state`; ``every``: with the parameters of blocks that were skipped; ``unseen``:
-    what ``exported`` does not have."""
+    """Convert ``exported``.
+
+    ``parameters``: under each of their names. ``form``: of ``sample``. ``assigned``: see
+    :func:`.changes.mutations.changed_state`. ``every``: include the parameters of blocks that were skipped.
+    ``unseen``: tensors that ``exported`` does not have.
+    """
     signature = exported.graph_signature
     names = {id(p): name for name, p in reversed(list(parameters.items()))}  # the first of each
     aliases = {name: names[id(p)] for name, p in parameters.items() if names[id(p)] != name}
@@ -58,12 +61,12 @@ def canonical(
     tensors: dict[str, Tensor] = {}
     graph, env, kept = fx.Graph(), dict[fx.Node, Any](), dict[str, fx.Node]()
     paths, _ = pytree.tree_flatten_with_path(sample)
-    given, lifted = signature.user_inputs, _Lifted.of(exported)
+    user_inputs, lifted = signature.user_inputs, _Lifted.of(exported)
     inputs = [(path, leaf) for (path, _), leaf in zip(paths, form.leaves, strict=True)]
-    flat_inputs = dict(zip(given, inputs, strict=True)) if len(given) == len(inputs) else {}
+    flat_inputs = dict(zip(user_inputs, inputs, strict=True)) if len(user_inputs) == len(inputs) else {}
     symbols: dict[str, str] = {}
     picked: set[Any] = set()
-    behind = _behind(owned, unseen)
+    unseen_after = _unseen_after(owned, unseen)
     for node in exported.graph.nodes:
         if node.op == "placeholder":
             leaf, tensor = _leaf(node, lifted, aliases, owned, flat_inputs)
@@ -81,45 +84,23 @@ def canonical(
             env[node] = kept[leaf.name] = new
             if tensor is not None:
                 tensors[leaf.name] = tensor
-            for name in behind.get(leaf.name, ()) if leaf.kind == "parameter" else ():
+            for name in unseen_after.get(leaf.name, ()) if leaf.kind == "parameter" else ():
                 if every or not skipped.has(name):
                     kept[name] = _placeholder(graph, name, owned[name], node.meta["val"].fake_mode)
                     tensors[name] = owned[name]
         elif node.op == "output":
-            made = [fx.map_arg(a, lambda n: env[n]) for a in node.args[0]]
-            own = [x for position, x in enumerate(made) if position not in changed.values()]
-            graph.output((*own, *(made[position] for position in changed.values())))
-        elif _is_check(node) or any(given not in env for given in node.all_input_nodes):
+            results = [fx.map_arg(a, lambda n: env[n]) for a in node.args[0]]
+            own = [x for position, x in enumerate(results) if position not in changed.values()]
+            graph.output((*own, *(results[position] for position in changed.values())))
+        elif _is_check(node) or any(source not in env for source in node.all_input_nodes):
             continue  # the latter are computed from what is only checked
         else:
-            if node.op != "call_function":
-                raise CompileError("QN105", f"a {node.op} node ({node.target})", where=where_of(node))
-            if isinstance(node.target, HigherOrderOperator) and "auto_functionalized" in str(node.target):
-                raise CompileError(
-                    "QN105",
-                    f"the operator {node.args[0]} changes its arguments (mutates_args), which a program's do not",
-                    where=where_of(node),
-                    fix="register it with mutates_args=(), let it return a new tensor, and use that one",
-                )
-            if isinstance(node.target, HigherOrderOperator):
-                raise CompileError(
-                    "QN105",
-                    f"the higher-order operator {node.target} (autocast, cond, scan, ...)",
-                    where=where_of(node),
-                    fix="choose the dtype with model.to(dtype); write loops and branches over plain tensors",
-                )
+            _check_operator(node)
             picked |= sizes_of_picks(node)
             if free_unbacked_symbols(node.meta.get("val")) - picked:
                 if _only_checked(node):
                     continue
-                if node.target is torch.ops.aten.item.default:
-                    raise CompileError(
-                        "QN101",
-                        "item() makes a Python number of a tensor's value, which a program has only when it runs",
-                        where=where_of(node),
-                        fix="compute with the tensor itself: without .item(), int() or float()",
-                    )
-                raise shape_by_value(node.target, where_of(node))
+                raise _value_needed(node)
             new = graph.node_copy(node, lambda n: env[n])
             new.meta = {"val": node.meta.get("val"), WHERE: where_of(node)}
             env[node] = new
@@ -142,20 +123,52 @@ def canonical(
     )
 
 
-def _behind(owned: Mapping[str, nn.Parameter], unseen: Unseen) -> Mapping[str, list[str]]:
-    """The names of parameters that are unseen, by that of the parameter before them that is not."""
-    found: dict[str, list[str]] = {}
-    before = ""
+def _check_operator(node: fx.Node) -> None:
+    """Raise CompileError QN105 for a node that no program can have."""
+    if node.op != "call_function":
+        raise CompileError("QN105", f"a {node.op} node ({node.target})", where=where_of(node))
+    if isinstance(node.target, HigherOrderOperator) and "auto_functionalized" in str(node.target):
+        raise CompileError(
+            "QN105",
+            f"the operator {node.args[0]} changes its arguments (mutates_args), which a program's do not",
+            where=where_of(node),
+            fix="register it with mutates_args=(), let it return a new tensor, and use that one",
+        )
+    if isinstance(node.target, HigherOrderOperator):
+        raise CompileError(
+            "QN105",
+            f"the higher-order operator {node.target} (autocast, cond, scan, ...)",
+            where=where_of(node),
+            fix="choose the dtype with model.to(dtype); write loops and branches over plain tensors",
+        )
+
+
+def _value_needed(node: fx.Node) -> CompileError:
+    """Return an error for a node whose result has a size by value, or is a value."""
+    if node.target is torch.ops.aten.item.default:
+        return CompileError(
+            "QN101",
+            "item() makes a Python number of a tensor's value, which a program has only when it runs",
+            where=where_of(node),
+            fix="compute with the tensor itself: without .item(), int() or float()",
+        )
+    return shape_by_value(node.target, where_of(node))
+
+
+def _unseen_after(owned: Mapping[str, nn.Parameter], unseen: Unseen) -> Mapping[str, list[str]]:
+    """Return the names of unseen parameters, by the parameter before them that is not."""
+    followers: dict[str, list[str]] = {}
+    previous = ""
     for name, parameter in owned.items():
         if id(parameter) in unseen.tensors:
-            found.setdefault(before, []).append(name)
+            followers.setdefault(previous, []).append(name)
         else:
-            before = name
-    return found
+            previous = name
+    return followers
 
 
 def _placeholder(graph: fx.Graph, name: str, parameter: nn.Parameter, mode: FakeTensorMode) -> fx.Node:
-    """What torch.export makes of a parameter."""
+    """Append a placeholder as torch.export makes it for a parameter."""
     new = graph.placeholder(re.sub(r"[^a-zA-Z0-9]", "_", f"p_model.{name}").lower())
     with mode:
         like = torch.empty_strided(
@@ -171,12 +184,12 @@ def _is_check(node: fx.Node) -> bool:
 
 
 def _only_checked(node: fx.Node) -> bool:
-    """Whether nothing is computed from ``node``: there are only checks of it."""
+    """Return whether nothing is computed from ``node`` but checks."""
     return node.op != "output" and all(_is_check(user) or _only_checked(user) for user in node.users)
 
 
 def _mark(constant: Tensor) -> str:
-    """Export numbers the constants of each trace: what tells those of training from those of evaluation."""
+    """Return a suffix that distinguishes constants by value: each trace numbers its own, also in evaluation."""
     if constant.is_meta:
         return ""
     values = constant.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -213,8 +226,8 @@ def _leaf(
         parameter = owned[name]
         return Leaf("parameter", name, trainable=parameter.requires_grad), parameter
     if full := lifted.buffers.get(node.name):
-        found = exported.state_dict.get(full, exported.constants.get(full))
-        return Leaf("buffer", full.removeprefix("model.")), found
+        tensor = exported.state_dict.get(full, exported.constants.get(full))
+        return Leaf("buffer", full.removeprefix("model.")), tensor
     if full := lifted.constants.get(node.name):
         constant = exported.constants[full]
         return Leaf("constant", f"{full.removeprefix('model.')}{_mark(constant)}"), constant
@@ -224,7 +237,7 @@ def _leaf(
 
 
 def _symbols(node: fx.Node, flat_inputs: Mapping[str, tuple[Any, Any]]) -> dict[str, str]:
-    """The trace's symbols for sizes of an input, and what :class:`BatchForm` calls them."""
+    """Return the names in :class:`BatchForm` of the trace's symbols for sizes of an input."""
     _, form = flat_inputs.get(node.name, ((), None))
     if not isinstance(form, TensorForm):
         return {}

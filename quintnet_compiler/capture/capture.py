@@ -1,8 +1,8 @@
 """nn.Module to :class:`Captured`: one torch.export of the whole step, with a symbolic batch size.
 
 ``torch.export`` in non-strict mode traces real-world models that ``fx.symbolic_trace`` cannot, works on the meta
-device, and shares the module's own parameters. What it leaves in the graph that would be wrong or useless later is
-removed by :mod:`.canonical`.
+device, and shares the module's own parameters. :mod:`.canonical` removes nodes of its graph that would be wrong or
+useless later.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from .sparse_gradients import check_dense
 from .step_module import Call, LossFn, StepModule
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
-MANY = 8  # equal blocks, from which on one stands for others while a program is traced
+MIN_EQUAL_BLOCKS = 8  # with fewer, all are traced
 _aten = torch.ops.aten
 
 
@@ -83,15 +83,15 @@ def capture(
 ) -> Captured:
     """Trace ``model`` (and its loss) on inputs shaped like ``batch``; nothing is computed.
 
-    ``want`` is ``"loss"`` (one scalar output) or ``"outputs"`` (whatever the model returns, or ``call(model, batch)``
-    does). ``training``: each module keeps the mode that it has; if not, all are in evaluation mode. ``trained``:
-    whether any program will train the parameters. ``once``: equal blocks are traced once, see
-    :mod:`.block_reuse`; such a program is for planning. Without, they may be traced once, too, where there are many,
-    and are all in the graph, see :mod:`.repeat_blocks`; ``each``: they are all traced. ``form``: which sizes of the
-    batch vary; by default, the number of rows. ``brought``: that of an earlier capture, whose parameters a program has.
+    ``want``: ``"loss"`` (one scalar output) or ``"outputs"`` (whatever the model, or ``call(model, batch)``, returns).
+    ``training``: each module keeps its mode; if not, all are in evaluation mode. ``trained``: whether any program will
+    train the parameters. ``once``: equal blocks are traced once, see :mod:`.block_reuse`, for planning. Otherwise they
+    may be traced once, too, if there are many, but are all in the graph, see :mod:`.repeat_blocks`; ``each``: all are
+    traced. ``form``: which sizes of the batch vary; by default, the number of rows. ``brought``: that of an earlier
+    capture, whose parameters a program has.
 
     Raises:
-        CompileError: QN101 with the user's line where tracing fails, QN102, QN103, QN105, QN701.
+        CompileError: QN101 with the user's line if tracing fails, QN102, QN103, QN105, QN701.
     """
     traced = functools.partial(
         _capture,
@@ -106,11 +106,11 @@ def capture(
         form=form,
         brought=brought,
     )
-    with torch.set_grad_enabled(training or torch.is_grad_enabled()):  # compiled under no_grad, it trains all the same
+    with torch.set_grad_enabled(training or torch.is_grad_enabled()):  # training also if compiled under no_grad
         try:
-            return traced(each=each, told=each)
+            return traced(each=each, all_seen=each)
         except UnseenUsed:
-            return traced(each=each, told=True)
+            return traced(each=each, all_seen=True)
 
 
 def _capture(
@@ -126,15 +126,15 @@ def _capture(
     form: BatchForm | None,
     brought: nn.Module | None,
     each: bool,
-    told: bool,
+    all_seen: bool,
 ) -> Captured:
-    """See :func:`capture`. ``told``: whether torch.export is told of what is inside of blocks that are to be left out.
+    """Trace as :func:`capture`. ``all_seen``: whether torch.export knows the insides of blocks that are left out.
 
     Raises:
-        UnseenUsed: if it is not told, and should be, or for any other error that may be due to that.
+        UnseenUsed: if it does not, and should, or for any other error that may be due to that.
     """
     batch = plain_batch(batch)
-    check_batch_names(batch)  # first of all: export writes names into code, and runs it
+    check_batch_names(batch)  # before anything else: export writes names into code, and runs it
     for module in (model, loss_fn):
         if isinstance(module, nn.Module):
             check_parts(module)
@@ -150,7 +150,7 @@ def _capture(
     sample = _sample(form, batch, device)
     changing = call is None
     step = StepModule(model, loss_fn, want, call, buffers=changing, brought=brought)
-    blocks = contextlib.nullcontext(Skipped()) if each else blocks_once(model, least=4 if once else MANY)
+    blocks = contextlib.nullcontext(Skipped()) if each else blocks_once(model, least=4 if once else MIN_EQUAL_BLOCKS)
     mode = contextlib.nullcontext() if training else evaluating(step)
     flags = contextlib.nullcontext() if trained else _untrained(step)
     shipped = traced_as_few_nodes(model, as_shipped=call is None and "use_cache" not in batch)
@@ -177,16 +177,16 @@ def _capture(
         blocks as skipped,
     ):
         rows = None
-        step.unseen = Unseen() if told else _unseen(model, skipped, real)
+        step.unseen = Unseen() if all_seen else _unseen(model, skipped, real)
 
         def exported_as(sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
             skipped.like.clear()
             checkpoints = own if training and changing else None
             trace = cached.kept_from(functools.partial(_export, step, inner, checkpoints, sample, dynamic))
-            made = _functional(step.traced(own.repeated(trace)))
-            if step.used_unseen or step.unseen.used_by(made.constants.values()):
+            functional = _functional(step.traced(own.repeated(trace)))
+            if step.used_unseen or step.unseen.used_by(functional.constants.values()):
                 raise UnseenUsed
-            return made
+            return functional
 
         try:
             exported, form = _varying(exported_as, sample, form)
@@ -200,12 +200,12 @@ def _capture(
                 raise RowsElsewhere(form.structure, *elsewhere, _place(error)) from error
             if not _fixes_the_batch(error) or form.lengths:
                 raise _untraceable(error) from error
-            # a loss over pairs of rows, say: a program of this very batch size
+            # a loss over pairs of rows, for example: make a program of exactly this batch size
             sample, rows = pytree.tree_map_only(Tensor, lambda x: _zeros(x, tuple(x.shape), device), batch), size
             try:
                 exported = exported_as(sample, None)
-            except QuintNetError as known:
-                raise _placed(known) from known.__cause__
+            except QuintNetError as refusal:
+                raise _placed(refusal) from refusal.__cause__
             except Exception:
                 raise _untraceable(error) from error
         own.finish(exported.graph)
@@ -253,10 +253,10 @@ def _capture(
 
 
 def _unseen(model: nn.Module, skipped: Skipped, real: Mapping[int, Tensor]) -> Unseen:
-    """What torch.export need not know. Hooks of gradients are followed, whoever has them."""
-    found = Unseen.of(model, skipped.runs)
-    tensors = [real.get(key, x) for key, x in found.tensors.items()]
-    return Unseen() if any(backward_hooks(x) or accumulation_hooks(x) for x in tensors) else found
+    """Return what torch.export need not know: nothing if tensors in it have hooks of gradients, which are traced."""
+    unseen = Unseen.of(model, skipped.runs)
+    tensors = [real.get(key, x) for key, x in unseen.tensors.items()]
+    return Unseen() if any(backward_hooks(x) or accumulation_hooks(x) for x in tensors) else unseen
 
 
 def _export(
@@ -272,7 +272,7 @@ def _export(
     inline_where_off(exported.graph_module)
     for node in reversed(exported.graph.nodes):
         if not node.users and _only_makes(node):
-            exported.graph.erase_node(node)  # what only numbers were read of would not be known when it is traced again
+            exported.graph.erase_node(node)  # only its sizes were read, which tracing again would not see
     if derivatives is not None:
         run_again(exported, derivatives.checkpoints)
         check_backwards(exported, derivatives.reached)
@@ -282,7 +282,7 @@ def _export(
 
 
 def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The same without in-place operators. This traces the graph again, which costs as much as forward did.
+    """Return the program without in-place operators. This traces the graph again, which takes as long as forward.
 
     Raises:
         CompileError: QN110 for running statistics that this would lose.
@@ -302,23 +302,21 @@ def _functional(exported: torch.export.ExportedProgram) -> torch.export.Exported
 
 
 def _only_makes(node: fx.Node) -> bool:
-    """Whether an operator of torch has a result and no other effect: it draws no numbers either, which are counted.
-    Operators of this package may be marks, of hooks that no value leads to yet."""
+    """Return whether a torch operator only returns a result. Random numbers are an effect; ours may mark hooks."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return is_getitem(node)
     counted = torch.Tag.nondeterministic_seeded in node.target.tags
-    made = node.target.namespace == "aten" and bool(schema(node.target).returns)
-    return made and not counted and not _writes(node)
+    returns = node.target.namespace == "aten" and bool(schema(node.target).returns)
+    return returns and not counted and not _writes(node)
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether an operator changes one of its arguments (the running statistics of most norms are not in its schema)."""
+    """Return whether an operator changes an argument (schemas omit the running statistics of most norms)."""
     if not isinstance(node.target, OpOverload):
         return isinstance(node.target, HigherOrderOperator)
-    known = schema(node.target)
-    names = [argument.name for argument in known.arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return bool(known.is_mutable) or given.get("running_mean") is not None
+    names = [argument.name for argument in schema(node.target).arguments]
+    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return bool(schema(node.target).is_mutable) or arguments.get("running_mean") is not None
 
 
 def _fixes_the_batch(error: Exception) -> bool:
@@ -328,16 +326,16 @@ def _fixes_the_batch(error: Exception) -> bool:
 
 
 def _sample(form: BatchForm, batch: Any, device: torch.device) -> Any:
-    """Zeros of the sizes of ``batch``. A size of one would be taken for a constant; two stands for any size."""
+    """Return zeros with the sizes of ``batch``, but at least 2: export takes a size of 1 for a constant."""
 
-    def zeros(x: Any, known: Any) -> Any:
-        if not isinstance(known, TensorForm):
+    def zeros(x: Any, leaf_form: Any) -> Any:
+        if not isinstance(leaf_form, TensorForm):
             return x
-        pairs = zip(x.shape, known.sizes, strict=True)
+        pairs = zip(x.shape, leaf_form.sizes, strict=True)
         return _zeros(x, tuple(max(size, 2) if isinstance(name, str) else size for size, name in pairs), device)
 
     leaves = zip(pytree.tree_leaves(batch), form.leaves, strict=True)
-    return pytree.tree_unflatten([zeros(x, known) for x, known in leaves], form.structure)
+    return pytree.tree_unflatten([zeros(x, leaf_form) for x, leaf_form in leaves], form.structure)
 
 
 def _zeros(x: Any, shape: tuple[int, ...], device: torch.device) -> Any:
@@ -349,7 +347,7 @@ def _zeros(x: Any, shape: tuple[int, ...], device: torch.device) -> Any:
 def _varying(
     exported_as: Callable[[Any, Any], torch.export.ExportedProgram], sample: Any, form: BatchForm
 ) -> tuple[torch.export.ExportedProgram, BatchForm]:
-    """What is traced, and the form of the batches that it serves: the model's code may allow some lengths only."""
+    """Return the exported program and the form of its batches: the model's code may allow only some lengths."""
     try:
         return exported_as(sample, _dynamic(form)), form
     except Exception as error:
@@ -370,10 +368,12 @@ def _rows_elsewhere(
     device: torch.device,
     error: Exception,
 ) -> tuple[int, str] | None:
-    """Of a batch that cannot be traced for any number of its ``size`` rows, because of ``error``: the first tensor
-    whose dim 0, of another size, may be that of the rows, by its place among the leaves and its path; None if there is
-    none. Where the model's code fixes ``size``, which may be what it wants of its rows, more must speak for the other
-    tensor: it is the first one, or has more dims, or more tensors have its size."""
+    """Return the first tensor whose dim 0, of another size, may be the rows: its place among the leaves, and its path.
+
+    For a batch that cannot be traced with any number of its ``size`` rows, because of ``error``. None if there is no
+    such tensor. If the model's code fixes ``size``, which may be intended, the other tensor must be the first one, or
+    have more dims, or more tensors must have its size.
+    """
     paths, _ = pytree.tree_flatten_with_path(batch)
     tensors = [(leaf, path, x) for leaf, (path, x) in enumerate(paths) if isinstance(x, Tensor) and x.dim() > 0]
     sizes = [x.shape[0] for _, _, x in tensors]
@@ -393,7 +393,7 @@ def _rows_elsewhere(
 
 
 def _dynamic(form: BatchForm) -> Any:
-    """What torch.export is told of sizes that vary."""
+    """Return torch.export's description of the sizes that vary."""
     dims = {name: torch.export.Dim(name, min=low, max=high) for name, (low, high) in form.limits.items()}
     leaves = [
         {d: dims[size] for d, size in enumerate(leaf.sizes) if isinstance(size, str)} or None
@@ -406,7 +406,7 @@ def _dynamic(form: BatchForm) -> Any:
 
 @contextlib.contextmanager
 def _untrained(step: nn.Module) -> Iterator[None]:
-    """While inside, no parameter requires a gradient."""
+    """Let no parameter require a gradient inside."""
     trained = [p for p in step.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -426,7 +426,7 @@ def _user_frame(stack: Any) -> str:
 
 
 def _placed(error: QuintNetError) -> QuintNetError:
-    """The same, with the user's line if it has none."""
+    """Return an error with the user's line, if it has none."""
     if not isinstance(error, CompileError) or (error.where is not None and str(error.where)):
         return error
     return CompileError(error.code, error.message, where=_place(error), fix=error.fix)
@@ -436,20 +436,20 @@ def _place(error: Exception) -> Where:
     stack = traceback.extract_tb(error.__traceback__)
     module = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        found = frame.f_locals.get("self")
+        owner = frame.f_locals.get("self")
         if (
-            isinstance(found, nn.Module)
-            and not isinstance(found, StepModule)
-            and not type(found).__module__.startswith("torch.")
+            isinstance(owner, nn.Module)
+            and not isinstance(owner, StepModule)
+            and not type(owner).__module__.startswith("torch.")
         ):
-            module = type(found).__name__
+            module = type(owner).__name__
     # export raises far from the user's code for data-dependent control flow, and quotes the line in its message
     quoted = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s+(\S.*)', str(error))
     lines = [f"{Path(f).name}:{n}: {text}" for f, n, text in quoted if not f.startswith(OWN)]
     return Where(module, _user_frame(stack) or (lines[-1] if lines else ""))
 
 
-# Raised by Python, whatever tensors there are.
+# Errors that Python itself raises, independent of tensors.
 _OF_PYTHON = (TypeError, AttributeError, LookupError, NameError, AssertionError, ArithmeticError)
 
 
@@ -488,7 +488,7 @@ def _untraceable(error: Exception) -> CompileError:
 
 
 def _layout(error: Exception) -> str:
-    """Return whether what failed was given sparse or nested tensors."""
+    """Return "sparse" or "nested" if the code that failed has such tensors, else ""."""
     frames = traceback.walk_tb(error.__traceback__)
     leaves = [x for frame, _ in frames for value in list(frame.f_locals.values()) for x in _tensors_of(value)]
     if any(x.is_nested for x in leaves) or "nested" in str(error):
@@ -502,6 +502,6 @@ def _tensors_of(value: Any) -> list[Tensor]:
 
 
 def _packed(error: Exception) -> bool:
-    """Whether what failed was given a packed sequence."""
+    """Return whether the code that failed has a packed sequence."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(isinstance(x, nn.utils.rnn.PackedSequence) for frame, _ in frames for x in frame.f_locals.values())

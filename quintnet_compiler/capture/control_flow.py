@@ -1,9 +1,9 @@
 """``torch.cond``, ``scan``, ``map`` and ``while_loop`` in forward, as plain operators of the trace.
 
-Both branches are computed, and the predicate chooses each result: it is a value as any other, so that it is the same on
-all ranks. What a branch reads has no gradient where the other one is chosen, so that a value of it that is no number
-(the logarithm of a negative one) never reaches a gradient. Loops are as many operators as they have rounds, if a trace
-knows how many; a map over rows of the batch is a ``vmap``.
+Both branches are computed, and the predicate, which is the same on all ranks, selects each result. Inputs of a branch
+get no gradient where the other branch is selected, so that a NaN in it (the logarithm of a negative number) never
+reaches a gradient. Loops are unrolled if a trace knows the number of rounds; a map over rows of the batch is a
+``vmap``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .watched_trace import user_line
 
 @contextlib.contextmanager
 def control_flow_followed() -> Iterator[None]:
-    """While inside, operators that take functions and that a traced forward calls become plain operators.
+    """Let operators that take functions become plain operators of a trace inside.
 
     Raises:
         CompileError: QN105 for others than those of this module, for a scan over a number of rows that varies, and for
@@ -59,13 +59,13 @@ def _either(predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], ope
         return (yes if predicate else no)(*operands)
     chosen = predicate.reshape(())
     with _Only(chosen):
-        one, form = pytree.tree_flatten(yes(*operands))
+        results, form = pytree.tree_flatten(yes(*operands))
     with _Only(chosen.logical_not()):
         other, also = pytree.tree_flatten(no(*operands))
-    if form != also or any(map(_differs, one, other)):
+    if form != also or any(map(_differs, results, other)):
         raise _refusal("a torch.cond whose branches return values of other shapes or dtypes", "return the same kind")
-    both = zip(one, other, strict=True)
-    return pytree.tree_unflatten([torch.where(chosen, a, b) if isinstance(a, Tensor) else a for a, b in both], form)
+    pairs = zip(results, other, strict=True)
+    return pytree.tree_unflatten([torch.where(chosen, a, b) if isinstance(a, Tensor) else a for a, b in pairs], form)
 
 
 def _differs(a: Any, b: Any) -> bool:
@@ -74,24 +74,24 @@ def _differs(a: Any, b: Any) -> bool:
     return a.dtype is not b.dtype or tuple(a.shape) != tuple(b.shape)
 
 
-def _unrolled(step: Callable[..., Any], carry: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
-    length = given[0].shape[0]
+def _unrolled(step: Callable[..., Any], carry: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+    length = inputs[0].shape[0]
     if not isinstance(length, int):
         raise _refusal("a scan over the rows of the batch", "scan over a dim whose size is fixed, or use cumsum")
     held: Any = carry
-    made = []
+    outs = []
     for i in range(length):
-        held, out = step(*pytree.tree_leaves(held), *(x.select(0, i) for x in given))
-        made.append(out)
-    return held, pytree.tree_map(lambda *parts: torch.stack(parts), *made)
+        held, out = step(*pytree.tree_leaves(held), *(x.select(0, i) for x in inputs))
+        outs.append(out)
+    return held, pytree.tree_map(lambda *parts: torch.stack(parts), *outs)
 
 
-def _mapped(function: Callable[..., Any], given: Sequence[Tensor], others: Sequence[Any]) -> Any:
-    length = given[0].shape[0]
+def _mapped(function: Callable[..., Any], inputs: Sequence[Tensor], others: Sequence[Any]) -> Any:
+    length = inputs[0].shape[0]
     if not isinstance(length, int):
-        return torch.vmap(function, in_dims=(0,) * len(given) + (None,) * len(others))(*given, *others)
-    made = [function(*(x.select(0, i) for x in given), *others) for i in range(length)]
-    return pytree.tree_map(lambda *parts: torch.stack(parts), *made)
+        return torch.vmap(function, in_dims=(0,) * len(inputs) + (None,) * len(others))(*inputs, *others)
+    results = [function(*(x.select(0, i) for x in inputs), *others) for i in range(length)]
+    return pytree.tree_map(lambda *parts: torch.stack(parts), *results)
 
 
 def _rounds(
@@ -102,15 +102,15 @@ def _rounds(
         try:
             again = bool(goes_on(*held, *others))
         except NEEDS_VALUES as error:
-            what = "a while_loop whose number of rounds depends on values of the batch, of parameters or of buffers"
-            raise _refusal(what, "let a number that forward makes count a fixed number of rounds") from error
+            message = "a while_loop whose number of rounds depends on values of the batch, of parameters or of buffers"
+            raise _refusal(message, "let a number that forward makes count a fixed number of rounds") from error
         if not again:
             return tuple(x.clone() if isinstance(x, Tensor) else x for x in held)
         held = tuple(step(*held, *others))
 
 
 class _Only(TorchFunctionMode):
-    """While inside, what was computed before gets a gradient only where ``chosen``."""
+    """A mode in which tensors from outside get a gradient only where ``chosen``."""
 
     def __init__(self, chosen: Tensor) -> None:
         super().__init__()
@@ -120,9 +120,9 @@ class _Only(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only(Tensor, self._read, (args, kwargs or {}))
-        found = func(*args, **kwargs)
-        self.made.update((id(x), x) for x in pytree.tree_leaves(found) if isinstance(x, Tensor))
-        return found
+        result = func(*args, **kwargs)
+        self.made.update((id(x), x) for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
+        return result
 
     def _read(self, x: Tensor) -> Tensor:
         if id(x) in self.made or not x.requires_grad:
@@ -134,6 +134,6 @@ class _Only(TorchFunctionMode):
         return self.read[id(x)][1]
 
 
-def _refusal(what: str, fix: str) -> CompileError:
+def _refusal(construct: str, fix: str) -> CompileError:
     where = Where("", user_line(sys._getframe(2), OWN))
-    return CompileError("QN105", f"{what} would not be part of the program", where=where, fix=fix)
+    return CompileError("QN105", f"{construct} would not be part of the program", where=where, fix=fix)

@@ -1,7 +1,7 @@
-"""One call of a language model on the next tokens of a text; the keys and values of those before are explicit state.
+"""Capture a call of a language model on the next tokens of texts, with keys and values as explicit state.
 
-While the model is captured, each of its attentions becomes one operator that also owns a cache; nothing of a model's
-own cache is used, so that the caches of a program are split, and live in stages, like any other value.
+While the model is captured, each of its attentions becomes one operator that also owns a cache. The model's own cache
+is not used, so that the caches of a program are sharded and cut into stages like any other value.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from .capture import capture
 from .modes import evaluating
 from .places import LEAF
 
-GIVEN = 3  # inputs before the caches: ids, table, places
-PAGES = 3  # of each pool and each text while a model is captured
+NUM_INPUTS = 3  # before the caches: ids, table, places
+SAMPLE_PAGES = 3  # of each pool and each text while a model is captured
 _WINDOW = "quintnet_window"
 _NAME = "sdpa"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one attention's cache: heads of keys, widths of keys and values."""
+    """The number of heads of an attention's cache, and the widths of keys and values."""
 
     heads: int
     keys: int
@@ -49,30 +49,30 @@ class Shape:
 
 
 def capture_call(model: nn.Module, shapes: Sequence[Shape], pools: int, page: int, tokens: int) -> Captured:
-    """The logits [rows, vocabulary] after ``tokens`` further tokens of each text; the last is a token in every row.
+    """Capture the logits [rows, vocabulary] after ``tokens`` further tokens of each text; the last is no padding.
 
     Inputs: ids [rows, tokens], and ``table`` and ``places`` of :data:`..ops.attention.paged.paged_attention`. Leaves of
-    the kind ``cache``: two for each of ``shapes``, with ``pools`` pools of pages of ``page`` tokens. Nothing that is
-    captured depends on how many pages there are, so caches and tables of any number may be given.
+    the kind ``cache``: two for each of ``shapes``, with ``pools`` pools of pages of ``page`` tokens. The graph does not
+    depend on the number of pages, so programs take caches and tables of any number.
 
     Raises:
-        CompileError: QN101 or QN105 if the model cannot be captured so.
+        CompileError: QN101 or QN105 if the model cannot be captured in this way.
     """
     rows = 2 * pools
-    ids, table = torch.zeros(rows, tokens, dtype=torch.int64), torch.zeros(rows, PAGES, dtype=torch.int64)
+    ids, table = torch.zeros(rows, tokens, dtype=torch.int64), torch.zeros(rows, SAMPLE_PAGES, dtype=torch.int64)
     caches = [
-        torch.zeros(pools, PAGES, page, one.heads, width, dtype=one.dtype)
-        for one in shapes
-        for width in (one.keys, one.values)
+        torch.zeros(pools, SAMPLE_PAGES, page, shape.heads, width, dtype=shape.dtype)
+        for shape in shapes
+        for width in (shape.keys, shape.values)
     ]
 
     def call(model: nn.Module, batch: Any) -> Tensor:
-        (ids, table, places), caches = batch[:GIVEN], batch[GIVEN:]
+        (ids, table, places), caches = batch[:NUM_INPUTS], batch[NUM_INPUTS:]
         pairs = iter(list(zip(caches[::2], caches[1::2], strict=True)))
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-            found: Tensor = paged_attention(q, k, v, *next(pairs), table, places, scale, window)
-            return found
+            out: Tensor = paged_attention(q, k, v, *next(pairs), table, places, scale, window)
+            return out
 
         return _logits(model, ids, places.clamp(min=0), attend)[:, -1]
 
@@ -80,21 +80,21 @@ def capture_call(model: nn.Module, shapes: Sequence[Shape], pools: int, page: in
     form = BatchForm.of(batch, rows)
     captured = capture(model, batch, want="outputs", training=False, trained=False, call=call, form=form)
     inputs = [node for node in captured.graph.nodes if node.op == "placeholder" and node.meta[LEAF].kind == "input"]
-    for index, node in enumerate(inputs[GIVEN:]):
+    for index, node in enumerate(inputs[NUM_INPUTS:]):
         node.meta[LEAF] = Leaf("cache", f"cache.{index // 2}.{('keys', 'values')[index % 2]}", batched=True)
     return captured
 
 
 def cache_shapes(model: nn.Module) -> tuple[Shape, ...]:
-    """What each attention of ``model`` has to keep, in the order of their calls; nothing is computed.
+    """Return the shape of each attention's cache, in the order of their calls; nothing is computed.
 
     Raises:
         CompileError: QN105 if the model has no causal attention that can be found, or takes no positions.
     """
-    found: list[Shape] = []
+    shapes: list[Shape] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-        found.append(Shape(k.shape[1], k.shape[3], v.shape[3], k.dtype))
+        shapes.append(Shape(k.shape[1], k.shape[3], v.shape[3], k.dtype))
         return q.new_empty([*q.shape[:3], v.shape[3]])
 
     if not _takes_positions(model):
@@ -102,13 +102,13 @@ def cache_shapes(model: nn.Module) -> tuple[Shape, ...]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     changed = evaluating(model), hollow_parameters(model), traced_as_few_nodes(model)
     with one_thread(), contextlib.ExitStack() as stack, fake, torch.no_grad():
-        for one in changed:
-            stack.enter_context(one)
+        for context in changed:
+            stack.enter_context(context)
         ids = torch.zeros(2, 3, dtype=torch.int64, device=device_of(model))
         _logits(model, ids, ids, attend)
-    if not found:
+    if not shapes:
         raise _refusal("none of its attentions could be found", "use sdpa, or F.scaled_dot_product_attention")
-    return tuple(found)
+    return tuple(shapes)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
@@ -117,8 +117,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
 def _logits(model: nn.Module, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
     with _attending(attend):
         if not _hugging_face(model):
-            found: Tensor = model(ids, positions)
-            return found
+            out: Tensor = model(ids, positions)
+            return out
         last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         logits: Tensor = model(input_ids=ids, position_ids=positions, **last).logits
         return logits
@@ -143,26 +143,26 @@ def _refusal(what: str, fix: str) -> CompileError:
 
 @contextlib.contextmanager
 def _attending(attend: Attend) -> Iterator[None]:
-    """While inside, attention is ``attend``: of torch, and of Hugging Face's registries."""
+    """Replace attention by ``attend`` inside: that of torch, and of Hugging Face's registries."""
     registries = attention_registries()
     if registries is None:
         with _Torchs(attend):
             yield
         return
     functions, masks = registries
-    was, mask_was = functions[_NAME], masks[_NAME]
-    functions.register(_NAME, for_this_thread(_hugging_faces(attend), was))
-    masks.register(_NAME, for_this_thread(_window_alone(mask_was), mask_was))
+    original, original_mask = functions[_NAME], masks[_NAME]
+    functions.register(_NAME, for_this_thread(_hugging_faces(attend), original))
+    masks.register(_NAME, for_this_thread(_window_alone(original_mask), original_mask))
     try:
         with _Torchs(attend):
             yield
     finally:
-        functions.register(_NAME, was)
-        masks.register(_NAME, mask_was)
+        functions.register(_NAME, original)
+        masks.register(_NAME, original_mask)
 
 
 class _Torchs(TorchFunctionMode):
-    """Calls of F.scaled_dot_product_attention."""
+    """A mode that replaces F.scaled_dot_product_attention."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -190,26 +190,26 @@ class _Torchs(TorchFunctionMode):
 
 
 def _window_alone(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Masks say how far back a token sees; which tokens there are, the cache knows."""
+    """Return a mask function that records only the window; the cache knows which tokens there are."""
     bind = inspect.signature(original).bind
 
     def mask(*args: Any, **kwargs: Any) -> Tensor:
         call = bind(*args, **kwargs)
         call.apply_defaults()
-        made, part = torch.empty(0), mask_parts(call.arguments["mask_function"])
+        marker, part = torch.empty(0), mask_parts(call.arguments["mask_function"])
         parts = {} if part is None else dict(_terms(part))
-        known = parts.keys() <= {"causal", "window", "all", "segments"}
-        setattr(made, _WINDOW, parts.get("window", 0) if known and parts.keys() & {"causal", "window"} else None)
-        return made
+        supported = parts.keys() <= {"causal", "window", "all", "segments"} and parts.keys() & {"causal", "window"}
+        setattr(marker, _WINDOW, parts.get("window", 0) if supported else None)
+        return marker
 
     return mask
 
 
 def _terms(part: MaskPart) -> Iterator[tuple[str, Any]]:
-    """What must hold, all of it; positions count on within a document, so distances are the same."""
+    """Yield the terms of a conjunction; positions within a document are consecutive, so distances are the same."""
     if part[0] == "and":
-        for one in part[1]:
-            yield from _terms(one)
+        for term in part[1]:
+            yield from _terms(term)
     elif part[0] == "at":
         yield from _terms(part[2])
     else:

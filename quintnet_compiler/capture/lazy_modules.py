@@ -1,8 +1,8 @@
-"""Parameters of lazy modules (``nn.LazyLinear``), made before a module is traced, as its first call would make them.
+"""Initialize the parameters of lazy modules (``nn.LazyLinear``) before a trace, as their first call would.
 
-What a lazy module makes of its first input depends on shapes. A copy of the module is called on tensors without values,
-so nothing that forward does reaches the module itself. Then each of the module's own lazy parts initialises itself, in
-the order in which the copies were called.
+The parameters of a lazy module depend on the shapes of its first input. A copy of the module is called on tensors
+without values, so no effect of forward reaches the module itself. Then each lazy submodule initializes itself, in the
+order in which the copies were called.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .step_module import StepModule
 
 
 def materialise(step: StepModule, batch: Any, *, training: bool) -> None:
-    """Each lazy part of ``step`` becomes a plain module with parameters, as at the first call on ``batch``.
+    """Turn each lazy submodule of ``step`` into a plain one, as the first call on ``batch`` would.
 
-    They draw the random numbers that they would draw at that call if forward draws no others. Nothing else of the
-    module changes. ``training``: whether parts have the modes that they have; if not, all are in evaluation mode.
-    Nothing at all changes where shapes do not tell: forward needs values, a lazy module makes its parameters of the
-    values of its input, or the module cannot be copied.
+    They draw the random numbers of that call, if forward draws no others. Nothing else of the module changes.
+    ``training``: whether submodules keep their modes; if not, all are in evaluation mode. Nothing changes at all if
+    shapes do not suffice: forward needs values, a lazy module computes its parameters from the values of its input, or
+    the module cannot be copied.
 
     Raises:
         CompileError: QN101, before anything has changed, if forward does not call a lazy module.
@@ -46,7 +46,7 @@ def materialise(step: StepModule, batch: Any, *, training: bool) -> None:
         return
     first = _FirstCalls(len(lazy))
     try:
-        with one_thread(), _kept(step):
+        with one_thread(), _restoring(step):
             first.find(step, list(lazy.values()), batch, training=training)
     except Exception:  # of the user's code, or of torch: a first call will show it
         return
@@ -64,15 +64,15 @@ def materialise(step: StepModule, batch: Any, *, training: bool) -> None:
 
 
 class _AllCalled(BaseException):
-    """Every lazy module is known; no error that a forward might catch."""
+    """Every lazy module was called. Not an Exception, so that forward does not catch it."""
 
 
 class _ShapesAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, no operator mixes tensors with values and those without: it would leave the former as they are."""
+    """A mode that refuses operators on tensors with and without values, which would have no effect on the former."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = pytree.arg_tree_leaves(*args, **(kwargs or {}))
-        if len({isinstance(x, FakeTensor) for x in given if isinstance(x, Tensor)}) == 2:
+        leaves = pytree.arg_tree_leaves(*args, **(kwargs or {}))
+        if len({isinstance(x, FakeTensor) for x in leaves if isinstance(x, Tensor)}) == 2:
             raise ValueError("the parameters of a lazy module depend on the values of its input")
         return func(*args, **(kwargs or {}))
 
@@ -85,7 +85,7 @@ class _FirstCalls:
     calls: list[tuple[nn.Module, Any, Any]] = field(default_factory=list)
 
     def find(self, step: StepModule, lazy: Sequence[nn.Module], batch: Any, *, training: bool) -> None:
-        """Call a copy of ``step``, whose lazy parts have tensors with values, until the last of them was called."""
+        """Call a copy of ``step``, whose lazy submodules get tensors with values, until the last of them is called."""
         mode, device = FakeTensorMode(allow_non_fake_inputs=True), device_of(step)
         every = (*step.parameters(), *step.buffers())
         own = {id(x) for module in lazy for x in (*module.parameters(), *module.buffers())}
@@ -98,15 +98,17 @@ class _FirstCalls:
         if not training:
             twin.eval()
         with contextlib.suppress(_AllCalled), mode:
-            twin.made(pytree.tree_map_only(Tensor, lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device), batch))
+            twin.compute_result(
+                pytree.tree_map_only(Tensor, lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device), batch)
+            )
 
     def _begin(self, module: nn.Module, twin: nn.Module, args: Any, kwargs: Any) -> None:
         with without_modes(), _ShapesAlone():  # type: ignore[no-untyped-call]
             initialise_lazy(twin, args, kwargs)
-        made = (*twin.parameters(), *twin.buffers(), *pytree.tree_leaves(list(vars(twin).values())))
+        leaves = (*twin.parameters(), *twin.buffers(), *pytree.tree_leaves(list(vars(twin).values())))
         meta = any(x.is_meta for x in (*module.parameters(), *module.buffers()))
-        if any(isinstance(x, FakeTensor) or (isinstance(x, Tensor) and x.is_meta and not meta) for x in made):
-            raise ValueError("a lazy module keeps its input, or what it computed of it")
+        if any(isinstance(x, FakeTensor) or (isinstance(x, Tensor) and x.is_meta and not meta) for x in leaves):
+            raise ValueError("a lazy module keeps its input, or a value computed from it")
         self.calls.append((module, args, kwargs))
         if len(self.calls) == self.count:
             raise _AllCalled
@@ -114,8 +116,8 @@ class _FirstCalls:
 
 def _like(x: Tensor, mode: FakeTensorMode) -> Tensor:
     with mode:
-        found = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return nn.Parameter(found, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else found
+        copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return nn.Parameter(copy, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else copy
 
 
 def _unmade(x: Any) -> Any:
@@ -123,20 +125,21 @@ def _unmade(x: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _kept(step: StepModule) -> Iterator[None]:
-    """Afterwards the generators of random numbers, attributes, and variables of functions are as before. Inside, no
-    part of ``step`` may be called, as functions do that hold a module: it is not copied for them.
+def _restoring(step: StepModule) -> Iterator[None]:
+    """Restore the generators of random numbers, attributes, and variables of functions afterwards.
+
+    Inside, no submodule of ``step`` itself may be called, as by a function that holds a module: it has no copy.
 
     Raises:
-        ValueError: for a part that is called.
+        ValueError: if one is called.
     """
     state, walk = AttributeSnapshot(), Walk()
     for path, module in step.named_modules():
         state.add(path, module)
         walk.follow(module)
-    for found in walk.variables:
-        space = found.space
-        state.add_names(Cell(found.name, space) if isinstance(space, CellType) else space, {found.name})
+    for variable in walk.variables:
+        space = variable.space
+        state.add_names(Cell(variable.name, space) if isinstance(space, CellType) else space, {variable.name})
     parts = {id(module) for module in step.modules()}
 
     def refused(module: nn.Module, _: Any) -> None:

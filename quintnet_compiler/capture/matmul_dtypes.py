@@ -1,4 +1,4 @@
-"""Products of two dtypes: PyTorch refuses them when it computes, and a trace on shapes alone does not."""
+"""Refuse products of two dtypes: PyTorch refuses them when it computes, but a trace on shapes does not."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _aten = torch.ops.aten
 
 
 def needs_one_dtype(target: Any) -> bool:
-    """Whether PyTorch refuses factors of two dtypes. An einsum promotes those that it only multiplies."""
+    """Return whether PyTorch refuses factors of two dtypes. An einsum promotes those that it only multiplies."""
     return getattr(target, "namespace", "") == "aten" and work_of(target) == "matmul" and target != _aten.einsum.default
 
 
 def check_dtypes(graph: fx.Graph) -> None:
-    """Raises: CompileError QN101 for a product of tensors of two dtypes in a captured graph."""
+    """Raise CompileError QN101 for a product of tensors of two dtypes in a captured graph."""
     for node in graph.nodes:
         if not needs_one_dtype(node.target):
             continue
@@ -29,15 +29,15 @@ def check_dtypes(graph: fx.Graph) -> None:
             operands = operands[:2]  # these convolutions convert the bias
         dtypes = list(dict.fromkeys(x.dtype for x in operands if isinstance(x, Tensor)))
         if len(dtypes) > 1:
-            given = [
-                f"batch{found.name} is {n.meta['val'].dtype}"
+            input_dtypes = [
+                f"batch{leaf.name} is {n.meta['val'].dtype}"
                 for n in graph.nodes
-                if n.op == "placeholder" and (found := n.meta[LEAF]).kind == "input"
+                if n.op == "placeholder" and (leaf := n.meta[LEAF]).kind == "input"
                 if n.meta["val"].is_floating_point()
             ]
             raise CompileError(
                 "QN101",
                 f"{node.target} is given {' and '.join(map(str, dtypes))}, and PyTorch computes it in one dtype only"
-                + "".join(f"\n  {line}" for line in given),
+                + "".join(f"\n  {line}" for line in input_dtypes),
                 where=node.meta[WHERE],
             )

@@ -1,4 +1,4 @@
-"""What torch says while it traces: whole graphs, where it gives up. An error of this package says what matters."""
+"""Silence torch while it traces: it prints whole graphs when it fails, and errors of this package say what matters."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from ..compat.torch import without_printed_graphs
 
-_OF_CALLS = (FutureWarning, DeprecationWarning)  # of how torch calls itself
+_SILENCED = (FutureWarning, DeprecationWarning)  # about torch's own calls
 
 
 @dataclass(frozen=True)
 class _Others(logging.Filter):
-    """Lets records of other threads pass."""
+    """A filter that only lets records of other threads pass."""
 
     thread: int
 
@@ -26,25 +26,26 @@ class _Others(logging.Filter):
 
 @contextlib.contextmanager
 def without_messages_of_torch() -> Iterator[None]:
-    """While inside, this thread hears nothing of torch's loggers, of the graphs that torch.export prints, and of what
-    is deprecated. A logger of torch that was set to tell more than warnings (``TORCH_LOGS``, ``set_logs``) still tells
-    everything. What the model itself prints, logs or warns of is not touched.
+    """Silence torch's loggers, printed graphs and deprecation warnings in this thread inside.
+
+    A logger of torch that was set to log more than warnings (``TORCH_LOGS``, ``set_logs``) still logs everything. The
+    model's own prints, logs and warnings are not touched.
     """
-    held = _Others(threading.get_ident())
-    known = list(logging.root.manager.loggerDict.items())
-    loggers = [x for name, x in known if isinstance(x, logging.Logger) and _usual(name, x)]
+    others = _Others(threading.get_ident())
+    named_loggers = list(logging.root.manager.loggerDict.items())
+    loggers = [x for name, x in named_loggers if isinstance(x, logging.Logger) and _usual(name, x)]
     with warnings.catch_warnings(), without_printed_graphs():
-        for kind in _OF_CALLS:
+        for kind in _SILENCED:
             warnings.simplefilter("ignore", kind)
         for logger in loggers:
-            logger.addFilter(held)
+            logger.addFilter(others)
         try:
             yield
         finally:
             for logger in loggers:
-                logger.removeFilter(held)
+                logger.removeFilter(others)
 
 
 def _usual(name: str, logger: logging.Logger) -> bool:
-    """Whether this is one of torch's, set as torch sets it."""
+    """Return whether this is one of torch's loggers, set as torch sets it."""
     return name.partition(".")[0] == "torch" and logger.getEffectiveLevel() >= logging.WARNING

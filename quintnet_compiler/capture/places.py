@@ -1,4 +1,4 @@
-"""Where in the user's code a node of an exported graph was made."""
+"""Find the place in the user's code where a node of an exported graph was made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAF, WHERE = "quintnet_leaf", "quintnet_where"  # entries of ``meta`` of a capt
 
 
 def where_of(node: fx.Node) -> Where:
-    """The module and the innermost line that is the user's."""
+    """Return the module and the innermost line that is the user's."""
     stack = node.meta.get("nn_module_stack") or {}
     path = str(next(reversed(stack.values()))[0]) if stack else ""
     path = re.sub(r"^(L__self___|L\['self'\]\.?)", "", path)

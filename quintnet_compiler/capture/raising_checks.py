@@ -1,6 +1,6 @@
-"""``if bad: raise``: where a condition on the values of tensors decides only whether an error is raised.
+"""Trace past ``if bad: raise``, a condition on the values of tensors that decides only whether an error is raised.
 
-A program computes, and does not check: such a condition has the value for which nothing is raised, as assertions are
+A program computes and does not check: such a condition gets the value for which nothing is raised, as assertions are
 dropped (:data:`..compat.torch.EXPORT_CHECKS`). The first batch is compared with the module itself, which raises.
 """
 
@@ -20,29 +20,32 @@ from ..core.replaced import for_this_thread
 _ASKS = ("POP_JUMP_IF_FALSE", "POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE")
 _RAISES = ("RAISE_VARARGS", "RERAISE")
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE")
-# What Python itself catches, in loops, getattr and the like: the errors, and the methods that it calls so.
+# Errors that Python itself catches, in loops, getattr and the like; of special methods, only these do not return to it.
 _CAUGHT = ("StopIteration", "StopAsyncIteration", "AttributeError", "GeneratorExit")
 _PLAIN = ("__call__", "__init__", "__post_init__")
 
 
 @contextlib.contextmanager
-def checks_pass(known: Callable[[Tensor], bool], own: tuple[str, ...]) -> Iterator[None]:
-    """While inside, such conditions pass, of tensors that are not ``known``: that only stand for values in a trace.
-    ``own``: folders of code that is not the user's."""
-    before, top = Tensor.__bool__, sys._getframe(2)
+def checks_pass(has_value: Callable[[Tensor], bool], own: tuple[str, ...]) -> Iterator[None]:
+    """Let such conditions pass inside, for tensors that only stand for values in a trace.
+
+    ``has_value``: returns whether a tensor does not. ``own``: folders of code that is not the user's.
+    """
+    original, top = Tensor.__bool__, sys._getframe(2)
 
     def truth(x: Tensor) -> bool:
-        found = None if known(x) else passing(sys._getframe(2), top, own)
-        return before(x) if found is None else found
+        result = None if has_value(x) else passing(sys._getframe(2), top, own)
+        return original(x) if result is None else result
 
-    with mock.patch.object(Tensor, "__bool__", for_this_thread(truth, before)):
+    with mock.patch.object(Tensor, "__bool__", for_this_thread(truth, original)):
         yield
 
 
 def passing(frame: types.FrameType, top: types.FrameType, own: tuple[str, ...]) -> bool | None:
-    """The truth of the condition that ``frame`` is about to ask for, for which it goes on, where the other one surely
-    ends in ``raise``; None where both go on, or where ``frame`` or code between it and ``top``, outside of the folders
-    ``own``, may catch what is raised.
+    """Return the truth value with which ``frame`` continues, if the other one certainly ends in ``raise``.
+
+    None if both continue, or if ``frame`` or code between it and ``top``, outside of the folders ``own``, may catch the
+    error.
     """
     if _catches(frame):
         return None
@@ -74,8 +77,7 @@ def _next(steps: Mapping[int, dis.Instruction], at: int) -> int:
 
 
 def _catches(frame: types.FrameType) -> bool:
-    """Whether what is raised here may be caught in this function, which is inside ``try`` or ``with``, or by Python,
-    which calls a method such as ``__getitem__``."""
+    """Return whether an error may be caught: in ``try`` or ``with``, or in a special method, which Python calls."""
     name = frame.f_code.co_name
     if name.startswith("__") and name.endswith("__") and name not in _PLAIN:
         return True
@@ -84,7 +86,7 @@ def _catches(frame: types.FrameType) -> bool:
 
 
 def _raises(steps: Mapping[int, dis.Instruction], at: int, seen: frozenset[int] = frozenset()) -> bool:
-    """Whether every path from ``at`` on ends in ``raise``, of what Python does not catch."""
+    """Return whether every path from ``at`` ends in ``raise`` of an error that Python does not catch."""
     while at not in seen:
         seen |= {at}
         step = steps[at]

@@ -1,9 +1,9 @@
-"""A graph for which each of many equal blocks was traced once, with all of them: what a trace of each would have made.
+"""Add the blocks that a trace left out to its graph, as a trace of all blocks would have them.
 
-Nothing is taken for granted of the user's code. Blocks that were left out consist of the same parts as one that was
-traced, and were called with the same (:mod:`.block_reuse`). Here the trace must show that the number of a block was not
-read, that nothing in Python changed, that the first, the second and the last block are the same operators wired alike,
-and that nobody but the next block reads anything of a block but its results. Else all blocks are traced.
+Nothing is assumed of the user's code. Blocks that were left out have the same parts as one that was traced, and were
+called with equal arguments (:mod:`.block_reuse`). The trace must also show that the number of a block was not read,
+that no Python state changed, that the first, the second and the last block have the same operators with the same
+inputs, and that other blocks read only the results of a block. Otherwise all blocks are traced.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Differs(Exception):
 
 
 def numbers_are_read(reads: Iterable[Read], model: nn.Module, runs: Iterable[BlockRun]) -> bool:
-    """Whether the trace read the number of a block in that block."""
+    """Return whether the trace read the number of a block in that block."""
     own = {
         (id(model.get_submodule(f"{name}.{path}" if path else name)), number)
         for run in runs
@@ -46,9 +46,8 @@ def numbers_are_read(reads: Iterable[Read], model: nn.Module, runs: Iterable[Blo
 
 
 def reads_of_all(reads: Sequence[Read], model: nn.Module, captured: Captured) -> list[Read]:
-    """What a trace of all blocks reads, where blocks were left out: of each, what was read of the one that it is
-    like."""
-    found = list(reads)
+    """Return the attributes that a trace of all blocks reads: for a block that was left out, those of its equal."""
+    all_reads = list(reads)
     paths = {id(module): path for path, module in model.named_modules()}
     for first, others in captured.like.items():
         for read in reads:
@@ -56,21 +55,23 @@ def reads_of_all(reads: Sequence[Read], model: nn.Module, captured: Captured) ->
             if path != first and not path.startswith(f"{first}."):
                 continue
             for other in others:
-                there = other + path[len(first) :]
-                label = read.label.replace(path, there, 1)
-                found.append(Read(label, model.get_submodule(there), read.name))
-    return found
+                other_path = other + path[len(first) :]
+                label = read.label.replace(path, other_path, 1)
+                all_reads.append(Read(label, model.get_submodule(other_path), read.name))
+    return all_reads
 
 
 def with_all_blocks(captured: Captured, runs: Sequence[BlockRun]) -> Captured | None:
-    """``captured`` with the blocks that were left out of it, and with the names that a trace of all gives to nodes;
-    None if they may not do what the others do. It must have the parameters of all blocks."""
+    """Return ``captured`` with the blocks that were left out, and with the node names of a trace of all blocks.
+
+    None if they may differ from the others. ``captured`` must have the parameters of all blocks.
+    """
     try:
         graph = captured.graph
         for run in runs:
-            left = {name for names in captured.like.values() for name in names if name in run.names}
-            if left:
-                graph = _Repeat(graph, run, left).made()
+            omitted = {name for names in captured.like.values() for name in names if name in run.names}
+            if omitted:
+                graph = _Repeat(graph, run, omitted).whole_graph()
     except _Differs:
         return None
     return replace(captured, graph=graph, like=MappingProxyType({}))
@@ -83,8 +84,16 @@ def _require(holds: bool) -> None:
 
 @dataclass
 class _Repeat:
-    """One run of equal blocks. ``env``: where nodes went. ``of[i]``: the nodes of block ``i``, in order: where it was
-    left out, copies of those of block ``template(i)``, which is in the second unit."""
+    """One run of equal blocks.
+
+    Attributes:
+        graph: Without the blocks ``left``.
+        run: The run.
+        left: The names of blocks that were left out.
+        env: The new node of each node.
+        of: For block ``i``, its new nodes in order: if it was left out, copies of those of block ``template(i)``,
+            which is in the second unit.
+    """
 
     graph: fx.Graph
     run: BlockRun
@@ -102,27 +111,26 @@ class _Repeat:
             self.traced[i].append(node)
         self.place = {n: at for members in self.traced.values() for at, n in enumerate(members)}
         self.leaves: dict[str, fx.Node] = {
-            found.name: n for n in nodes if n.op == "placeholder" and (found := _leaf(n)) is not None
+            leaf.name: n for n in nodes if n.op == "placeholder" and (leaf := _leaf(n)) is not None
         }
         self.first = min((self.order[n] for n in self.home), default=0)
         self.new, self.env, self.of = fx.Graph(), dict[fx.Node, fx.Node](), dict[int, list[fx.Node]]()
 
     def _block(self, module: str) -> int | None:
-        """The block that a module is in."""
+        """Return the block that a module is in."""
         parts = module.split(".")
         depth = self.run.names[0].count(".") + 1
         return self.index.get(".".join(parts[:depth])) if len(parts) >= depth else None
 
     def template(self, i: int) -> int:
-        """The block of the second unit that block ``i`` is like."""
+        """Return the block of the second unit that block ``i`` is like."""
         return self.run.period + i % self.run.period
 
-    def made(self) -> fx.Graph:
+    def whole_graph(self) -> fx.Graph:
         period, times = self.run.period, self.run.times
         out = range(2 * period, (times - 1) * period)
         _require(self.left == {self.run.names[i] for i in out})
-        for i in out:
-            _require(all(module_of(n) == self.run.names[i] and _is_clone(n) for n in self.traced[i]))
+        self._require_clones(out)
         for i in range(period):
             self._require_alike(i, i + period)
         self._require_results_alone()
@@ -134,7 +142,7 @@ class _Repeat:
             if block is not None and block in out:
                 self.env[node] = self._at(self._original(node), block)
                 continue
-            new = self._made(node, names.moved(node), self.env.__getitem__)
+            new = self._copy(node, names.moved(node), self.env.__getitem__)
             new.meta = dict(node.meta)
             self.env[node] = new
             if block is not None:
@@ -147,21 +155,28 @@ class _Repeat:
 
     # -- what must hold
 
+    def _require_clones(self, out: range) -> None:
+        """Require that blocks which were left out only copy the results of another one."""
+        for i in out:
+            _require(all(module_of(n) == self.run.names[i] and _is_clone(n) for n in self.traced[i]))
+
     def _require_alike(self, i: int, j: int) -> None:
-        """Two traced blocks are the same operators on values of the same kinds, wired alike inside."""
+        """Require that two traced blocks have the same operators on equal kinds of values, with the same inputs."""
         _require(len(self.traced[i]) == len(self.traced[j]))
 
         def inside(block: int) -> Any:
             return lambda n: self.place[n] if self.home.get(n) == block else "outside"
 
         for a, b in zip(self.traced[i], self.traced[j], strict=True):
-            same = a.target is b.target and _look(a) == _look(b)
-            given = [repr(fx.map_arg((n.args, n.kwargs), inside(at))) for n, at in ((a, i), (b, j))]
-            _require(same and given[0] == given[1])
+            same = a.target is b.target and _value_type(a) == _value_type(b)
+            arguments = [repr(fx.map_arg((n.args, n.kwargs), inside(at))) for n, at in ((a, i), (b, j))]
+            _require(same and arguments[0] == arguments[1])
 
     def _require_results_alone(self) -> None:
-        """Of a traced block, nobody reads more than what it returns: of the blocks that were left out, there is no
-        more. Of those in the second unit, what they return is read by the next block alone."""
+        """Require that other blocks read only the results of a traced block, as blocks that were left out have no more.
+
+        Of blocks in the second unit, only the next block may read results.
+        """
         period, times = self.run.period, self.run.times
         returned = {n for i in range(2 * period, 3 * period) for n in map(self._original, self.traced[i])}
         second = [n for i in range(period, 2 * period) for n in self.traced[i]]
@@ -174,58 +189,60 @@ class _Repeat:
                 _require(i // period != 1 or all(u in self.home for u in others))
 
     def _require_wired(self, new: fx.Node, i: int) -> None:
-        """A node of a traced block of the last unit is what it would be if that had been left out, too."""
+        """Require that a node of a traced block of the last unit is what it would be if that had been left out, too."""
         at, j = len(self.of[i]) - 1, self.template(i)
         _require(at < len(self.traced[j]))
         like = self.traced[j][at]
         args, kwargs = fx.map_arg((like.args, like.kwargs), lambda n: self._at(n, i))
-        _require(new.target is like.target and _look(new) == _look(like))
+        _require(new.target is like.target and _value_type(new) == _value_type(like))
         _require((new.args, new.kwargs) == (args, kwargs))
 
     # -- copies
 
     def _original(self, clone: fx.Node) -> fx.Node:
-        """What the traced block returned in the place of that which a block that was left out returns."""
+        """Return the result of the traced block that a block which was left out returned instead."""
         while self.home.get(clone) is not None and _is_clone(clone) and module_of(clone) in self.left:
             (clone,) = clone.all_input_nodes
         return clone
 
     def _at(self, node: fx.Node, i: int) -> fx.Node:
-        """For block ``i``, what ``node`` is for the block that it is like."""
+        """Return the node for block ``i`` that corresponds to ``node`` for its template."""
         j = self.template(i)
         home = self.home.get(node)
         if home is not None and home in (j, j - 1):
             return self.of[i - (j - home)][self.place[node]]
-        found = _leaf(node) if node.op == "placeholder" else None
-        if found is not None and found.kind != "input" and (home := self._block(found.name)) is not None:
-            _require(home == j and found.kind == "parameter")
-            other = self.leaves.get(self.run.names[i] + found.name[len(self.run.names[j]) :])
+        node_leaf = _leaf(node) if node.op == "placeholder" else None
+        if node_leaf is not None and node_leaf.kind != "input" and (home := self._block(node_leaf.name)) is not None:
+            _require(home == j and node_leaf.kind == "parameter")
+            other = self.leaves.get(self.run.names[i] + node_leaf.name[len(self.run.names[j]) :])
             _require(other is not None)
             return self.env[other]  # type: ignore[index]
         _require(node.op == "placeholder" or node in self.sizes or self.order[node] < self.first)
-        _require(found is None or found.kind != "constant")
+        _require(node_leaf is None or node_leaf.kind != "constant")
         return self.env[node]
 
     def _repeat(self, i: int, names: _Names) -> None:
         """Append block ``i``, which was left out."""
         j, unit = self.template(i), i // self.run.period
-        made: list[fx.Node] = []
-        self.of[i] = made
+        block: list[fx.Node] = []
+        self.of[i] = block
         for node in self.traced[j]:
-            new = self._made(node, names.repeated(node, unit - 1), lambda n: self._at(n, i))
+            new = self._copy(node, names.repeated(node, unit - 1), lambda n: self._at(n, i))
             where = node.meta[WHERE]
             module = self.run.names[i] + where.module[len(self.run.names[j]) :]
             new.meta = {**node.meta, WHERE: Where(module, where.source)}
-            made.append(new)
+            block.append(new)
 
-    def _made(self, node: fx.Node, name: str, moved: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    def _copy(self, node: fx.Node, name: str, moved: Callable[[fx.Node], fx.Node]) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), moved)
         return self.new.create_node(node.op, node.target, args, kwargs, name=name)
 
 
 class _Names:
-    """The names that a trace of all blocks gives: numbers count on, from block to block. ``steps``: how many of them a
-    unit takes; those of the last unit follow those of the second. ``last``: the largest of the second."""
+    """The node names of a trace of all blocks, whose numbers increase from block to block.
+
+    ``steps``: by how much in each unit, by name. ``last``: the largest number of the second unit.
+    """
 
     def __init__(self, repeat: _Repeat) -> None:
         period, times = repeat.run.period, repeat.run.times
@@ -234,20 +251,20 @@ class _Names:
         self.steps, self.last = dict[str, int](), dict[str, int]()
         for i in range(period, 2 * period):
             for a, b in zip(repeat.traced[i], repeat.traced[i + len(out) + period], strict=False):
-                (name, before), (_, after) = _numbered(a), _numbered(b)
-                self.steps.setdefault(name, after - before - gone[name])
-                self.last[name] = max(before, self.last.get(name, 0))
+                (name, first), (_, second) = _numbered(a), _numbered(b)
+                self.steps.setdefault(name, second - first - gone[name])
+                self.last[name] = max(first, self.last.get(name, 0))
         self.more = {name: step * (times - 3) - gone[name] for name, step in self.steps.items()}
 
     def moved(self, node: fx.Node) -> str:
-        """Of a node that was traced."""
+        """Return the name of a node that was traced."""
         name, number = _numbered(node)
         if node.op != "call_function" or number <= self.last.get(name, number):
             return node.name
         return f"{name}_{number + self.more[name]}"
 
     def repeated(self, node: fx.Node, units: int) -> str:
-        """Of the copy of a node of the second unit, so many units later."""
+        """Return the name of the copy of a node of the second unit, ``units`` units later."""
         name, number = _numbered(node)
         return f"{name}_{number + units * self.steps[name]}"
 
@@ -257,29 +274,30 @@ def _is_clone(node: fx.Node) -> bool:
 
 
 def _sizes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Numbers that sizes of the batch decide alone: a trace computes each of them once, where it is needed first."""
-    found: set[fx.Node] = set()
+    """Return the numbers that depend on sizes of the batch alone; a trace computes each once, at its first use."""
+    sizes: set[fx.Node] = set()
     for node in nodes:
         if node.op == "call_function" and isinstance(node.meta.get("val"), (torch.SymInt, int)):
-            found |= {node} if all(n.op == "placeholder" or n in found for n in node.all_input_nodes) else set()
-    return found
+            sizes |= {node} if all(n.op == "placeholder" or n in sizes for n in node.all_input_nodes) else set()
+    return sizes
 
 
 def _numbered(node: fx.Node) -> tuple[str, int]:
-    """``add_3`` as a name and its number."""
+    """Return ``add_3`` as a name and its number."""
     match = _NUMBER.fullmatch(node.name)
     assert match is not None
     return match[1], int(match[2] or 0)
 
 
 def _leaf(node: fx.Node) -> Leaf | None:
-    found: Leaf | None = node.meta.get(LEAF)
-    return found
+    leaf: Leaf | None = node.meta.get(LEAF)
+    return leaf
 
 
-def _look(node: fx.Node) -> Any:
-    """What a value is like: sizes that vary by their symbols."""
-    made = node.meta.get("val")
-    several = made if isinstance(made, (list, tuple)) else (made,)
-    return [(str(tuple(x.shape)), str(x.stride()), x.dtype, x.device) if isinstance(x, Tensor) else str(x)
-            for x in several]  # fmt: skip
+def _value_type(node: fx.Node) -> Any:
+    """Return shapes (with symbols for sizes that vary), strides, dtypes and devices of a node's values."""
+    result = node.meta.get("val")
+    values = result if isinstance(result, (list, tuple)) else (result,)
+    return [
+        (str(tuple(x.shape)), str(x.stride()), x.dtype, x.device) if isinstance(x, Tensor) else str(x) for x in values
+    ]

@@ -1,4 +1,4 @@
-"""Where a list of labels repeats itself."""
+"""Find repetitions in a list of labels."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Hashable, Sequence
 
 
 def longest_repetition(labels: Sequence[Hashable], at: int) -> tuple[int, int]:
-    """The period and count of the repetition from ``at`` on that leaves the fewest units when three of them are kept;
-    (1, 1) if nothing repeats more often.
+    """Return the period and count of the repetition from ``at`` that saves most if only three units remain.
+
+    (1, 1) if nothing repeats more than three times.
 
     >>> longest_repetition("ABABABABABC", 0)
     (2, 5)

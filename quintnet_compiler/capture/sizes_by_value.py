@@ -1,4 +1,4 @@
-"""Sizes of a traced graph that depend on the values of a tensor: those of rows that forward picks, and all others."""
+"""Sizes of a traced graph that depend on the values of a tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PICKS = (aten.where.default, aten.nonzero_numpy.default, aten.nonzero.default)
 
 
 def sizes_of_picks(node: fx.Node) -> set[Any]:
-    """The symbols of how many rows a node picks by a mask: :mod:`..passes.frontend.picked_rows` follows those."""
+    """Return the symbols of the numbers of rows that a node picks by a mask (:mod:`..passes.frontend.picked_rows`)."""
     by_mask = node.target is aten.index.Tensor and any(
         isinstance(index, fx.Node) and index.meta["val"].dtype in (torch.bool, torch.uint8)
         for index in node.args[1]  # type: ignore[union-attr]
@@ -24,7 +24,7 @@ def sizes_of_picks(node: fx.Node) -> set[Any]:
 
 
 def shape_by_value(target: Any, where: Where, why: str = "") -> CompileError:
-    """That nothing can be compiled for such a shape."""
+    """Return an error: nothing can be compiled for such a shape."""
     return CompileError(
         "QN101",
         f"the shape of what {target} returns depends on the values of a tensor" + (f": {why}" if why else ""),

@@ -1,4 +1,4 @@
-"""Operators that make sparse gradients when they are asked to."""
+"""Refuse operators with sparse gradients."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _ASK = ("sparse", "sparse_grad")
 
 
 def check_dense(graph: fx.Graph) -> None:
-    """Raises: CompileError QN105 for an operator of a captured graph that is to make a sparse gradient."""
+    """Raise CompileError QN105 for an operator of a captured graph that asks for a sparse gradient."""
     for node in graph.nodes:
         if not isinstance(node.target, OpOverload):
             continue
         names = [argument.name for argument in schema(node.target).arguments]
-        given = dict(zip(names, node.args, strict=False)) | node.kwargs
-        asked = next((name for name in _ASK if given.get(name) is True), None)
-        if asked is not None:
+        arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+        option = next((name for name in _ASK if arguments.get(name) is True), None)
+        if option is not None:
             raise CompileError(
                 "QN105",
-                f"{node.target} with {asked}=True asks for a sparse gradient, and programs make dense ones",
+                f"{node.target} with {option}=True asks for a sparse gradient, and programs make dense ones",
                 where=node.meta[WHERE],
-                fix=f"{asked}=False",
+                fix=f"{option}=False",
             )

@@ -29,7 +29,7 @@ Call = Callable[[nn.Module, Any], Any]
 
 @dataclass
 class _Seen:
-    """What was seen of the latest trace (torch.export gives a module's own attributes back)."""
+    """The record of the latest trace (torch.export restores a module's own attributes)."""
 
     trace: WatchedTrace | None = None
     changed: bool = False  # whether forward changed plain data
@@ -42,8 +42,8 @@ class _Seen:
 class StepModule(nn.Module):
     """The user's model and loss as one function of the batch.
 
-    A loss function that is a module is a part of it, ``loss_fn``; so are, after :meth:`adopt`, modules and parameters
-    that a loss function of another kind uses: ``loss_fn.head``.
+    A loss function that is a module is its submodule ``loss_fn``; so are, after :meth:`adopt`, modules and parameters
+    that another loss function uses: ``loss_fn.head``.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StepModule(nn.Module):
         buffers: bool = False,
         brought: nn.Module | None = None,
     ) -> None:
-        """``brought``: what an earlier trace found that the loss function uses, see :attr:`adopted`."""
+        """Combine a model and its loss. ``brought``: see :attr:`adopted`, of an earlier trace."""
         super().__init__()
         self.buffers_change = buffers  # whether forward may put others in their places
         self.unseen = Unseen()
@@ -73,18 +73,18 @@ class StepModule(nn.Module):
         self.remember()
 
     def remember(self) -> None:
-        """Where the parameters are by which the trace replaces these ones, beside those that were there before."""
+        """Record the places in which a trace puts its own parameters, besides those recorded before."""
         for module in self.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     self.stands_for[id(parameter)] = functools.partial(_at, module._parameters, name)
 
     def brought_by_user(self) -> dict[str, Any]:
-        """The model and the loss function, by label."""
+        """Return the model and the loss function, by label."""
         return {"": self.model, "loss_fn": self.compute if self.compute is not None else getattr(self, "loss_fn", None)}
 
     def places(self) -> dict[str, nn.Parameter]:
-        """Every place of every parameter, by its path in the model, or ``loss_fn.`` and that in the loss function."""
+        """Return every parameter by each of its paths, those in the loss function after ``loss_fn.``."""
         roots = [(name.removeprefix("model"), root) for name, root in self.named_children()]
         return {
             f"{name}.{path}".lstrip("."): parameter
@@ -95,9 +95,9 @@ class StepModule(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Without the parts that are unseen: torch.export finds parameters and buffers by this."""
-        found = super().named_modules(memo, prefix, remove_duplicate)
-        return ((name, module) for name, module in found if id(module) not in self.unseen.modules)
+        """Yield submodules without unseen ones: torch.export finds parameters and buffers by this."""
+        modules = super().named_modules(memo, prefix, remove_duplicate)
+        return ((name, module) for name, module in modules if id(module) not in self.unseen.modules)
 
     def forward(self, batch: Any) -> Any:
         roots = {name.removeprefix("model"): module for name, module in self.named_children()}
@@ -112,17 +112,17 @@ class StepModule(nn.Module):
             self.seen.begin()
         check = unchanged_since_saved((name.removeprefix("model"), module) for name, module in self.named_children())
         with UserLines():
-            made = self.made(batch)
+            result = self.compute_result(batch)
         if self.seen.done is not None:
             self.seen.done()
-        self.seen.result, tensors = ResultForm.of(made)
+        self.seen.result, tensors = ResultForm.of(result)
         if self.want != "loss":
             return tensors
-        check(made)
-        return made
+        check(result)
+        return result
 
-    def made(self, batch: Any) -> Any:
-        """The loss, or what the model returns, without regard to what a trace needs.
+    def compute_result(self, batch: Any) -> Any:
+        """Return the loss, or whatever the model returns, without anything that only a trace needs.
 
         Raises:
             CompileError: QN103 for a loss function beside a dict, all of which the model takes.
@@ -147,8 +147,10 @@ class StepModule(nn.Module):
         return loss_of(out)
 
     def traced(self, export: Callable[[], ExportedProgram]) -> ExportedProgram:
-        """What ``export`` makes of this module. An attribute that the first call of forward sets to plain data, and
-        further calls leave as it is, is fine if the operators are the same in both.
+        """Return the result of ``export`` for this module.
+
+        Forward may set an attribute to plain data in its first call, if further calls leave it as it is and have the
+        same operators.
 
         Raises:
             CompileError: QN110 if forward changes more than that, QN105 (see :meth:`adopt`).
@@ -177,26 +179,26 @@ class StepModule(nn.Module):
 
     @property
     def result(self) -> ResultForm:
-        """The form of what the latest trace returned."""
+        """Return the form of the latest trace's result."""
         assert self.seen.result is not None, "nothing was traced"
         return self.seen.result
 
     @property
     def used_unseen(self) -> bool:
-        """Whether the latest trace used a tensor of the parts that are unseen."""
+        """Return whether the latest trace used a tensor of the unseen submodules."""
         return self.seen.trace is not None and self.seen.trace.used_unseen
 
     @property
     def assigned(self) -> frozenset[str]:
-        """The buffers in whose place the latest trace put other tensors."""
+        """Return the buffers that the latest trace replaced by other tensors."""
         return frozenset() if self.seen.trace is None else self.seen.trace.assigned
 
     def brought(self) -> list[nn.Module | nn.Parameter]:
-        """What a loss function that is no module may train."""
+        """Return the modules and parameters that a loss function which is no module may train."""
         return [] if self.compute is None else list(trainable(self.compute, self).values())
 
     def adopt(self) -> bool:
-        """Whether the trace used parameters that are nobody's, and they are parts of this module now.
+        """Make parameters of the loss function that the trace used parts of this module; return whether there are some.
 
         Raises:
             CompileError: QN105 for one that requires a gradient and that has no name.
@@ -208,11 +210,11 @@ class StepModule(nn.Module):
         if self.adopted is not None:
             holder._modules.update(self.adopted._modules)
             holder._parameters.update(self.adopted._parameters)
-        for name, found in trainable(self.compute, self).items():
-            inside = {id(found)} if isinstance(found, nn.Parameter) else set(map(id, found.parameters()))
+        for name, part in trainable(self.compute, self).items():
+            inside = {id(part)} if isinstance(part, nn.Parameter) else set(map(id, part.parameters()))
             if inside & foreign.keys():
-                foreign = {key: one for key, one in foreign.items() if key not in inside}
-                setattr(holder, re.sub(r"\W", "_", name) or "self", found)
+                foreign = {key: entry for key, entry in foreign.items() if key not in inside}
+                setattr(holder, re.sub(r"\W", "_", name) or "self", part)
         for x, where in foreign.values():
             if x.requires_grad:
                 raise CompileError(
@@ -230,28 +232,30 @@ class StepModule(nn.Module):
 
     @property
     def adopted(self) -> nn.Module | None:
-        """What a loss function that is no module brought and the trace used; None if nothing."""
+        """Return a module of the parts that the trace used of a loss function which is no module, or None."""
         return None if self.compute is None else getattr(self, "loss_fn", None)
 
     @property
     def changed(self) -> bool:
-        """Whether forward, when it was called first, set attributes to plain data."""
+        """Return whether the first call of forward set attributes to plain data."""
         return self.seen.changed
 
     @property
     def reads(self) -> Sequence[Read]:
-        """The attributes that the latest trace read."""
+        """Return the attributes that the latest trace read."""
         return () if self.seen.trace is None else self.seen.trace.reads.found
 
     @property
     def reads_whole_modules(self) -> bool:
-        """Whether the latest trace read the ``__dict__`` of a module."""
+        """Return whether the latest trace read the ``__dict__`` of a module."""
         trace = self.seen.trace
         return trace is not None and any(isinstance(owner, nn.Module) for owner in trace.reads.whole.values())
 
     def guards(self, *, training: bool, of_all: Callable[[Sequence[Read]], list[Read]] = list) -> Guards | None:
-        """Return guards of what a trace took from Python; None if nothing was traced. ``of_all``: makes of the
-        attributes that the trace read those that a trace of all blocks reads."""
+        """Return guards of the Python state that a trace read; None if nothing was traced.
+
+        ``of_all``: converts the attributes that the trace read to those that a trace of all blocks reads.
+        """
         trace = self.seen.trace
         if trace is None:
             return None
@@ -261,12 +265,12 @@ class StepModule(nn.Module):
 
 
 def _at(parameters: Mapping[str, Any], name: str) -> Tensor:
-    found: Tensor = parameters[name]
-    return found
+    parameter: Tensor = parameters[name]
+    return parameter
 
 
 def called(model: nn.Module, inputs: Any) -> Any:
-    """Return what the model makes of its arguments: a tuple, or a dict by name."""
+    """Call the model with its arguments: a tuple, or a dict by name."""
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 
@@ -282,7 +286,7 @@ def loss_of(out: Any) -> Any:
 
 
 def _no_loss(out: Any) -> tuple[str, str]:
-    """Why what a model returned is no loss, and what to do."""
+    """Return the reason why a model's result is no loss, and a fix."""
     needed = "where a scalar loss is needed"
     if isinstance(out, Tensor):
         shape = tuple(out.shape)

@@ -1,4 +1,4 @@
-"""Functions of torch that a trace runs in another way: theirs ask for values, or change what their schema hides."""
+"""Replacements of torch's functions for a trace: theirs ask for values, or have effects that schemas hide."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..ops.ctc import ctc_loss, masked_select, total
 def cov(
     input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:
-    """torch.cov, which asks whether there are enough observations."""
+    """Compute torch.cov, which asks whether there are enough observations."""
     x = input.reshape(1, -1) if input.dim() < 2 else input
-    given = [w for w in (fweights, aweights) if w is not None]
-    if given:
-        weight = given[0] if len(given) == 1 else given[0] * given[1]
+    weights = [w for w in (fweights, aweights) if w is not None]
+    if weights:
+        weight = weights[0] if len(weights) == 1 else weights[0] * weights[1]
         total = weight.sum()
         removed = correction if aweights is None else correction * (weight * aweights).sum() / total
         centred = x - ((x * weight).sum(1) / total).unsqueeze(1)
@@ -31,24 +31,24 @@ def cov(
         return ((centred @ (centred * weight).mH) / count).squeeze()
     centred = x - x.mean(1, keepdim=True)
     observed: Any = torch.sym_max(x.shape[1] - correction, 0)  # type: ignore[no-untyped-call]
-    found: Tensor = (centred @ centred.mH) / observed
-    return found.squeeze()
+    covariance: Tensor = (centred @ centred.mH) / observed
+    return covariance.squeeze()
 
 
 def corrcoef(input: Tensor) -> Tensor:
-    """torch.corrcoef, of :func:`cov`."""
-    found = cov(input)
-    if not found.dim():
-        return found / found
-    deviation = found.diagonal().real.sqrt() if found.is_complex() else found.diagonal().sqrt()
-    found = found / deviation.unsqueeze(1) / deviation.unsqueeze(0)
-    if found.is_complex():
-        return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
-    return found.clamp(-1, 1)
+    """Compute torch.corrcoef by :func:`cov`."""
+    matrix = cov(input)
+    if not matrix.dim():
+        return matrix / matrix
+    deviation = matrix.diagonal().real.sqrt() if matrix.is_complex() else matrix.diagonal().sqrt()
+    matrix = matrix / deviation.unsqueeze(1) / deviation.unsqueeze(0)
+    if matrix.is_complex():
+        return torch.complex(matrix.real.clamp(-1, 1), matrix.imag.clamp(-1, 1))
+    return matrix.clamp(-1, 1)
 
 
 def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
-    """torch.combinations, which takes what a mask selects."""
+    """Compute torch.combinations, which selects by a mask."""
     if r == 1:
         return input.unsqueeze(1)
     choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
@@ -68,8 +68,10 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """torch.nn.functional.instance_norm. Running statistics are averages over rows; that of torch writes them into
-    copies, one for each row, which a trace loses."""
+    """Compute torch.nn.functional.instance_norm, with running statistics as averages over rows.
+
+    torch writes them to copies, one for each row, which a trace loses.
+    """
     if not use_input_stats or running_mean is None or running_var is None:
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     x = input.detach()
@@ -82,13 +84,15 @@ def instance_norm(
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """torch.nn.functional.dropout, which returns its input itself where it drops nothing. Its trace makes a copy, which
-    would not change with the input."""
+    """Compute torch.nn.functional.dropout, and return the input itself if nothing is dropped.
+
+    torch's trace makes a copy, which would not change with the input.
+    """
     return F.dropout(input, p, training, inplace) if (training and p) or not 0 <= p <= 1 else input
 
 
 def fill_diagonal_(self: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
-    """Tensor.fill_diagonal_, which writes by strides; that of a matrix is a view."""
+    """Compute Tensor.fill_diagonal_, which writes by strides; the diagonal of a matrix is a view."""
     if self.dim() != 2 or wrap:
         return Tensor.fill_diagonal_(self, fill_value, wrap)
     self.diagonal().fill_(fill_value)
@@ -99,16 +103,16 @@ _BASIC = (slice, int, type(None), type(Ellipsis))
 
 
 def getitem(self: Tensor, index: Any) -> Tensor:
-    """Tensor.__getitem__, which asks for the value of an index that is a tensor without dims."""
+    """Compute Tensor.__getitem__, which asks for the value of an index that is a tensor without dims."""
     entries = list(index) if isinstance(index, tuple) else [index]
-    alone = [i for i, entry in enumerate(entries) if _is_number(entry)]
-    others = [entry for i, entry in enumerate(entries) if i not in alone]
-    if len(alone) != 1 or not all(isinstance(entry, _BASIC) for entry in others):
+    tensor_places = [i for i, entry in enumerate(entries) if _is_number(entry)]
+    others = [entry for i, entry in enumerate(entries) if i not in tensor_places]
+    if len(tensor_places) != 1 or not all(isinstance(entry, _BASIC) for entry in others):
         return self[index]
-    place = alone[0]
+    place = tensor_places[0]
     dropped = self.dim() - sum(entry is not None and entry is not Ellipsis for entry in entries)
-    before = [entry for entry in entries[:place] if not isinstance(entry, int)]
-    dim = sum(dropped if entry is Ellipsis else 1 for entry in before)
+    leading = [entry for entry in entries[:place] if not isinstance(entry, int)]
+    dim = sum(dropped if entry is Ellipsis else 1 for entry in leading)
     entries[place] = entries[place].reshape(1)
     return self[tuple(entries)].squeeze(dim)
 
@@ -118,12 +122,15 @@ def _is_number(entry: Any) -> bool:
     return whole and entry.dtype is not torch.bool
 
 
-_MANY_ROWS = 25  # from more on, torch.cdist of two computes products of matrices
+_MANY_ROWS = 25  # with more, torch.cdist computes products of matrices
 
 
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> Tensor:
-    """torch.cdist, which chooses by the numbers of points. One that varies chooses nothing: a table of many points
-    does, and where both are few or vary, distances are computed one by one."""
+    """Compute torch.cdist, which chooses its algorithm by the numbers of points.
+
+    A number that varies does not count: a fixed number of many points chooses products of matrices; if both are few or
+    vary, distances are computed one by one.
+    """
     if compute_mode == "use_mm_for_euclid_dist_if_necessary" and p == 2.0:
         fixed = [x.shape[-2] for x in (x1, x2) if x.dim() > 1 and isinstance(x.shape[-2], int)]
         many = any(size > _MANY_ROWS for size in fixed)

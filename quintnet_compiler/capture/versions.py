@@ -1,5 +1,7 @@
-"""What was captured of a module, in several settings of its attributes, modes and flags, and for several forms of
-batches; the programs that were used last are kept."""
+"""Captures of a module in several settings of its attributes, modes and flags, and for several forms of batches.
+
+The programs that were used last are kept.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +12,30 @@ from ..ir.batch_form import ROWS, BatchForm, FlatBatch
 from ..ir.distributed_program import DistributedProgram
 from ..ir.program import Captured
 
-KEPT = 64  # programs of each kind
-Sizes = tuple[tuple[str, int], ...]  # of what varies in a batch, by name
+MAX_PROGRAMS = 64  # of each kind
+Sizes = tuple[tuple[str, int], ...]  # of the dims of a batch that vary, by name
 
 
 @dataclass(eq=False)
 class Version:
-    """A capture, and the programs that were made of it, by sizes of the batch; the one used last is the last."""
+    """A capture, and the programs compiled from it, by sizes of the batch; the one used last is the last."""
 
     captured: Captured
     made: dict[Sizes, DistributedProgram] = field(default_factory=dict)
-    fixed: bool = False  # whether it was tried in vain to capture it for other lengths
+    fixed: bool = False  # whether a capture for other lengths has failed
 
     @property
     def holds(self) -> bool:
-        """Whether the module is as it was captured."""
+        """Return whether the module is as it was captured."""
         return self.captured.guards is None or self.captured.guards.hold()
 
     def sizes(self, batch: FlatBatch, size: int) -> Mapping[str, int] | None:
-        """What varies in ``batch``, with ``size`` rows on all data ranks together, if it may be what this was captured
-        for; else None."""
-        found = self.captured.form.sizes(batch) if self.captured.only_rows in (None, batch.rows) else None
-        return None if found is None else {**found, ROWS: size}
+        """Return the sizes of ``batch`` that vary, with ``size`` rows on all data ranks; None if its form differs."""
+        sizes = self.captured.form.sizes(batch) if self.captured.only_rows in (None, batch.rows) else None
+        return None if sizes is None else {**sizes, ROWS: size}
 
     def get(self, sizes: Mapping[str, int]) -> DistributedProgram | None:
-        """The program for these sizes, if there is one."""
+        """Return the program for these sizes, if there is one."""
         key = tuple(sizes.items())
         if key not in self.made:
             return None
@@ -43,8 +44,10 @@ class Version:
 
 
 def is_same(then: Captured, now: Captured) -> bool:
-    """Return whether two captures lead to one program: they have the same graph, and since the first one nothing has
-    changed but what a trace reads in Python."""
+    """Return whether two captures lead to the same program.
+
+    They have the same graph, and only Python state that a trace reads has changed since the first one.
+    """
     if then.guards is not None and not then.guards.only_reads_differ():
         return False
     keys = ("form", "only_rows", "output_spec", "training", "aliases", "symbols", "like", "changed", "assigned")
@@ -62,8 +65,10 @@ class CapturedVersions:
         self._forgotten: list[DistributedProgram] = []
 
     def look(self, kind: str, batch: FlatBatch, size: int) -> tuple[Version, Mapping[str, int]] | None:
-        """The version that was made of the module as it is now, for batches like this one, with ``size`` rows on all
-        data ranks together, and what varies in this one; of several, one that has a program for its sizes."""
+        """Return the version of the module as it is now for batches like this one, and the sizes that vary.
+
+        ``size``: rows on all data ranks. If there are several versions, one with a program for these sizes is returned.
+        """
         kept: list[Version] = self._kept.get(kind, [])
         fits: tuple[Version, Mapping[str, int]] | None = None
         for version in kept:
@@ -77,12 +82,12 @@ class CapturedVersions:
             kept.insert(0, kept.pop(kept.index(fits[0])))
         return fits
 
-    def alike(self, kind: str, given: FlatBatch) -> tuple[Version, BatchForm] | None:
-        """A version of the module as it is now for other lengths than those of a batch, and the form of both."""
+    def alike(self, kind: str, batch: FlatBatch) -> tuple[Version, BatchForm] | None:
+        """Return a version of the module as it is now for other lengths than those of a batch, and the form of both."""
         for version in self._kept.get(kind, []):
-            known = version.captured.form
-            wider = known.widened(BatchForm.of(given.batch, given.rows, known))
-            if wider is None or wider.sizes(given) is None:
+            form = version.captured.form
+            wider = form.widened(BatchForm.of(batch.batch, batch.rows, form))
+            if wider is None or wider.sizes(batch) is None:
                 continue
             if not version.fixed and version.captured.only_rows is None and version.holds:
                 return version, wider
@@ -96,15 +101,15 @@ class CapturedVersions:
         return next((version for version, guards in guarded if guards and guards.only_containers_differ()), None)
 
     def same(self, kind: str, captured: Captured) -> Version | None:
-        """A version whose programs are those of ``captured``: the same graph of the same tensors."""
+        """Return a version whose programs are those of ``captured``: the same graph of the same tensors."""
         return next((version for version in self._kept.get(kind, []) if is_same(version.captured, captured)), None)
 
     def first(self, kind: str) -> Captured | None:
-        """What was captured first of this kind."""
+        """Return the first capture of this kind."""
         return self._first[kind].captured if kind in self._first else None
 
     def count(self, kind: str) -> int:
-        """How many versions there are."""
+        """Return the number of versions."""
         return len(self._kept.get(kind, []))
 
     def add(self, kind: str, captured: Captured) -> Version:
@@ -117,23 +122,23 @@ class CapturedVersions:
         """Keep ``program``, and forget those that were not used for the longest time."""
         version.made[tuple(sizes.items())] = program
         kept = self._kept[kind]
-        while sum(len(one.made) for one in kept) > KEPT:
-            oldest = next(one for one in reversed(kept) if one.made)
+        while sum(len(entry.made) for entry in kept) > MAX_PROGRAMS:
+            oldest = next(entry for entry in reversed(kept) if entry.made)
             self._forgotten.append(oldest.made.pop(next(iter(oldest.made))))
-        self._kept[kind] = [one for one in kept if one.made]
+        self._kept[kind] = [entry for entry in kept if entry.made]
 
     def latest(self, kind: str) -> DistributedProgram | None:
-        """The program that was used last."""
-        made = [version.made for version in self._kept.get(kind, []) if version.made]
-        return made[0][next(reversed(made[0]))] if made else None
+        """Return the program that was used last."""
+        programs = [version.made for version in self._kept.get(kind, []) if version.made]
+        return programs[0][next(reversed(programs[0]))] if programs else None
 
     def forgotten(self) -> list[DistributedProgram]:
-        """The programs that are no longer kept, each told once."""
-        told, self._forgotten = self._forgotten, []
-        return told
+        """Return the programs that are no longer kept, each once."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
 
     def difference(self, kind: str) -> str:
-        """What of the module is not as it was at the first capture, for people; "" if all is."""
+        """Return a text about what of the module differs from the first capture; empty if nothing does."""
         first = self._first.get(kind)
         if first is None or first.holds or first.captured.guards is None:
             return ""

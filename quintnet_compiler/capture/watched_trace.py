@@ -1,4 +1,4 @@
-"""One trace of a module, watched: what it reads in Python, and what it changes there, which is put back and refused."""
+"""Record the Python state that a trace of a module reads, and refuse and undo changes of it."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from .modes import refuse_replaced, uncompiled
 from .raising_checks import checks_pass
 from .traced_as import TRACED_AS
 
-TRIES = 4  # a thread that draws numbers now and then does not draw some in every trace
+MAX_TRIES = 4  # of a trace, in case another thread draws random numbers
 _TRACED = (FakeTensor, FunctionalTensor)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _is_real(x: Any) -> bool:
-    """Whether a tensor has values: it is not one that only stands for them in a trace."""
+    """Return whether a tensor has values, and does not only stand for them in a trace."""
     return isinstance(x, Tensor) and not isinstance(x, _TRACED) and not is_functional(x) and not is_transformed(x)
 
 
 @dataclass
 class WatchedTrace:
-    """Runs ``forward`` once for a trace of the modules ``roots`` (by label).
+    """A run of ``forward`` for a trace of the modules ``roots`` (by label), and what it read.
 
-    After it: ``reads`` and ``variables``, ``constants`` (tensors that are nobody's, with their versions), and
-    ``foreign``: parameters that are used and belong to none of the modules, with the line that uses each;
-    ``used_unseen``: whether a tensor of ``unseen`` was used, at which forward ends.
+    After it: ``reads`` and ``variables``; ``constants``: tensors that belong to no module, with their versions;
+    ``foreign``: parameters that belong to none of the modules, with the line that uses each; ``used_unseen``: whether
+    a tensor of ``unseen`` was used, at which forward ends.
     """
 
     roots: Mapping[str, nn.Module]
@@ -68,7 +68,7 @@ class WatchedTrace:
     assigned: frozenset[str] = frozenset()
     used_unseen: bool = False
     _extent: tuple[int, ...] = ()
-    _met: dict[int, Any] = field(default_factory=dict)  # what was met by name, by its ``id``
+    _met: dict[int, Any] = field(default_factory=dict)  # objects that were met by name, by ``id``
 
     def run(
         self,
@@ -77,16 +77,17 @@ class WatchedTrace:
         *,
         refuse: bool,
         buffers: bool = False,
-        tries: int = TRIES,
+        tries: int = MAX_TRIES,
     ) -> Any:
-        """What ``forward`` returns.
+        """Run ``forward`` and return its result.
 
         Args:
-            stands_for: what the trace has in place of a real parameter, by its ``id``.
-            refuse: plain data too; else ``changes`` has attributes that became plain data, which may stay so.
-            buffers: whether ``forward`` may put other tensors in the place of buffers. The names are ``assigned`` then,
-                and the trace writes to the buffers instead.
-            tries: how often it is traced while another thread may draw random numbers.
+            forward: The function to trace.
+            stands_for: The trace's tensor for a real parameter, by its ``id``.
+            refuse: Refuse new plain data, too; else ``changes`` has attributes that became plain data, which may stay.
+            buffers: Whether ``forward`` may replace buffers by other tensors. Their names are ``assigned`` then, and
+                the trace writes to the buffers instead.
+            tries: How often it is traced while another thread may draw random numbers.
 
         Raises:
             CompileError: QN110 with the user's line if Python state changed; nothing has changed afterwards.
@@ -135,12 +136,12 @@ class WatchedTrace:
         return result
 
     def _python_values(self) -> list[Any]:
-        """Return what forward may look up in: variables of functions, and attributes of modules."""
+        """Return values in which forward may look something up: variables of functions, and attributes of modules."""
         variables = [variable.value for variable in self.variables]
         return [*variables, *(vars(module) for root in self.roots.values() for module in root.modules())]
 
     def _refuse_iterators(self) -> None:
-        """Raises: CompileError QN110 for an iterator that the trace read: each step would take its next value."""
+        """Raise CompileError QN110 for an iterator that the trace read: each step would take its next value."""
         reads = [read for read in self.reads.found if hasattr(read.owner, "__dict__")]
         attributes = ((read.label, vars(read.owner).get(read.name)) for read in reads)
         variables = ((variable.label, variable.value) for variable in self.variables)
@@ -169,7 +170,7 @@ class WatchedTrace:
         self._meet_by_name()
 
     def follow(self, *functions: Any) -> None:
-        """Watch what these derivatives read and change too; they are about to be called."""
+        """Watch these derivatives, too, which are about to be called."""
         self.state.by = "a derivative that is your own"
         for function in functions:
             self.walk.follow(function)
@@ -182,7 +183,7 @@ class WatchedTrace:
         self.state.by = FORWARD
 
     def _meet_by_name(self) -> None:
-        """Meet what functions look up by name, in variables, classes and modules, until nothing further comes of it."""
+        """Meet the objects that functions look up by name in variables, classes and modules, until none is new."""
         while (extent := self._extent_now()) != self._extent:
             self._extent = extent
             self.walk.take_modules()
@@ -197,7 +198,7 @@ class WatchedTrace:
                 self.reads.take_all_whole()
 
     def _named_values(self) -> Iterator[tuple[str, Any]]:
-        """Yield what functions may look up in modules and classes, and what runs when objects of these are made."""
+        """Yield what functions may look up in modules and classes, and the constructors of the classes."""
         spaces = list(self.reads.spaces.values())
         roots = [(variable.label, variable.value) for variable in self.variables]
         for space in spaces_by_name([*roots, *spaces], self.walk.names):
@@ -219,7 +220,7 @@ class WatchedTrace:
             self.reads.meet(label, value)
 
     def _remember(self, variables: Sequence[Variable]) -> None:
-        """Notice it if a trace changes these."""
+        """Record these variables, so that changes are noticed."""
         spaces: dict[int, tuple[MutableMapping[str, Any], set[str]]] = {}
         for variable in variables:
             where = variable.space
@@ -233,13 +234,15 @@ class WatchedTrace:
     def taken(
         self, roots: Roots, reads: Sequence[Read], missing: Sequence[Read], modes: tuple[Any, ...], *, flags: bool
     ) -> TraceReads:
-        """Return all that the trace took from Python. ``reads``: the attributes that it read, ``missing``: those that
-        were not there."""
-        made = {attribute.key for attribute in self.of_calls}
-        self.walk.take_modules()  # those that forward imported itself
+        """Return all Python state that the trace read.
+
+        ``reads``: the attributes that it read. ``missing``: those that did not exist.
+        """
+        set_by_calls = {attribute.key for attribute in self.of_calls}
+        self.walk.take_modules()  # modules that forward imported itself
         return TraceReads(
             roots,
-            [read for read in reads if (id(read.owner), read.name) not in made],
+            [read for read in reads if (id(read.owner), read.name) not in set_by_calls],
             missing,
             list(self.reads.whole.values()),
             self.reads.modules,
@@ -258,7 +261,7 @@ class WatchedTrace:
 
 
 class _Tensors(TorchFunctionMode):
-    """Sees every real tensor that operators are given: what is not an input of the trace would become a constant."""
+    """A mode that sees real tensors in arguments: those that are no inputs of the trace become constants."""
 
     def __init__(self, trace: WatchedTrace, stands_for: Mapping[int, Callable[[], Tensor]]) -> None:
         super().__init__()
@@ -284,7 +287,7 @@ class _Tensors(TorchFunctionMode):
             )
         refuse_replaced(func, sys._getframe(1))
         func = TRACED_AS.get(func, func)
-        # torch's random functions that are told of a generator, if it is None, have no kernel for symbolic sizes
+        # torch's random functions with generator=None have no kernel for symbolic sizes
         kwargs = {name: x for name, x in (kwargs or {}).items() if name != "generator" or x is not None}
         leaves = pytree.tree_leaves((args, kwargs)) if any(map(_holds, (*args, *kwargs.values()))) else ()
         for x in leaves:
@@ -305,9 +308,9 @@ class _Tensors(TorchFunctionMode):
     def _stand_in(self, x: Any) -> Any:
         if id(x) not in self.stands_for:
             return x
-        found = self.stands_for[id(x)]()
-        self._require_seen(found)
-        return found
+        replacement = self.stands_for[id(x)]()
+        self._require_seen(replacement)
+        return replacement
 
     def _require_seen(self, x: Tensor) -> None:
         if id(x) in self.trace.unseen.tensors:
@@ -331,14 +334,14 @@ def _library(file: str, own: tuple[str, ...]) -> bool:
 
 
 def user_frame(frame: types.FrameType | None, own: tuple[str, ...]) -> types.FrameType | None:
-    """The innermost frame of a stack that is the user's."""
+    """Return the innermost frame of a stack that is the user's."""
     while frame is not None and _library(frame.f_code.co_filename, own):
         frame = frame.f_back
     return frame
 
 
 def user_line(frame: types.FrameType | None, own: tuple[str, ...]) -> str:
-    """The innermost line of a stack that is the user's."""
+    """Return the innermost line of a stack that is the user's."""
     frame = user_frame(frame, own)
     if frame is None:
         return ""
@@ -348,7 +351,7 @@ def user_line(frame: types.FrameType | None, own: tuple[str, ...]) -> str:
 
 
 def _line_of(again: Callable[[], Any], changes: Sequence[Change], own: tuple[str, ...]) -> str:
-    """Run the trace again, line by line, and stop at the one after which the first of ``changes`` is there."""
+    """Run the trace again, and return the line after which the first of ``changes`` exists."""
     at: dict[types.FrameType, int] = {}  # the line that a frame is in
     culprit: list[tuple[str, int]] = []
 
@@ -372,14 +375,14 @@ def _line_of(again: Callable[[], Any], changes: Sequence[Change], own: tuple[str
     def call(frame: types.FrameType, event: str, argument: Any) -> Any:
         return None if _library(frame.f_code.co_filename, own) else line
 
-    before = sys.gettrace()
+    previous = sys.gettrace()
     sys.settrace(call)
     try:
         again()
-    except Exception as error:  # Found, or what the user's code made of it
+    except Exception as error:  # Found, or another error that the user's code made of it
         del error
     finally:
-        sys.settrace(before)
+        sys.settrace(previous)
     if not culprit:
         return ""
     name, number = culprit[0]

@@ -31,7 +31,7 @@ from quintnet_compiler.capture.repetition import longest_repetition
 from quintnet_compiler.capture.sparse_gradients import check_dense
 from quintnet_compiler.capture.step_module import StepModule, loss_of
 from quintnet_compiler.capture.traced_as import TRACED_AS, combinations, corrcoef, cov, instance_norm
-from quintnet_compiler.capture.versions import KEPT, CapturedVersions, Version
+from quintnet_compiler.capture.versions import MAX_PROGRAMS, CapturedVersions, Version
 from quintnet_compiler.capture.watched_trace import WatchedTrace
 from quintnet_compiler.compat.torch_compiler import QUESTIONS, questions_answered
 from quintnet_compiler.core.errors import CompileError
@@ -237,11 +237,11 @@ def test_the_programs_that_were_used_last_are_kept() -> None:
     kept, batch = CapturedVersions(), (torch.zeros(4, 3),)
     captured: Any = Captured(None, {}, {}, BatchForm.of(batch, 4), None, True)  # type: ignore[arg-type]
     version = kept.add("train", captured)
-    programs: list[Any] = [object() for _ in range(KEPT + 1)]
-    for rows, program in enumerate(programs[:KEPT], 1):
+    programs: list[Any] = [object() for _ in range(MAX_PROGRAMS + 1)]
+    for rows, program in enumerate(programs[:MAX_PROGRAMS], 1):
         kept.keep("train", version, {"rows": rows}, program)
     assert version.get({"rows": 1}) is programs[0] and kept.latest("train") is programs[0] and not kept.forgotten()
-    kept.keep("train", version, {"rows": KEPT + 1}, programs[KEPT])
+    kept.keep("train", version, {"rows": MAX_PROGRAMS + 1}, programs[MAX_PROGRAMS])
     assert kept.forgotten() == [programs[1]] and kept.forgotten() == []
     assert version.get({"rows": 2}) is None and version.get({"rows": 1}) is programs[0]
     single = kept.add("train", captured)

@@ -12,7 +12,7 @@ from torch import nn
 
 import quintnet
 from quintnet_compiler.capture.changes.refused_changes import changed_by_trace
-from quintnet_compiler.capture.watched_trace import TRIES, WatchedTrace
+from quintnet_compiler.capture.watched_trace import MAX_TRIES, WatchedTrace
 from quintnet_compiler.guards.python_state import Change
 
 
@@ -45,7 +45,7 @@ class Traced:
 
 @pytest.mark.usefixtures("beside")
 def test_numbers_that_another_thread_draws_are_not_forwards() -> None:
-    for draws in range(TRIES):
+    for draws in range(MAX_TRIES):
         before = random.getstate()
         assert Traced(range(draws)).run() == draws + 1  # of the trace in which nobody drew
         assert random.getstate() == before

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from quintnet_compiler.capture import capture as capturing
-from quintnet_compiler.capture.capture import MANY, capture
+from quintnet_compiler.capture.capture import MIN_EQUAL_BLOCKS, capture
 from quintnet_compiler.capture.repeat_blocks import with_all_blocks
 from quintnet_compiler.compat.torch import without_torch_function
 from quintnet_compiler.guards.guards import Trained
 from quintnet_compiler.ir.program import Captured
 
-DEPTH = MANY + 1
+DEPTH = MIN_EQUAL_BLOCKS + 1
 
 
 class Block(nn.Module):

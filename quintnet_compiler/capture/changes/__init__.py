@@ -1,1 +1,1 @@
-"""What a traced forward changes of what it is given, as results of the graph."""
+"""Changes that a traced forward makes to its inputs, as results of the graph."""

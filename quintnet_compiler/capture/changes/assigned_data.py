@@ -1,4 +1,4 @@
-"""``x.data = y`` in a traced forward: a write to ``x``, where nobody could tell that from other memory."""
+"""``x.data = y`` in a traced forward: a write to ``x``, if new memory would make no difference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _put_data = define_operator(
 
 
 def put_data(x: Tensor, value: Tensor) -> bool:
-    """Record ``x.data = value``, if that leaves the shape, strides, dtype and device as they are."""
+    """Record ``x.data = value`` and return True, if that leaves shape, strides, dtype and device as they are."""
     alike = (x.shape, x.stride(), x.dtype, x.device) == (value.shape, value.stride(), value.dtype, value.device)
     if alike:
         with torch.no_grad():
@@ -30,10 +30,10 @@ def put_data(x: Tensor, value: Tensor) -> bool:
 
 
 def place_data(graph: fx.Graph) -> None:
-    """Make each of them a copy in ``graph``, which has operators in place.
+    """Turn each recorded assignment into a copy in ``graph``, which has in-place operators.
 
     Raises:
-        CompileError: QN110 where a view of the old memory, or another value in the new one, would show the difference.
+        CompileError: QN110 if a view of the old memory, or another value in the new memory, would differ.
     """
     nodes = list(graph.nodes)
     if not any(node.target is _put_data for node in nodes):
@@ -68,7 +68,7 @@ def place_data(graph: fx.Graph) -> None:
 
 
 def _whole(node: fx.Node) -> fx.Node:
-    """What a value is all of: behind ``detach``, and what operators in place return."""
+    """Return the tensor that a value is the whole of, through ``detach`` and in-place operators."""
     while (source := same_memory(node)) is not None and (op_spec(node).detaches == "of its own" or [*written(node)]):
         node = source
     return node

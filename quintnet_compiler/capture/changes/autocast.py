@@ -12,22 +12,22 @@ from ...core.annotations import is_getitem
 
 
 def regions(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, bool, fx.GraphModule, tuple[Any, ...]]]:
-    """Each region of ``gm``: its operator, whether autocast is on, its body, and the values of the body's inputs."""
+    """Yield the regions of ``gm``: operator, whether autocast is on, body, and values of the body's inputs."""
     for node in list(gm.graph.nodes):
         if isinstance(node.target, HigherOrderOperator) and str(node.target) == "wrap_with_autocast":
-            _, _, enabled, _, body, *given = node.args
-            yield node, bool(enabled), getattr(gm, body.target), tuple(given)
+            _, _, enabled, _, body, *inputs = node.args
+            yield node, bool(enabled), getattr(gm, body.target), tuple(inputs)
 
 
 def inline_where_off(gm: fx.GraphModule) -> None:
-    """Make parts of the graph of the regions that switch autocast off where it is off."""
+    """Inline the regions that switch autocast off where it is off already."""
     graph = gm.graph
-    for node, enabled, body, given in regions(gm):
+    for node, enabled, body, arguments in regions(gm):
         if enabled:
             continue
         inline_where_off(body)
         inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
-        env: dict[fx.Node, Any] = dict(zip(inputs, given, strict=True))
+        env: dict[fx.Node, Any] = dict(zip(inputs, arguments, strict=True))
         with graph.inserting_before(node):
             for n in body.graph.nodes:
                 if n.op not in ("placeholder", "output"):

@@ -1,7 +1,7 @@
-"""What derivatives that are the user's own read and write of a module's state, in a graph that has operators in place.
+"""Check reads and writes of a module's state by the user's derivatives, in a graph that has in-place operators.
 
-A derivative is traced where its forward is, and PyTorch runs it after the loss. So what it reads must not change in
-between, and what it changes must not be read.
+A derivative is traced at the place of its forward, but PyTorch runs it after the loss. So state that it reads must not
+change in between, and state that it changes must not be read.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ...ops.derivatives.user_derivatives import of_tangents
 from ..places import where_of
 from .memory import same_memory, statistics, written
 
-BACKWARD = "quintnet_backward"  # an entry of ``meta``: the number of the derivative that computes a node
+BACKWARD = "quintnet_backward"  # key of a node's meta: the number of the derivative that computes it
 
 
 def check_backwards(exported: ExportedProgram, reached: Collection[int]) -> None:
     """Check each derivative of the graph. ``reached``: those that the backward of the loss runs.
 
     Raises:
-        CompileError: QN105 for state that a derivative changes and forward reads or changes later, or the other way
-            round; for what it changes to values of gradients; for what one changes that does not run.
+        CompileError: QN105 for state that a derivative changes and forward reads or changes later, or vice versa; for
+            gradients that it writes to state; for state that a derivative changes which does not run.
     """
     nodes = list(exported.graph.nodes)
     if not any(BACKWARD in node.meta for node in nodes):
@@ -49,19 +49,19 @@ def check_backwards(exported: ExportedProgram, reached: Collection[int]) -> None
         if number is None:
             continue
         for x in {root[x] for x in node.all_input_nodes if root[x].name in names}:
-            writes = any(root[one] is x for one in _changed(node))
-            later = users[x] if writes else writers.get(x, [])
-            others = [one for one in later if place[one] > place[node] and one.meta.get(BACKWARD) != number]
+            writes = any(root[written_node] is x for written_node in _changed(node))
+            conflicting = users[x] if writes else writers.get(x, [])
+            others = [n for n in conflicting if place[n] > place[node] and n.meta.get(BACKWARD) != number]
             name = names[x.name].removeprefix("model.")
             if writes and node in gradients:
                 _refuse(node, f"a derivative that is your own writes what it sees of gradients into {name!r}")
             if writes and number not in reached:
                 _refuse(node, f"a derivative that is your own changes {name!r}, and the loss does not depend on it")
             if others:
-                does = "changes" if writes else "reads"
+                verb = "changes" if writes else "reads"
                 _refuse(
                     node,
-                    f"a derivative that is your own {does} {name!r}, which the forward pass changes or reads later",
+                    f"a derivative that is your own {verb} {name!r}, which the forward pass changes or reads later",
                 )
 
 

@@ -1,7 +1,7 @@
-"""Functions that keep their results, as functools.lru_cache makes them: a trace leaves none of its own in them.
+"""Clear functions with functools.lru_cache that keep results of a trace.
 
-A table of positions may be kept under its size, for instance. What a trace makes is no tensor that the next call of the
-module could use, nor another trace. A result that was there before is a constant, as it is for the module.
+A table of positions may be cached by its size, for instance. A tensor of a trace is of no use to the next call of the
+module, nor to another trace. A result that was cached before the trace is a constant, as it is for the module.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ...core.replaced import all_objects
 
 _Cached = functools._lru_cache_wrapper
 _OF_TRACES = (FakeTensor, FunctionalTensor, SymInt, SymFloat, SymBool)
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class CachedResults:
-    """``missed``: how often each function of this process was computed, before any trace."""
+    """The number of cache misses of each cached function of this process (``missed``), before a trace."""
 
     missed: Mapping[_Cached[Any], int]
 
@@ -36,10 +36,10 @@ class CachedResults:
     def of_process(cls) -> CachedResults:
         return cls({x: x.cache_info().misses for x in _FOUND.now()})
 
-    def kept_from(self, trace: Callable[[], Made]) -> Callable[[], Made]:
-        """``trace``, after which functions that keep some of its results are as if they had never been called."""
+    def kept_from(self, trace: Callable[[], Result]) -> Callable[[], Result]:
+        """Return ``trace``, extended to clear functions that keep some of its results."""
 
-        def traced() -> Made:
+        def traced() -> Result:
             try:
                 return trace()
             finally:
@@ -52,9 +52,12 @@ class CachedResults:
 
 
 class _CachedFunctions:
-    """The functions of this process that keep their results. A look at all objects takes a tenth of a small compilation
-    or more, so there is none where no function was made since the last: each refers to its type, and so ``others``, how
-    often anything else refers to it, is what it was."""
+    """The cached functions of this process.
+
+    A search among all objects takes a tenth of a small compilation or more, so it is skipped if no such function was
+    made since the last. Each refers to its type; ``others``: the number of other references to the type, which is then
+    the same.
+    """
 
     def __init__(self) -> None:
         self.functions: WeakSet[_Cached[Any]] = WeakSet()
@@ -62,11 +65,11 @@ class _CachedFunctions:
 
     def now(self) -> list[_Cached[Any]]:
         with self.turn:
-            before = _references()
-            if before - len(self.functions) != self.others or not _counted():
+            references = _references()
+            if references - len(self.functions) != self.others or not _counted():
                 self.functions = WeakSet(x for x in all_objects() if type(x) is _Cached)
-                alone = _references() == before  # no other thread makes or drops some meanwhile
-                self.others = before - len(self.functions) if alone else -1
+                alone = _references() == references  # no other thread makes or drops some meanwhile
+                self.others = references - len(self.functions) if alone else -1
             return list(self.functions)
 
 
@@ -78,17 +81,17 @@ def _references() -> int:
 
 
 def _counted() -> bool:
-    """Whether functions count as references to their type: not in a Python without a global lock."""
-    before = _references()
-    made = functools.lru_cache(_references)
-    return made.__wrapped__() == before + 1
+    """Return whether functions count as references to their type: not in a Python without a global lock."""
+    references = _references()
+    cached = functools.lru_cache(_references)
+    return cached.__wrapped__() == references + 1
 
 
 class _TraceSearch:
-    """A search for what is of a trace among what functions keep.
+    """A search for objects of a trace in caches.
 
-    A cache may hold many thousands of expressions or names: ``plain`` are the types that were seen to have no parts and
-    no attributes, so that a second object costs nothing.
+    A cache may hold many thousands of expressions or names: ``plain`` has the types that have neither parts nor
+    attributes, so that a second object of one costs nothing.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,4 @@
-"""Values that forward changes in place where autograd does not see it, in a traced graph: gradients go on to the value
-as it was, not into the change.
+"""Rewrite in-place changes that autograd does not see: gradients flow to the old value, not into the change.
 
     h = f(x)                        h = f(x)
     with torch.no_grad():           h0 = after_gradients(h, [])
@@ -7,13 +6,13 @@ as it was, not into the change.
     y = h @ w                       h1, t = with_tangent(detach(h), True)
                                     y = after_gradients(h1, declare_gradient(h0, t)) @ w
 
-A tensor keeps its place in autograd's graph: what reads it after the change has the new value, and the gradient of that
-is the gradient of what it was. So it is with parameters, with values in between, and with all views of either. This is
-done while the graph still has in-place operators (the left side); the right side without them has the gradient as a
-derivative of :mod:`...ops.derivatives.user_derivatives`, and the new value behind ``detach``.
+A tensor keeps its place in autograd's graph: a reader after the change gets the new value, and its gradient goes to the
+old value. So it is with parameters, with values in between, and with all views of either. The rewrite needs in-place
+operators (the left side); on the right side, the gradient is a derivative of
+:mod:`...ops.derivatives.user_derivatives`, and the new value comes from a ``detach``.
 
-Each ``detach`` is another tensor of the same memory. What writes to one of them and has a gradient gives a gradient to
-that one alone; all others are changed as under ``no_grad``.
+Each ``detach`` is another tensor of the same memory. A write with a gradient to one of them gives a gradient to that
+one alone; all others are changed as under ``no_grad``.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ _detach = aten.detach.default
 
 
 def keep_gradients(exported: ExportedProgram) -> None:
-    """Change the graph of ``exported`` where it changes values that have a gradient, and autograd would not see it.
+    """Rewrite writes in the graph of ``exported`` to values with a gradient that autograd would not see.
 
     Raises:
-        CompileError: QN110 for a parameter that has several places (torch's removal of operators in place fails).
+        CompileError: QN110 for a parameter with several places (torch cannot remove in-place operators then).
     """
     _in_autocast(exported.graph_module)
     if not any(True for node in exported.graph.nodes for _ in written(node)):
@@ -55,7 +54,7 @@ def keep_gradients(exported: ExportedProgram) -> None:
     tensors = Tensors(exported.graph, {n for n, parameter in of.items() if parameter.requires_grad})
     for node, writes in tensors.writes.items():
         for parameter in writes.keys() & of.keys():
-            if sum(one is of[parameter] for one in of.values()) > 1:
+            if sum(x is of[parameter] for x in of.values()) > 1:
                 raise CompileError(
                     "QN110",
                     f"the forward pass changes {names[parameter.name].removeprefix('model.')!r}, which has several "
@@ -74,10 +73,10 @@ def keep_gradients(exported: ExportedProgram) -> None:
 
 
 def _in_autocast(gm: fx.GraphModule) -> None:
-    """Change the graphs of regions of autocast, too, each on its own.
+    """Rewrite the graphs of autocast regions, each by itself.
 
     Raises:
-        CompileError: QN110 where one changes what is made outside, and nothing outside would see it.
+        CompileError: QN110 if one changes a tensor from outside, and nothing outside would see it.
     """
     for node, _, body, _ in regions(gm):
         _in_autocast(body)
@@ -99,8 +98,11 @@ def _in_autocast(gm: fx.GraphModule) -> None:
 
 @dataclass(frozen=True)
 class Write:
-    """A write to some memory: the tensors of that memory that have a gradient before, and the ``tensor`` that gets the
-    gradient of what is written, if that has one."""
+    """A write to some memory.
+
+    ``grown``: the tensors of that memory that have a gradient before. ``tensor``: the one that gets the gradient of the
+    written value, if that has one.
+    """
 
     grown: frozenset[fx.Node]
     tensor: fx.Node | None
@@ -108,13 +110,18 @@ class Write:
 
 @dataclass
 class Tensors:
-    """What autograd knows of the values of a graph.
+    """Memory and autograd's tensors of the values of a graph.
 
-    ``memory``: what first had the memory of a value, ``of_memory`` the tensors that have it; ``tensor``: what first had
-    its place in autograd's graph, which is the base of a view, and what ``detach`` made. ``source``: of a view, what it
-    is a view of, as the user wrote it. ``writes``: by operator, and by the memory that it writes to. ``unseen``: memory
-    in which a write and a gradient are of different tensors, so that an operator in place would not do what autograd
-    does. ``leaves``: what is trained.
+    Attributes:
+        graph: The graph.
+        leaves: The trained inputs.
+        of_memory: For some memory, the tensors that have it.
+        memory: For a value, the first value with its memory.
+        tensor: For a value, the first value with its place in autograd's graph: the base of a view, or a ``detach``.
+        source: For a view, the value that the user's code views.
+        writes: By operator, and by the memory that it writes to.
+        unseen: Memory in which a write and a gradient belong to different tensors, so that an in-place operator would
+            not do what autograd does.
     """
 
     graph: fx.Graph
@@ -147,7 +154,7 @@ class Tensors:
                 self.writes[node] = MappingProxyType({m: self._write(m, targets, grown, flows) for m in places})
                 grown |= {self.tensor[x] for x in targets if flows and _differentiable(x)}
                 grown -= {self.tensor[x] for x in targets if op_spec(node).detaches == "in place"}
-            elif op_spec(node).inner_gradient == "start":  # its argument is a leaf from now on
+            elif op_spec(node).inner_gradient == "start":  # its argument is now a leaf
                 grown |= {node, *(self.tensor[x] for x in node.all_input_nodes)}
             elif source is None and flows and not detached and _differentiable(node):
                 grown.add(node)
@@ -159,7 +166,7 @@ class Tensors:
 
     def _find_unseen(self) -> None:
         place = {node: i for i, node in enumerate(self.graph.nodes)}
-        last: dict[fx.Node, int] = {}  # where each tensor is read
+        last: dict[fx.Node, int] = {}  # the last place where each tensor is read
         for node, i in place.items():
             for x in node.all_input_nodes:
                 if self.source.get(node) is not x:
@@ -180,75 +187,85 @@ def _differentiable(node: fx.Node) -> bool:
         return bool(node.args[3])
     if declare_gradient in (node.target, getattr(node.args[0] if node.args else None, "target", None)):
         return True  # it says where a gradient goes
-    known = node.meta.get("val")
-    parts = known if isinstance(known, (tuple, list)) else (known,)
+    result = node.meta.get("val")
+    parts = result if isinstance(result, (tuple, list)) else (result,)
     return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in parts)
 
 
 @dataclass
 class _Rewriter:
-    """The memory of the graph as it is always has the values that are in it now."""
+    """A rewrite after which the memory of the graph has the current values at each place."""
 
     graph: fx.Graph
-    known: Tensors
-    begun: set[fx.Node] = field(default_factory=set)  # memory that is not as it was made
-    starts: dict[fx.Node, fx.Node] = field(default_factory=dict)  # by tensor: what it was when autograd last saw it
-    now: dict[fx.Node, fx.Node] = field(default_factory=dict)  # what a tensor, or a view, is since the last write
+    tensors: Tensors
+    begun: set[fx.Node] = field(default_factory=set)  # memory that was written to
+    starts: dict[fx.Node, fx.Node] = field(default_factory=dict)  # by tensor: its value when autograd last saw it
+    now: dict[fx.Node, fx.Node] = field(default_factory=dict)  # by tensor or view: its node since the last write
     meta: dict[fx.Node, Any] = field(default_factory=dict)  # by memory: of the operator that wrote last
 
     def run(self) -> Mapping[str, str]:
-        """The names of results of the graph that others stand for."""
-        known, out = self.known, self.graph.output_node()
+        """Rewrite the graph; return the new names of its results that have other nodes."""
+        tensors, out = self.tensors, self.graph.output_node()
         named = {x: x.name for x in out.all_input_nodes}
         for node in list(self.graph.nodes):
-            writes = {m: w for m, w in known.writes.get(node, {}).items() if m in known.unseen}
-            if node.op == "placeholder" or (node in known.source and not writes):
+            writes = {m: w for m, w in tensors.writes.get(node, {}).items() if m in tensors.unseen}
+            if node.op == "placeholder" or (node in tensors.source and not writes):
                 continue
-            targets = [x for x in written(node) if known.memory[x] in writes]
-            stands: dict[fx.Node, fx.Node] = {}
-            with self.graph.inserting_before(node):
-                for x in node.all_input_nodes:
-                    if x not in targets and known.memory.get(x) in self.begun:
-                        stands[x] = self._current(x)
-                for memory, write in writes.items():
-                    self._begin(memory, write, node)
-                    to = self._at if write.tensor is None else self._current
-                    stands |= {x: to(x) for x in targets if known.memory[x] is memory}
-            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda x: stands.get(x, x))  # noqa: B023
+            replaced = self._replaced_inputs(node, writes)
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda x: replaced.get(x, x))  # noqa: B023
             if node is out:
-                return {name: stands[x].name for x, name in named.items() if x in stands}
+                return {name: replaced[x].name for x, name in named.items() if x in replaced}
             for memory, write in writes.items():
-                mine = self.now.get(write.tensor) if write.tensor is not None else None
-                self.now = {x: found for x, found in self.now.items() if known.memory[x] is not memory}
-                if write.tensor is not None and mine is not None:
-                    self.now[write.tensor] = mine
-                    if mine is not memory:
-                        with self.graph.inserting_before(node.next):
-                            value = self._made(_detach, (mine,), write.tensor)
-                            self._made(aten.copy_.default, (self._at(write.tensor), value), write.tensor)
+                self._end(memory, write, node)
         return {}
+
+    def _replaced_inputs(self, node: fx.Node, writes: Mapping[fx.Node, Write]) -> dict[fx.Node, fx.Node]:
+        """Return new nodes for inputs whose memory was written to, and for those that ``node`` writes to."""
+        memory = self.tensors.memory
+        targets = [x for x in written(node) if memory[x] in writes]
+        replaced: dict[fx.Node, fx.Node] = {}
+        with self.graph.inserting_before(node):
+            for x in node.all_input_nodes:
+                if x not in targets and memory.get(x) in self.begun:
+                    replaced[x] = self._current(x)
+            for place, write in writes.items():
+                self._begin(place, write, node)
+                to = self._at if write.tensor is None else self._current
+                replaced |= {x: to(x) for x in targets if memory[x] is place}
+        return replaced
+
+    def _end(self, memory: fx.Node, write: Write, node: fx.Node) -> None:
+        """Forget the nodes of memory after a write to it, and copy the written tensor to it."""
+        current = self.now.get(write.tensor) if write.tensor is not None else None
+        self.now = {x: node for x, node in self.now.items() if self.tensors.memory[x] is not memory}
+        if write.tensor is not None and current is not None:
+            self.now[write.tensor] = current
+            if current is not memory:
+                with self.graph.inserting_before(node.next):
+                    value = self._call(_detach, (current,), write.tensor)
+                    self._call(aten.copy_.default, (self._at(write.tensor), value), write.tensor)
 
     def _begin(self, memory: fx.Node, write: Write, node: fx.Node) -> None:
         """Prepare a write."""
         if memory not in self.begun:
             self.begun.add(memory)
-            self.now |= {x: x for x in self.known.of_memory[memory] if x < node}
+            self.now |= {x: x for x in self.tensors.of_memory[memory] if x < node}
         self.meta[memory] = node.meta
         for tensor in sorted(write.grown):
             if tensor in self.now and tensor is not write.tensor:
-                self.starts[tensor] = self._made(after_gradients, (self.now[tensor], []), tensor)
+                self.starts[tensor] = self._call(after_gradients, (self.now[tensor], []), tensor)
         if op_spec(node).detaches == "in place":
-            self.starts.pop(self.known.tensor[node.args[0]], None)  # type: ignore[index]
+            self.starts.pop(self.tensors.tensor[node.args[0]], None)  # type: ignore[index]
         current = None if write.tensor is None else self._current(write.tensor)
         if write.tensor is not None and current is not None and op_spec(current).detaches == "of its own":
             # others have its memory
-            self.now[write.tensor] = self._made(aten.clone.default, (self.now[write.tensor],), write.tensor)
+            self.now[write.tensor] = self._call(aten.clone.default, (self.now[write.tensor],), write.tensor)
 
     def _current(self, x: fx.Node) -> fx.Node:
-        """``x`` as it is now; the gradient of a tensor is that of what it was."""
+        """Return ``x`` with its current value; the gradient of a tensor goes to its old value."""
         if x in self.now:
             return self.now[x]
-        if self.known.tensor[x] is not x:
+        if self.tensors.tensor[x] is not x:
             self.now[x] = self._copied(x, self._current)
         elif x in self.starts:
             self.now[x] = self._grown(x)
@@ -257,37 +274,37 @@ class _Rewriter:
         return self.now[x]
 
     def _at(self, x: fx.Node) -> fx.Node:
-        """The place of ``x`` in memory, without a gradient."""
-        if x is self.known.memory[x]:
-            return self._made(_detach, (x,), x)
+        """Return the place of ``x`` in memory, without a gradient."""
+        if x is self.tensors.memory[x]:
+            return self._call(_detach, (x,), x)
         return self._copied(x, self._at)
 
     def _copied(self, x: fx.Node, of: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        """``x`` as the same view of another value."""
-        source = self.known.source[x]
+        """Return the same view as ``x`` of another value."""
+        source = self.tensors.source[x]
         if list(written(x)):
             return of(source)
         if is_getitem(x):
-            several = x.args[0]
-            assert isinstance(several, fx.Node)
-            views = self.graph.node_copy(several, lambda n: of(n) if n is source else n)
+            views_node = x.args[0]
+            assert isinstance(views_node, fx.Node)
+            views = self.graph.node_copy(views_node, lambda n: of(n) if n is source else n)
             copy = self.graph.call_function(operator.getitem, (views, x.args[1]))
             copy.meta = dict(x.meta)
             return copy
         return self.graph.node_copy(x, lambda n: of(n) if n is source else n)
 
     def _grown(self, tensor: fx.Node) -> fx.Node:
-        """What is in memory now, with the gradient of what a tensor was."""
+        """Return the current value in memory, whose gradient goes to the old value of a tensor."""
         value: Any = tensor.meta["val"]
-        both = self._made(with_tangent, (self._at(tensor), True), tensor, [value, value])
-        new, tangent = (self._made(operator.getitem, (both, i), tensor) for i in range(2))
+        both = self._call(with_tangent, (self._at(tensor), True), tensor, [value, value])
+        new, tangent = (self._call(operator.getitem, (both, i), tensor) for i in range(2))
         token = value.new_empty((), dtype=torch.int64)
-        says = self._made(declare_gradient, (self.starts[tensor], tangent), tensor, [token])
-        done = self._made(operator.getitem, (says, 0), tensor, token)
-        return self._made(after_gradients, (new, [done]), tensor)
+        says = self._call(declare_gradient, (self.starts[tensor], tangent), tensor, [token])
+        done = self._call(operator.getitem, (says, 0), tensor, token)
+        return self._call(after_gradients, (new, [done]), tensor)
 
-    def _made(self, target: Any, args: tuple[Any, ...], like: fx.Node, value: Any = None) -> fx.Node:
-        made = self.graph.call_function(target, args)
-        made.meta = {**self.meta[self.known.memory[like]], "val": like.meta["val"] if value is None else value}
-        made.meta.pop(WITHOUT_GRADIENTS, None)
-        return made
+    def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node, value: Any = None) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta = {**self.meta[self.tensors.memory[like]], "val": like.meta["val"] if value is None else value}
+        node.meta.pop(WITHOUT_GRADIENTS, None)
+        return node

@@ -1,4 +1,4 @@
-"""The memory of values in a traced graph that has operators in place."""
+"""The memory of values in a traced graph that has in-place operators."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from ...core.annotations import is_getitem
 
 
 def written(node: fx.Node) -> Iterator[fx.Node]:
-    """The arguments that an operator writes to."""
+    """Yield the arguments that an operator writes to."""
     if not isinstance(node.target, OpOverload) or not schema(node.target).is_mutable:
         return
     arguments = schema(node.target).arguments
-    given = {a.name: x for a, x in zip(arguments, node.args, strict=False)} | node.kwargs
+    values = {a.name: x for a, x in zip(arguments, node.args, strict=False)} | node.kwargs
     for argument in arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found: list[fx.Node] = []
-            fx.map_arg(given.get(argument.name), found.append)
-            yield from found
+            targets: list[fx.Node] = []
+            fx.map_arg(values.get(argument.name), targets.append)
+            yield from targets
 
 
 def same_memory(node: fx.Node) -> fx.Node | None:
-    """The argument whose memory a result has: that of a view, of a reshape that copies nothing, of an operator in
-    place; None if a result has its own."""
-    several: Any = node.args[0] if is_getitem(node) else node
-    if node.op != "call_function" or (several is node and not isinstance(node.target, OpOverload)):
+    """Return the argument whose memory a result has, or None if it has its own.
+
+    It is that of a view, of a reshape that copies nothing, or of an in-place operator.
+    """
+    call: Any = node.args[0] if is_getitem(node) else node
+    if node.op != "call_function" or (call is node and not isinstance(node.target, OpOverload)):
         return None
-    mine = _keys(node)
-    return next((x for x in (*written(several), *several.all_input_nodes) if mine & _keys(x)), None)
+    keys = _keys(node)
+    return next((x for x in (*written(call), *call.all_input_nodes) if keys & _keys(x)), None)
 
 
 def itself(node: fx.Node) -> fx.Node:
-    """The tensor that an operator in place returns after it has changed it."""
+    """Return the tensor that an in-place operator changes and returns, or ``node`` itself."""
     while list(written(node)) and (source := same_memory(node)) is not None:
         node = source
     return node
@@ -47,7 +49,7 @@ def _keys(node: fx.Node) -> set[int]:
 
 
 def statistics(node: fx.Node) -> list[fx.Node]:
-    """The running statistics that a norm changes, which its schema does not say. Its results do not depend on them."""
+    """Return the running statistics that a norm changes, which its schema omits. Its results do not depend on them."""
     if not isinstance(node.target, OpOverload):
         return []
     names = [argument.name for argument in schema(node.target).arguments]

@@ -1,4 +1,4 @@
-"""What a traced function changes of what it is given: buffers and parameters, which a program writes back."""
+"""Find the buffers and parameters that a traced function changes, which a program writes back."""
 
 from __future__ import annotations
 
@@ -24,52 +24,54 @@ _MUTATED = types.MappingProxyType(
 
 
 def changed_state(exported: ExportedProgram, sample: Any, assigned: frozenset[str] | None) -> dict[str, int]:
-    """The buffers and parameters that are changed, and which output of the graph has the new value.
+    """Return the buffers and parameters that are changed, with the output of the graph that has the new value.
 
     Args:
-        assigned: the buffers in whose place forward puts other tensors; None where nothing may change.
+        exported: The traced function.
+        sample: Of a batch.
+        assigned: The buffers that forward replaces by other tensors; None if nothing may change.
 
     Raises:
-        CompileError: QN110 if another tensor changes; or if what is assigned would change with another tensor.
+        CompileError: QN110 if another tensor changes, or if an assigned tensor would change with another one.
     """
-    found: dict[str, int] = {}
-    made = {node.name: node for node in exported.graph.nodes}
+    positions: dict[str, int] = {}
+    nodes = {node.name: node for node in exported.graph.nodes}
     for position, spec in enumerate(exported.graph_signature.output_specs):
         if spec.kind in _MUTATED:
             name = (spec.target or "").removeprefix("model.")
             if spec.kind is OutputKind.USER_INPUT_MUTATION or assigned is None:
-                raise _refusal(exported, sample, spec.kind, name, where_of(made[spec.arg.name]))
-            found[name] = position
+                raise _refusal(exported, sample, spec.kind, name, where_of(nodes[spec.arg.name]))
+            positions[name] = position
     ends: Any = exported.graph.output_node().args[0]
-    of: dict[fx.Node, str] = {}
-    for name in sorted((assigned or frozenset()) & found.keys()):
-        source = _memory_of(ends[found[name]])
-        other = f"the buffer {of[source]!r}" if source in of else _given(exported, source)
+    buffer_of: dict[fx.Node, str] = {}
+    for name in sorted((assigned or frozenset()) & positions.keys()):
+        source = _memory_of(ends[positions[name]])
+        other = f"the buffer {buffer_of[source]!r}" if source in buffer_of else _input_name(exported, source)
         if other:
             raise CompileError(
                 "QN110",
                 f"the forward pass assigns a view of {other} to the buffer {name!r}, which would change with it",
-                where=where_of(ends[found[name]]),
+                where=where_of(ends[positions[name]]),
                 fix="assign a copy: .clone()",
             )
-        of[source] = name
-    return found
+        buffer_of[source] = name
+    return positions
 
 
 def _refusal(exported: ExportedProgram, sample: Any, kind: OutputKind, name: str, where: Where) -> CompileError:
-    what, fix = _MUTATED[kind], "change it outside forward, between steps"
-    if what == "input":
+    kind_name, fix = _MUTATED[kind], "change it outside forward, between steps"
+    if kind_name == "input":
         paths, _ = pytree.tree_flatten_with_path(sample)
-        given = dict(zip(exported.graph_signature.user_inputs, (path for path, _ in paths), strict=False))
-        name = f"batch{pytree.keystr(given.get(name, ()))}"
+        input_paths = dict(zip(exported.graph_signature.user_inputs, (path for path, _ in paths), strict=False))
+        name = f"batch{pytree.keystr(input_paths.get(name, ()))}"
         fix = f"change a copy: {name}.clone()"
     return CompileError(
-        "QN110", f"the forward pass changes the {what} {name!r}; a program would not", where=where, fix=fix
+        "QN110", f"the forward pass changes the {kind_name} {name!r}; a program would not", where=where, fix=fix
     )
 
 
 def _memory_of(node: Any) -> fx.Node:
-    """What first had the memory of a value that is written over another one."""
+    """Return the first node with the memory of a value that is written over another one."""
     while isinstance(node, fx.Node) and isinstance(node.target, OpOverload) and node.args:
         returned = schema(node.target).returns
         if node.target.namespace == "aten" and schema(node.target).name == "aten::copy":
@@ -82,8 +84,8 @@ def _memory_of(node: Any) -> fx.Node:
     return node
 
 
-def _given(exported: ExportedProgram, node: fx.Node) -> str:
-    """What an input of the graph is, for people; empty for what the graph makes."""
+def _input_name(exported: ExportedProgram, node: fx.Node) -> str:
+    """Return a text about an input of the graph, or "" for a node that the graph computes."""
     signature, name = exported.graph_signature, node.name
     kinds: list[tuple[str, Mapping[str, str]]] = [
         ("parameter", signature.inputs_to_parameters),

@@ -1,4 +1,4 @@
-"""Where gradients are off (``torch.no_grad``) in a traced graph, as parts of the graph itself."""
+"""Replace ``torch.no_grad`` in a traced graph by ``detach``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from ...compat.torch_func import set_grad
 from ...ops.catalog import op_spec
 from .memory import itself
 
-WITHOUT_GRADIENTS = "quintnet_without_gradients"  # an entry of ``meta`` of what is computed there
+WITHOUT_GRADIENTS = "quintnet_without_gradients"  # key of the meta of nodes that are computed under no_grad
 
 
 def without_switches(graph: fx.Graph, enabled: bool) -> Mapping[str, str]:
-    """Remove the operators that switch gradients off and on again. What is computed where they are off is read behind
-    ``detach`` elsewhere, and so are the values that an in-place operator reads there. A tensor from elsewhere that is
-    changed there stays what it is. torch would make operators of these parts, and forget some inside of autocast.
+    """Remove the operators that switch gradients off and on.
+
+    Nodes elsewhere read values that are computed without gradients through ``detach``, and so does an in-place operator
+    without gradients read its inputs. A tensor from elsewhere that it changes keeps its gradient. torch would make
+    higher-order operators of these regions, and forget some inside of autocast.
 
     Args:
-        enabled: whether gradients are on at the beginning.
+        graph: The graph to change.
+        enabled: Whether gradients are on at the beginning.
 
-    Returns: for the names of results of the graph, those that take their places.
+    Returns:
+        New names of results of the graph, by old name.
     """
     inside = []
     for node in list(graph.nodes):
@@ -39,30 +43,32 @@ def without_switches(graph: fx.Graph, enabled: bool) -> Mapping[str, str]:
         elsewhere = [user for user in node.users if WITHOUT_GRADIENTS not in user.meta]
         if not elsewhere or not isinstance(node.meta.get("val"), Tensor):
             continue
-        found = itself(node)
-        if WITHOUT_GRADIENTS in found.meta:
+        replacement = itself(node)
+        if WITHOUT_GRADIENTS in replacement.meta:
             with graph.inserting_after(node):
-                found = _detached(graph, node, node)
-            del found.meta[WITHOUT_GRADIENTS]
+                replacement = _detached(graph, node, node)
+            del replacement.meta[WITHOUT_GRADIENTS]
         for user in elsewhere:
-            user.replace_input_with(node, found)
-        renamed[node.name] = found.name
+            user.replace_input_with(node, replacement)
+        renamed[node.name] = replacement.name
     return renamed
 
 
 def _detached(graph: fx.Graph, x: fx.Node, place: fx.Node) -> fx.Node:
-    """``x`` behind ``detach``, at the place of ``place`` in the user's code: a parameter has none."""
-    made = graph.call_function(torch.ops.aten.detach.default, (x,))
-    made.meta = {**place.meta, "val": x.meta["val"], WITHOUT_GRADIENTS: True}
-    return made
+    """Append a ``detach`` of ``x`` with the user's line of ``place``: a parameter has none."""
+    node = graph.call_function(torch.ops.aten.detach.default, (x,))
+    node.meta = {**place.meta, "val": x.meta["val"], WITHOUT_GRADIENTS: True}
+    return node
 
 
 def _detach_what_is_read(node: fx.Node) -> None:
-    """An operator that writes to a tensor reads all others behind ``detach``."""
+    """Let an operator that writes to a tensor read all other tensors through ``detach``."""
     if not isinstance(node.target, OpOverload) or not schema(node.target).is_mutable:
         return
     arguments = schema(node.target).arguments
-    kept = {given.name for given in arguments if given.alias_info is not None and given.alias_info.is_write}
+    targets = {
+        argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write
+    }
 
     def detached(x: fx.Node) -> fx.Node:
         if not isinstance(x.meta.get("val"), Tensor):
@@ -71,5 +77,5 @@ def _detach_what_is_read(node: fx.Node) -> None:
             return _detached(node.graph, x, node)
 
     positional = zip(arguments, node.args, strict=False)
-    node.args = tuple(x if given.name in kept else fx.map_arg(x, detached) for given, x in positional)
-    node.kwargs = {name: x if name in kept else fx.map_arg(x, detached) for name, x in node.kwargs.items()}
+    node.args = tuple(x if argument.name in targets else fx.map_arg(x, detached) for argument, x in positional)
+    node.kwargs = {name: x if name in targets else fx.map_arg(x, detached) for name, x in node.kwargs.items()}

@@ -1,4 +1,4 @@
-"""What forward changes while it is traced, and a program would not, in the words of an error."""
+"""The error about changes that forward makes while it is traced, and that a program would not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...guards.python_state import FORWARD, Change
 
 
 def changed_by_trace(changes: Sequence[Change], line: str) -> CompileError:
-    """Return the error of what forward changed, ``line`` of which did the first of it."""
+    """Return an error about changes; ``line``: the one that made the first."""
     first, more = changes[0], len(changes) - 1
     path = str(first).partition("'")[2].partition("'")[0]
     module = path.rpartition(".")[0] if first.by == FORWARD else ""

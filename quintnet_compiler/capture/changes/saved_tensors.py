@@ -1,4 +1,4 @@
-"""What autograd has saved for the backward, and forward has changed since: PyTorch refuses to go back through it."""
+"""Refuse changes of tensors that autograd has saved for the backward, as PyTorch does."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _CHANGED = "has been modified by an inplace operation"
 
 
 def unchanged_since_saved(modules: Iterable[tuple[str, nn.Module]]) -> Callable[[Tensor], None]:
-    """To be called when a trace of ``modules`` begins; what it returns is called with the loss.
+    """Return a check of the loss. Call this when a trace of ``modules`` begins.
 
-    That raises CompileError QN110 if forward has changed a tensor after an operator saved it for its derivative.
-    PyTorch raises then too; with ``.data`` it computes the derivative at the new value without a word.
+    The check raises CompileError QN110 if forward has changed a tensor after an operator saved it for its derivative.
+    PyTorch raises then, too; with ``.data`` it silently computes the derivative at the new value.
     """
     with without_torch_function():
         held = [(name, x, version(x)) for path, module in modules for name, x in _tensors(path, module)]
@@ -32,11 +32,11 @@ def unchanged_since_saved(modules: Iterable[tuple[str, nn.Module]]) -> Callable[
         if (nodes and not writes) or not torch.is_grad_enabled() or (operator := _saved_before_a_change(loss)) is None:
             return
         with without_torch_function():
-            changed = [name for name, x, before in held if version(x) != before]
-        what = ", ".join(changed[:4]) if changed else "a tensor in place"
+            changed = [name for name, x, old_version in held if version(x) != old_version]
+        names = ", ".join(changed[:4]) if changed else "a tensor in place"
         raise CompileError(
             "QN110",
-            f"the forward pass changes {what} after {operator} has saved what it needs of it for the backward",
+            f"the forward pass changes {names} after {operator} has saved what it needs of it for the backward",
             where=Where(changed[0].rpartition(".")[0]) if changed else where_of(writes[-1]),
             fix="change it before its first use, or after the optimizer's step"
             if changed
@@ -52,7 +52,7 @@ def _tensors(path: str, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _saved_before_a_change(loss: Tensor) -> str | None:
-    """An operator of autograd's graph that cannot read what it has saved."""
+    """Return the name of an operator of autograd's graph that cannot read a tensor that it has saved, or None."""
     with without_torch_function():
         todo: list[Any] = [loss.grad_fn]
         seen: set[Any] = set()

@@ -1,14 +1,14 @@
-"""What the second run of a checkpoint changes, in a traced graph that has operators in place.
+"""Add the changes that the second run of a checkpoint makes, in a traced graph that has in-place operators.
 
     h = linear(x)                           h = linear(x)
     batch_norm(h, mean, variance)    ->     batch_norm(h, mean, variance)
     loss = ...                              batch_norm(h, mean, variance)      # of the second run
                                             loss = ...
 
-PyTorch runs a checkpoint's forward again when the backward reaches it: last checkpoint first, all after the loss. What
-that changes is computed here again, behind everything else that reads or writes the same memory. What it computes from
-the same values is not computed again. So gradients are those of the first run, and where they would not be, as the
-second run reads what has changed since, the checkpoint is refused.
+PyTorch runs a checkpoint's forward again when the backward reaches it: the last checkpoint first, all after the loss.
+Its changes are computed again after everything else that reads or writes the same memory. Values that it computes from
+the same inputs are not computed again, so gradients are those of the first run. If they would differ, because the
+second run reads values that have changed since, the checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ aten = torch.ops.aten
 
 
 def run_again(exported: ExportedProgram, checkpoints: Checkpoints) -> None:
-    """Add what the second runs of ``checkpoints`` change to the graph of ``exported``.
+    """Add the changes of the second runs of ``checkpoints`` to the graph of ``exported``.
 
     Raises:
         CompileError: QN105 with the line of a checkpoint whose second run has other gradients than the first, or whose
             second run this module does not follow.
     """
     graph, signature = exported.graph, exported.graph_signature
-    found = bodies(graph, checkpoints)
-    if not found or not any([*written(node), *statistics(node)] for node in graph.nodes):
+    checkpoint_nodes = bodies(graph, checkpoints)
+    if not checkpoint_nodes or not any([*written(node), *statistics(node)] for node in graph.nodes):
         return
     memory = _TracedMemory.of(graph)
     parameters = signature.inputs_to_parameters
@@ -49,14 +49,14 @@ def run_again(exported: ExportedProgram, checkpoints: Checkpoints) -> None:
     inputs = [node for node in graph.nodes if node.op == "placeholder" and node.name in parameters]
     grown = _grown(memory, [x for x in inputs if exported.state_dict[parameters[x.name]].requires_grad])
     differentiates = any(op_spec(node).inner_gradient == "gradient" for node in graph.nodes)
-    for checkpoint, nodes in reversed(found):
+    for checkpoint, nodes in reversed(checkpoint_nodes):
         _SecondRun(graph, memory, names, grown, checkpoint, nodes, differentiates).add()
     graph.lint()
 
 
 @dataclass
 class _TracedMemory:
-    """``root``: what first had the memory of each value; ``users``, ``writers``: what reads or writes that memory."""
+    """``root``: the first value with the memory of each; ``users``, ``writers``: of that memory."""
 
     root: dict[fx.Node, fx.Node] = field(default_factory=dict)
     users: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
@@ -82,8 +82,11 @@ class _TracedMemory:
 
 @dataclass
 class _SecondRun:
-    """``differs``: for memory that has other values in the second run than in the first, at the same place: because of
-    which inputs of the graph, or of what else from outside of the checkpoint."""
+    """The second run of a checkpoint.
+
+    ``differs``: for memory that has other values than in the first run, at the same place, the inputs of the graph, or
+    other values from outside of the checkpoint, that cause it.
+    """
 
     graph: fx.Graph
     memory: _TracedMemory
@@ -117,7 +120,7 @@ class _SecondRun:
             place = self._repeat(node, place)
 
     def _assigned(self, inside: Collection[fx.Node]) -> list[fx.Node]:
-        """The writes of what the body puts in the places of buffers: forward does that at its end."""
+        """Return the writes of tensors by which the body replaces buffers: forward makes them at its end."""
         writes = [node for node in self.graph.nodes if ASSIGNED in node.meta and list(written(node))]
         mine = [node for node in writes if any(self.memory.root[x] in inside for x in node.all_input_nodes)]
         if mine and self.checkpoint.options.stops and not self.checkpoint.reentrant:
@@ -128,7 +131,7 @@ class _SecondRun:
         return mine
 
     def _check(self, writes: Collection[fx.Node]) -> None:
-        """Refuse what no second run of a graph is."""
+        """Refuse checkpoints whose second run a graph cannot have."""
         numbers = {number for node in self.nodes for number in node.meta.get(CHECKPOINTS, ())}
         causes = {
             "it is inside of another checkpoint, or has one inside": len(numbers) > 1,
@@ -141,10 +144,12 @@ class _SecondRun:
                 self._refuse(f"it changes {self._names(writes)}, and {cause}" if writes else cause)
 
     def _is_repeated(self, node: fx.Node) -> bool:
-        """Whether the second run of a node has other results or effects, or its memory changes later. Called in order.
+        """Return whether the second run of a node has other results or effects, or its memory changes later.
+
+        Called for each node in order.
 
         Raises:
-            CompileError: QN105 if gradients or random numbers of the second run would be others.
+            CompileError: QN105 if gradients or random numbers of the second run would differ.
         """
         root, norms, targets = self.memory.root, statistics(node), list(written(node))
         overwritten = targets if op_spec(node).overwrites else []
@@ -159,20 +164,20 @@ class _SecondRun:
         if root[node] is node and node.op == "call_function":
             self.differs[node] = differs
         for x in targets:
-            before = frozenset() if x in whole else self.differs.get(root[x], frozenset())
-            self.differs[root[x]] = before | differs
+            old = frozenset() if x in whole else self.differs.get(root[x], frozenset())
+            self.differs[root[x]] = old | differs
         return bool(targets or norms or differs or self.memory.writers[root[node]])
 
     def _repeat(self, node: fx.Node, place: fx.Node) -> fx.Node:
-        """Append the second run of ``node`` behind ``place``; the end of what was appended."""
+        """Insert the second run of ``node`` after ``place``; return the last node that was inserted."""
         if _draws(node):
             return self._repeat_draw(node, place)
         with self.graph.inserting_after(place):
             copy = self.graph.node_copy(node, self._second)
-        return self._made(node, copy)
+        return self._add_copy(node, copy)
 
     def _repeat_draw(self, node: fx.Node, place: fx.Node) -> fx.Node:
-        """The numbers of the first run, as they were before anything changed them."""
+        """Insert the random numbers of the first run, before any change of them."""
         if not isinstance(node.meta.get("val"), Tensor):
             self._refuse(f"the second run draws the random numbers of {node.target} again")
         with self.graph.inserting_after(node):
@@ -186,9 +191,9 @@ class _SecondRun:
             else:
                 copy = self.graph.call_function(aten.clone.default, (drawn,))
         copy.meta = dict(node.meta)
-        return self._made(node, copy)
+        return self._add_copy(node, copy)
 
-    def _made(self, node: fx.Node, copy: fx.Node) -> fx.Node:
+    def _add_copy(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         copy.meta = {name: x for name, x in copy.meta.items() if name != CHECKPOINTS}
         copy.meta[WITHOUT_GRADIENTS] = True
         self.copies[node] = copy
@@ -216,7 +221,7 @@ def _draws(node: fx.Node) -> bool:
 
 
 def _grown(memory: _TracedMemory, trained: Collection[fx.Node]) -> set[fx.Node]:
-    """Return what has a gradient, in-place operators included."""
+    """Return the nodes that have a gradient, also by in-place operators."""
     grown = set(trained)
     for node in memory.root:
         flows = WITHOUT_GRADIENTS not in node.meta and op_spec(node).detaches != "of its own"

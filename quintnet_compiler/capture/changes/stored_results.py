@@ -1,4 +1,4 @@
-"""The results of a captured graph that become the values of parameters, and where they are computed."""
+"""Results of a captured graph that become the values of parameters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..places import LEAF, WHERE
 def store(graph: fx.Graph, changed: Sequence[fx.Node]) -> None:
     """Prepare the last results of ``graph``, which are the new values of the leaves ``changed``.
 
-    That of a trained parameter is no part of the step's derivative, and that of any parameter is an operator's: a
-    pipeline stage that has one parameter need not have another one. What is made of parameters alone is computed where
-    it is read first, so that a loop over all of a model's parameters is not in one stage.
+    The new value of a trained parameter is detached, and that of any parameter is the result of an operator, so that a
+    pipeline stage with one parameter need not have another one. Values that depend on parameters alone are computed
+    where they are read first, so that a loop over all parameters of a model is not in one stage.
     """
     out = graph.output_node()
     results: list[fx.Node] = list(out.args[0])  # type: ignore[arg-type]
@@ -27,28 +27,28 @@ def store(graph: fx.Graph, changed: Sequence[fx.Node]) -> None:
         return
     _sink(graph, out)
     for position, leaf in parameters:
-        found: Leaf = leaf.meta[LEAF]
-        made = results[position]
-        with graph.inserting_before(made.next if made.op == "call_function" else out):
-            if found.trainable:
-                made = _made(graph, torch.ops.aten.detach.default, (made,), made)
-            results[position] = _made(graph, after_gradients, (made, []), made)
+        parameter: Leaf = leaf.meta[LEAF]
+        value = results[position]
+        with graph.inserting_before(value.next if value.op == "call_function" else out):
+            if parameter.trainable:
+                value = _call(graph, torch.ops.aten.detach.default, (value,), value)
+            results[position] = _call(graph, after_gradients, (value, []), value)
     out.args = (tuple(results),)
 
 
-def _made(graph: fx.Graph, target: object, args: tuple[object, ...], like: fx.Node) -> fx.Node:
+def _call(graph: fx.Graph, target: object, args: tuple[object, ...], like: fx.Node) -> fx.Node:
     new = graph.call_function(target, args)  # type: ignore[arg-type]
     new.meta = {"val": like.meta["val"], WHERE: like.meta[WHERE]}
     return new
 
 
 def _sink(graph: fx.Graph, out: fx.Node) -> None:
-    """Move what depends on a parameter, and not on the batch, to the place where it is read first."""
+    """Move values that depend on a parameter, and not on the batch, to the place where they are read first."""
     own, rows = set[fx.Node](), set[fx.Node]()
     for node in graph.nodes:
-        found: Leaf | None = node.meta.get(LEAF)
-        if found is not None:
-            (own if found.kind == "parameter" else rows if found.kind == "input" else set()).add(node)
+        leaf: Leaf | None = node.meta.get(LEAF)
+        if leaf is not None:
+            (own if leaf.kind == "parameter" else rows if leaf.kind == "input" else set()).add(node)
         if own.intersection(node.all_input_nodes):
             own.add(node)
         if rows.intersection(node.all_input_nodes):

@@ -1,7 +1,7 @@
-"""Tables of a user's code that have the class of a tensor as a key: ``TABLE[type(x)]``.
+"""Tables in the user's code with tensor classes as keys: ``TABLE[type(x)]``.
 
-While a module is traced, its tensors are of classes of the trace. So for that time what a table has of ``torch.Tensor``
-it has of these, too: forward takes the way that it takes with real tensors.
+While a module is traced, its tensors have classes of the trace. For that time, tables get entries for these classes
+like those for ``torch.Tensor``, so that forward takes the same branch as with real tensors.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ...compat.torch import FakeTensor, FunctionalTensor
 from ...guards.stand_ins import StandIn
 
 _OF_A_TRACE: tuple[type, ...] = (FakeTensor, FunctionalTensor)
-DEPTH = 3  # of tables in objects that hold them
+MAX_DEPTH = 3  # of dicts in dicts that are searched
 
 
 @contextlib.contextmanager
 def tables_by_type(values: Iterable[Any]) -> Iterator[None]:
-    """While inside, the tables among ``values`` have entries of a trace's tensors: those of ``torch.Tensor``."""
+    """Give tables among ``values`` entries for a trace's tensors inside, like those for ``torch.Tensor``."""
     added: list[tuple[MutableMapping[Any, Any], type, Any]] = []
     try:
-        for table in {id(table): table for value in values for table in _tables(value, DEPTH)}.values():
+        for table in {id(table): table for value in values for table in _tables(value, MAX_DEPTH)}.values():
             for kind in _OF_A_TRACE:
                 if kind not in table:
                     table[kind] = table[Tensor]

@@ -1,4 +1,4 @@
-"""Lines of the user's functions for the operators that they make: torch notes those of methods ``forward`` alone."""
+"""Record the user's line of every operator: torch records only those in methods called ``forward``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..places import OWN, where_of
 from ..watched_trace import user_frame
 
 _CALLER = str(Path(__file__).parents[1] / "step_module.py")  # calls the model and the loss function
-_NOTED = "forward"  # the name of the functions whose lines torch notes
+_RECORDED = "forward"  # the name of the functions whose lines torch records
 
 
 def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
@@ -28,14 +28,14 @@ def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
 
 
 class UserLines(TorchFunctionMode):
-    """While inside, operators of a trace have the innermost line that is the user's."""
+    """A mode that gives operators of a trace the innermost line that is the user's."""
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = len(nodes_of_trace()) if recording() else 0
-        made = func(*args, **(kwargs or {}))
+        first_new = len(nodes_of_trace()) if recording() else 0
+        result = func(*args, **(kwargs or {}))
         frame = _user_frame(sys._getframe(1)) if recording() else None
         if frame is not None:
-            for node in nodes_of_trace()[before:]:
-                if frame.f_code.co_name != _NOTED or not where_of(node).source:
+            for node in nodes_of_trace()[first_new:]:
+                if frame.f_code.co_name != _RECORDED or not where_of(node).source:
                     node.meta["stack_trace"] = "".join(traceback.format_stack(frame, limit=1))
-        return made
+        return result

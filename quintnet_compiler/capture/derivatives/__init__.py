@@ -1,1 +1,1 @@
-"""Derivatives that a module's code has itself: functions and hooks of the user's own, gradients taken in forward."""
+"""Derivatives in a module's code: the user's functions and hooks, and gradients that are computed in forward."""

@@ -1,4 +1,4 @@
-"""``torch.autograd.Function`` while it is traced: its forward and its backward become nodes of one graph."""
+"""Trace ``torch.autograd.Function``: its forward and its backward become nodes of one graph."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def of_backward(number: int) -> Iterator[None]:
 
 
 class _Context(FunctionCtx):
-    """What a Function keeps from its forward to its backward."""
+    """The context of a Function, from its forward to its backward."""
 
     def __init__(self, needs: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs
@@ -45,7 +45,7 @@ class _Context(FunctionCtx):
 
 
 class Joined(torch.autograd.Function):
-    """Outputs that need gradients while tracing goes on, as those of the user's Function do."""
+    """A Function whose outputs need gradients in the rest of the trace, as those of the user's Function do."""
 
     @staticmethod
     def forward(
@@ -77,97 +77,113 @@ def follow(
     refuse: Refuse,
     inner: InnerGradients,
 ) -> Any:
-    """What ``function.apply(*args, **named)`` returns; its backward is traced as the derivative ``number``. As in
-    autograd, what has a name gets no gradient.
+    """Return the results of ``function.apply(*args, **named)``; trace its backward as the derivative ``number``.
 
-    ``absent``: whether no gradient arrives at this output; None if that is not known yet, then a backward that would
-    see it is not traced. ``settled``: told of tensors that must not change in place afterwards, and what each is.
-    ``refuse`` raises an error about what it is given. ``inner``: told of each input behind ``detach``, and of the
-    input itself: what the Function keeps of the former is the latter for ``torch.autograd.grad``.
+    As in autograd, named arguments get no gradient.
+
+    ``absent``: returns whether no gradient arrives at an output, or None if that is not known yet; then a backward that
+    would see it is not traced. ``settled``: called with tensors that must not change in place afterwards, and a
+    description. ``refuse``: raises an error about a construct. ``inner``: records each input and its detached copy: if
+    the Function keeps the copy, ``torch.autograd.grad`` treats it as the input.
     """
     needs = tuple(torch.is_grad_enabled() and needs_gradient(x) for x in args)
     name = f"torch.autograd.Function {function.__name__}"
     ctx = _Context(needs)
-    given = tuple(_constant(x) for x in args)
-    others = {name: _constant(x) for name, x in named.items()}
-    for x, constant in zip(args, given, strict=True):
+    constants = tuple(_constant(x) for x in args)
+    for x, constant in zip(args, constants, strict=True):
         if constant is not x:
             inner.stand_in(constant, x)
-    with torch.no_grad():
-        if function.setup_context is FunctionBase.setup_context:
-            made = function.forward(ctx, *given, **others)
-        else:
-            made = function.forward(*given, **others)
-            function.setup_context(ctx, given, made)
-    outputs = made if isinstance(made, tuple) else (made,)
+    result = _run_forward(function, ctx, constants, {key: _constant(x) for key, x in named.items()})
+    outputs = result if isinstance(result, tuple) else (result,)
     if any(all(x is not out for out in outputs) for x in ctx.dirty_tensors):
         refuse(f"{name}, which does not return what it marks as dirty,")
     if not any(needs):
-        return made
-    constant = {id(x) for x in ctx.non_differentiable}
-    grown = [_differentiable(x) and id(x) not in constant for x in outputs]
+        return result
+    non_differentiable = {id(x) for x in ctx.non_differentiable}
+    grown = [_differentiable(x) and id(x) not in non_differentiable for x in outputs]
     places = [place for place, ok in enumerate(grown) if ok]
     arrives = {place: ctx.materialize_grads or not absent(place) for place in places}
     waits = not ctx.materialize_grads and any(absent(place) is None for place in places)
-    values: list[Any] = list(outputs)
-    tangents: list[Any] = []
-    for place, x in enumerate(outputs):
-        if grown[place] and arrives[place]:
-            values[place], tangent = with_tangent(x.detach(), ctx.materialize_grads)
-            tangents.append(tangent)
-        elif grown[place]:
-            tangents.append(None)
-        else:
-            zeros = isinstance(x, Tensor) and ctx.materialize_grads
-            tangents.append(torch.zeros_like(x) if zeros else None)
-    backward = function.backward if function.vjp is FunctionBase.vjp else function.vjp
-    found: Any = ()
+    values, tangents = _with_tangents(ctx, outputs, arrives)
+    gradients: Sequence[Any] = ()
     accumulated: list[tuple[Tensor, Tensor]] = []
     if not waits and (any(arrives.values()) or not places):
         with torch.no_grad(), inner.accumulating() as accumulated, of_backward(number):
-            found = backward(ctx, list(tangents)) if takes_gradients_as_list(function) else backward(ctx, *tangents)
-    gradients = list(found) if isinstance(found, (tuple, list)) else [found]
-    gradients += [None] * (len(args) - len(gradients))
-    grads = {i: g for i, g in enumerate(gradients) if i < len(args) and needs[i] and g is not None}
+            gradients = _run_backward(function, ctx, tangents)
+    grads = {i: g for i, g in enumerate(gradients[: len(args)]) if needs[i] and g is not None}
     done = [declared(args[i], g, f"{name}: the gradient of input {i}", refuse) for i, g in grads.items()]
     done += [declared(x, g, f"{name}: what it adds to the gradient of a parameter", refuse) for x, g in accumulated]
     if not places:
-        return made
+        return result
     ends = [after_gradients(values[i], done) if done else values[i].detach() for i in places]
     inputs = [args[i] for i in grads or range(len(args)) if needs[i]]
     joined = iter(joined_to(number, tuple(ends), places, inputs, refuse))
     results = [next(joined) if ok else x for x, ok in zip(values, grown, strict=True)]
     for place, out in enumerate(outputs):
-        for x, before in zip(args, given, strict=True):
-            if out is before and any(out is dirty for dirty in ctx.dirty_tensors):
+        for x, constant in zip(args, constants, strict=True):
+            if out is constant and any(out is dirty for dirty in ctx.dirty_tensors):
                 results[place] = x.copy_(results[place])  # the same tensor, with the history of the result
             elif grown[place] and isinstance(x, Tensor) and storage_key(x) == storage_key(out):
-                for one in (x, results[place]):  # a program gives them memory of their own
-                    settled(one, f"what {name} was given, and returns as it is or as a view,")
+                for tensor in (x, results[place]):  # in a program they have different memory
+                    settled(tensor, f"what {name} was given, and returns as it is or as a view,")
     for x in pytree.tree_leaves(vars(ctx)):
         if isinstance(x, Tensor):
             settled(x, f"what {name} keeps for its backward")
-    return tuple(results) if isinstance(made, tuple) else results[0]
+    return tuple(results) if isinstance(result, tuple) else results[0]
+
+
+def _run_forward(function: Any, ctx: _Context, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """Return the result of a Function's forward on detached inputs."""
+    with torch.no_grad():
+        if function.setup_context is FunctionBase.setup_context:
+            return function.forward(ctx, *args, **named)
+        result = function.forward(*args, **named)
+        function.setup_context(ctx, args, result)
+    return result
+
+
+def _with_tangents(
+    ctx: _Context, outputs: Sequence[Any], arrives: Mapping[int, bool]
+) -> tuple[list[Any], list[Tensor | None]]:
+    """Return outputs and their gradients. ``arrives``: for differentiable outputs, whether one arrives."""
+    values: list[Any] = list(outputs)
+    tangents: list[Tensor | None] = []
+    for place, x in enumerate(outputs):
+        if arrives.get(place):
+            values[place], tangent = with_tangent(x.detach(), ctx.materialize_grads)
+            tangents.append(tangent)
+        elif place in arrives or not (isinstance(x, Tensor) and ctx.materialize_grads):
+            tangents.append(None)
+        else:
+            tangents.append(torch.zeros_like(x))
+    return values, tangents
+
+
+def _run_backward(function: Any, ctx: _Context, tangents: Sequence[Tensor | None]) -> list[Any]:
+    """Return the gradients that a Function's backward returns, as a list."""
+    backward = function.backward if function.vjp is FunctionBase.vjp else function.vjp
+    returned = backward(ctx, list(tangents)) if takes_gradients_as_list(function) else backward(ctx, *tangents)
+    return list(returned) if isinstance(returned, (tuple, list)) else [returned]
 
 
 def follow_hook(x: Tensor, hook: Callable[[Tensor], Any], number: int, what: str, refuse: Refuse) -> None:
     """Trace ``hook`` as the derivative of ``x``; :func:`.tensor_hooks.place_hooks` puts it in front of all users."""
     value, tangent = with_tangent(x.detach(), True)
     with torch.no_grad(), of_backward(number):
-        found = hook(tangent)
-    if found is None:
+        gradient = hook(tangent)
+    if gradient is None:
         refuse(f"{what} that returns nothing (it would run while tracing only): it")
-    if not isinstance(found, Tensor) or tuple(found.shape) != tuple(x.shape):
+    if not isinstance(gradient, Tensor) or tuple(gradient.shape) != tuple(x.shape):
         refuse(f"{what} that returns another shape: it")
-    hooked(value, [declared(x, found, what, refuse)], number)
+    hooked(value, [declared(x, gradient, what, refuse)], number)
 
 
 def joined_to(
     number: int, outputs: tuple[Tensor, ...], places: Sequence[int], inputs: Sequence[Tensor], refuse: Refuse
 ) -> tuple[Tensor, ...]:
-    """``outputs``, which need gradients as if ``inputs`` made them: results ``places`` of derivative ``number``."""
-    found: tuple[Tensor, ...] = Joined.apply(number, places, refuse, outputs, *inputs)  # type: ignore[no-untyped-call]
-    return found
+    """Return ``outputs`` as results of derivative ``number``, with gradients as if computed from ``inputs``."""
+    joined: tuple[Tensor, ...] = Joined.apply(number, places, refuse, outputs, *inputs)  # type: ignore[no-untyped-call]
+    return joined
 
 
 def _differentiable(x: Any) -> bool:
@@ -175,7 +191,7 @@ def _differentiable(x: Any) -> bool:
 
 
 def declared(x: Tensor, gradient: Any, what: str, refuse: Refuse) -> Tensor:
-    """Says that ``gradient`` is that of ``x``: for :data:`..ops.derivatives.user_derivatives.after_gradients`."""
+    """Declare ``gradient`` that of ``x``, for :data:`..ops.derivatives.user_derivatives.after_gradients`."""
     if not isinstance(gradient, Tensor):
         refuse(f"{what} is no tensor: it")
     if tuple(gradient.shape) != tuple(x.shape):

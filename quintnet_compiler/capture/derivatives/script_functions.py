@@ -1,4 +1,4 @@
-"""Functions that torch.jit.script made, in a traced forward: what they were made of runs in their place."""
+"""Run the Python source of torch.jit.script functions in a traced forward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..watched_trace import user_line
 
 @contextlib.contextmanager
 def script_functions_followed() -> Iterator[None]:
-    """While inside, a call of such a function runs the function in Python that it was made of.
+    """Let a call of such a function run its Python function inside.
 
     Raises:
         CompileError: QN105 for a call of what torch.jit.trace made, or of a method of a scripted module.

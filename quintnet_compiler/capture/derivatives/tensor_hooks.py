@@ -12,10 +12,10 @@ from ...ops.derivatives.user_derivatives import after_gradients, hooked
 
 
 def place_hooks(graph: fx.Graph, removed: Collection[int], refuse: Callable[[str], Any]) -> None:
-    """Make each :data:`..ops.derivatives.user_derivatives.hooked` what all users of its tensor read, earlier ones too.
-    ``removed``: the numbers of hooks that were taken away again. ``refuse``: raises an error.
+    """Let all users of a tensor read its :data:`..ops.derivatives.user_derivatives.hooked`, earlier users, too.
 
-    Of several hooks of one tensor, the first one sees the gradient first.
+    ``removed``: the numbers of hooks that were removed again. ``refuse``: raises an error. Of several hooks of one
+    tensor, the first one sees the gradient first.
     """
     _drop_unread(graph)
     for node in reversed([n for n in graph.nodes if n.target is hooked]):
@@ -26,20 +26,22 @@ def place_hooks(graph: fx.Graph, removed: Collection[int], refuse: Callable[[str
 
 
 def _drop_unread(graph: fx.Graph) -> None:
-    """Leave out what would bring a module's hooks the gradients of its results, where no hook reads them: values of
-    zeros (:class:`.module_hooks.ModuleHooks`) that only declare a gradient."""
+    """Remove values that would bring the gradients of a module's results to hooks, if no hook reads them.
+
+    They are zeros (:class:`.module_hooks.ModuleHooks`) that only declare a gradient.
+    """
     for node in [n for n in graph.nodes if op_spec(n).user_derivative == "tangent"]:
         ends = [end for value in node.users for end in value.users]
-        says = [one for end in ends for one in end.users]
-        if len(ends) != 1 or len(says) != 1 or op_spec(ends[0]).user_derivative != "end":
+        declarations = [user for end in ends for user in end.users]
+        if len(ends) != 1 or len(declarations) != 1 or op_spec(ends[0]).user_derivative != "end":
             continue
-        if op_spec(says[0]).user_derivative != "declaration" or says[0].args[0] is not ends[0]:
+        if op_spec(declarations[0]).user_derivative != "declaration" or declarations[0].args[0] is not ends[0]:
             continue
-        tokens = list(says[0].users)
+        tokens = list(declarations[0].users)
         for reader in {reader for token in tokens for reader in token.users}:
             done: Any = reader.args[1]
-            reader.args = reader.args[0], [one for one in done if one not in tokens]
-        for unread in (*tokens, *says, *ends, *node.users, node):
+            reader.args = reader.args[0], [token for token in done if token not in tokens]
+        for unread in (*tokens, *declarations, *ends, *node.users, node):
             graph.erase_node(unread)
 
 

@@ -1,8 +1,8 @@
-"""``torch.func`` and ``torch.vmap`` in forward: traced on their own, and put into the trace as plain operators.
+"""Trace ``torch.func`` and ``torch.vmap`` in forward by themselves, and run their plain operators in the trace.
 
-The trace of a model takes notice of operators above autograd, where a tensor that stands for a row of a batch, or for
-one with a tangent, is none that it knows. So the outermost transform is traced below autograd, where everything that it
-does is plain operators on plain tensors, and these run in its place.
+The trace of a model records operators above autograd, where it does not know tensors that stand for a row of a batch,
+or that have a tangent. So the outermost transform is traced below autograd, where it consists of plain operators on
+plain tensors, and these run in its place.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..watched_trace import user_line
 aten = torch.ops.aten
 _OURS = __name__.partition(".")[0]
 _DETACHED = (aten.detach.default, aten.alias.default)  # below autograd: torch 2.14 says alias
-# these are not differentiable again as they stand
+# autograd cannot differentiate these again
 _WRITTEN_OUT: Any = get_decompositions([aten.nll_loss_backward.default, aten.nll_loss2d_backward.default])
 _DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def transforms_followed() -> Iterator[None]:
-    """While inside, transforms that a traced forward calls become plain operators.
+    """Let transforms that a traced forward calls become plain operators inside.
 
     Raises:
         CompileError: QN105 for ``torch.no_grad`` or ``torch.autograd.grad`` inside one.
@@ -49,48 +49,48 @@ class _Transforms:
         self.inside = False
 
     def run(self, transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ``transform(*args, **kwargs)`` returns; the outermost one becomes plain operators."""
+        """Return the result of ``transform(*args, **kwargs)``; the outermost one becomes plain operators."""
         if self.inside or not recording():
             return transform(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        given = [x if isinstance(x, FakeTensor) else x.view_as(x) for x in (leaves[i] for i in places)]
+        inputs = [x if isinstance(x, FakeTensor) else x.view_as(x) for x in (leaves[i] for i in places)]
         sizes = [n.meta["val"] for n in nodes_of_trace() if n.op == "placeholder" and _varies(n.meta.get("val"))]
-        made: list[Any] = []
+        results: list[Any] = []
         watch = _Detaches()
 
         def call(*tensors: Tensor) -> list[Tensor]:
             for place, x in zip(places, tensors, strict=False):
                 leaves[place] = x
-            some, named = pytree.tree_unflatten(leaves, spec)
+            tensor_args, tensor_kwargs = pytree.tree_unflatten(leaves, spec)
             with watch:
-                found, form = pytree.tree_flatten(transform(*some, **named))
-            made[:] = [found, form]
-            return [x for x in found if isinstance(x, Tensor)]
+                outputs, form = pytree.tree_flatten(transform(*tensor_args, **tensor_kwargs))
+            results[:] = [outputs, form]
+            return [x for x in outputs if isinstance(x, Tensor)]
 
         self.inside = True
         try:
-            # the sizes only tell which number of rows is which
+            # the sizes only identify numbers of rows
             with unrecorded(), only_function_modes(lambda mode: type(mode).__module__.startswith(_OURS)):
-                traced = make_fx(call, decomposition_table=_WRITTEN_OUT)(*given, *sizes)
+                traced = make_fx(call, decomposition_table=_WRITTEN_OUT)(*inputs, *sizes)
         finally:
             self.inside = False
         for node in [node for node in traced.graph.nodes if node.target in _DETACHED]:
             if node.name in watch.meant:
                 node.target = aten.detach.default
-            else:  # autograd's own, of a value that a backward reads
+            else:  # autograd's, of a value that a backward reads
                 node.replace_all_uses_with(node.args[0])
                 traced.graph.erase_node(node)
         _plain_numbers(traced.graph)
         if any(op_spec(node).takes_strides for node in traced.graph.nodes):
             raise _refusal("an assignment to a part of a tensor", "torch.where", depth=1)
-        tensors = iter(_Again(traced).run(*given, *sizes))
-        found, form = made
-        return pytree.tree_unflatten([next(tensors) if isinstance(x, Tensor) else x for x in found], form)
+        tensors = iter(_Replay(traced).run(*inputs, *sizes))
+        outputs, form = results
+        return pytree.tree_unflatten([next(tensors) if isinstance(x, Tensor) else x for x in outputs], form)
 
 
-class _Again(fx.Interpreter):
-    """Runs the operators of a trace in another one, which knows the sizes already."""
+class _Replay(fx.Interpreter):
+    """An interpreter that runs the operators of a trace in another one, which knows the sizes already."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is aten.sym_size.int:
@@ -112,7 +112,7 @@ def _varies(x: Any) -> bool:
 
 
 class _Detaches(TorchFunctionMode):
-    """Notes which nodes of the trace detach because the user's code says so."""
+    """A mode that records which nodes of the trace detach because the user's code does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,19 +126,21 @@ class _Detaches(TorchFunctionMode):
             raise _refusal("torch.autograd.grad", "torch.func.grad")
         if func not in _DETACHES:
             return func(*args, **(kwargs or {}))
-        before = len(nodes_of_trace())
-        found = func(*args, **(kwargs or {}))
-        self.meant.update(node.name for node in nodes_of_trace()[before:])
-        return found
+        first_new = len(nodes_of_trace())
+        result = func(*args, **(kwargs or {}))
+        self.meant.update(node.name for node in nodes_of_trace()[first_new:])
+        return result
 
 
-def _refusal(what: str, instead: str, depth: int = 2) -> CompileError:
+def _refusal(construct: str, instead: str, depth: int = 2) -> CompileError:
     where = Where("", user_line(sys._getframe(depth), OWN))
-    return CompileError("QN105", f"{what} inside a transform of torch.func", where=where, fix=f"use {instead} there")
+    return CompileError(
+        "QN105", f"{construct} inside a transform of torch.func", where=where, fix=f"use {instead} there"
+    )
 
 
 def by_transform(frame: types.FrameType | None) -> bool:
-    """Whether a transform of torch's is what calls, and not code of the user's."""
+    """Return whether a transform of torch calls, and not the user's code."""
     while frame is not None and frame.f_code.co_filename.startswith(OWN):
         if frame.f_code.co_filename.endswith("eager_transforms.py"):
             return True

@@ -1,4 +1,4 @@
-"""Parts of a model that no trace follows, refused by their names before one begins."""
+"""Refuse modules that cannot be traced, by name, before a trace begins."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ...core.errors import CompileError, Where
 
 
 def check_parts(model: nn.Module) -> None:
-    """Look at the parts of ``model``, or of a loss function that is a module.
+    """Check the submodules of ``model``, or of a loss function that is a module.
 
     Raises:
-        CompileError: QN105 for parts that torch.jit made.
+        CompileError: QN105 for modules that torch.jit made.
     """
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):

@@ -1,8 +1,7 @@
-"""Derivatives that a model's author wrote (``torch.autograd.Function``, hooks), found while the model is traced.
+"""Trace the user's derivatives: ``torch.autograd.Function`` and hooks.
 
-``torch.export`` traces the forward of a Function as if it were ordinary code and drops every hook. Here both become
-nodes of the traced graph (:mod:`...ops.derivatives.user_derivatives`); what cannot be followed is refused, with the
-line.
+``torch.export`` traces the forward of a Function as ordinary code and drops every hook. Here both become nodes of the
+traced graph (:mod:`...ops.derivatives.user_derivatives`); those that cannot be traced are refused, with the line.
 """
 
 from __future__ import annotations
@@ -47,15 +46,16 @@ from .inner_gradients import InnerGradients, Linked
 from .module_hooks import ModuleHooks
 from .tensor_hooks import place_hooks
 
-# Functions with which PyTorch itself implements operators and checkpoints: tracing sees what they stand for.
-_TRACES = 4  # a backward that is given None may give None to others
+_MAX_TRACES = 4  # a backward that gets None may pass None to others
+# Functions with which PyTorch itself implements operators and checkpoints, which a trace sees without them.
 _OF_TORCH = ("torch._", "torch.utils.checkpoint")
 
 
 @contextlib.contextmanager
 def user_derivatives(step: StepModule, inner: InnerGradients, *, trained: bool) -> Iterator[DerivativeFinder]:
-    """Inside, tracing ``step`` (a model and its loss) follows Functions and hooks, or refuses them; what it yields
-    finishes a traced graph. ``trained``: whether a program will compute gradients at all.
+    """Trace or refuse the Functions and hooks of ``step`` (a model and its loss) inside.
+
+    The yielded finder finishes a traced graph. ``trained``: whether a program will compute gradients at all.
 
     Raises:
         CompileError: QN105 with the user's line.
@@ -64,11 +64,11 @@ def user_derivatives(step: StepModule, inner: InnerGradients, *, trained: bool) 
     if not trained:
         yield finder
         return
-    brought = [x for one in step.brought() for x in (one.parameters() if isinstance(one, nn.Module) else [one])]
+    brought = [x for part in step.brought() for x in (part.parameters() if isinstance(part, nn.Module) else [part])]
     hooks = [(p, tuple(own.values())) for p in (*step.parameters(), *brought) if (own := backward_hooks(p))]
     step.seen.begin = functools.partial(finder.begin, hooks)
     step.seen.done = finder.done
-    end = step.register_forward_hook(lambda module, given, made: finder.end(made))
+    end = step.register_forward_hook(lambda module, inputs, result: finder.end(result))
     enter = torch.autograd.graph.saved_tensors_hooks.__enter__
     leave = torch.autograd.graph.saved_tensors_hooks.__exit__
 
@@ -76,14 +76,14 @@ def user_derivatives(step: StepModule, inner: InnerGradients, *, trained: bool) 
         return super(FunctionBase, function).apply(*args, **kwargs)
 
     def saving(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
-        kind = type(hooks)  # PyTorch's own kinds (checkpoints, save_on_cpu) give back what was saved
+        kind = type(hooks)  # PyTorch's own kinds (checkpoints, save_on_cpu) return the saved values
         if kind is torch.autograd.graph.saved_tensors_hooks or not kind.__module__.startswith("torch."):
             finder.refuse("torch.autograd.graph.saved_tensors_hooks")
         options = options_of(hooks) if recording() else None
         save: Callable[[Tensor], Tensor] = _same
         if options is not None:
             save = finder.checkpoints.begin(options, line_of_checkpoint(), reentrant=False).save
-        enter(torch.autograd.graph.saved_tensors_hooks(save, _same))  # no gradient inside forward runs parts again
+        enter(torch.autograd.graph.saved_tensors_hooks(save, _same))  # gradients in forward do not run parts again
 
     def saved(hooks: torch.autograd.graph.saved_tensors_hooks, *error: Any) -> None:
         leave(hooks, *error)
@@ -112,8 +112,11 @@ Place = tuple[int, int]  # the number of a derivative, and one of its results
 
 
 class DerivativeFinder:
-    """``known``: the results of derivatives at which no gradient arrives, as the trace before this one found them.
-    ``found``: how many derivatives the latest trace has."""
+    """The user's derivatives of a trace.
+
+    ``known``: the results of derivatives at which no gradient arrives, according to the trace before this one.
+    ``found``: the number of derivatives in the latest trace.
+    """
 
     def __init__(self, step: StepModule, inner: InnerGradients) -> None:
         self.step, self.inner = step, inner
@@ -128,60 +131,60 @@ class DerivativeFinder:
         self.reached = set[int]()
 
     def begin(self, hooks: Sequence[tuple[nn.Parameter, Sequence[Any]]]) -> None:
-        """Follow the hooks that parameters have."""
+        """Trace the hooks of parameters."""
         self._restart()
         _check_hooks(self.step)
         names = {id(p): name for name, p in self.step.named_parameters()}
-        for real, found in hooks:
+        for real, parameter_hooks in hooks:
             if id(real) not in self.step.stands_for:
-                continue  # the loss function has it, and does not use it
+                continue  # the loss function has it but does not use it
             parameter = self.step.stands_for[id(real)]()
-            for hook in found:
+            for hook in parameter_hooks:
                 self.watch(hook)
                 what = f"a hook of the parameter {_path(names[id(parameter)])}"
                 follow_hook(parameter, hook, self.number(), what, self.refuse)
 
     def done(self) -> None:
-        """Forward has run; what the trace has from here on is what it put in the places of buffers."""
+        """Record the end of forward; later nodes of the trace replace buffers."""
         self.operators = len(nodes_of_trace())
 
-    def end(self, made: Any) -> None:
-        """What forward returned: see where gradients of it arrive.
+    def end(self, result: Any) -> None:
+        """Record where gradients of forward's result arrive.
 
         Raises:
-            CompileError: QN110 for a change in place of what a Function keeps, or of what it returns as it was given.
+            CompileError: QN110 for an in-place change of a tensor that a Function keeps or returns unchanged.
         """
-        for x, before, what, where in self.settled:
-            if version(x) != before:
+        for x, old_version, what, where in self.settled:
+            if version(x) != old_version:
                 message = f"the forward pass changes {what} in place; a program would not"
                 raise CompileError("QN110", message, where=where, fix="change a copy: .clone()")
-        if self.step.want == "loss" and isinstance(made, Tensor):
-            reached = list(_reached(made))
+        if self.step.want == "loss" and isinstance(result, Tensor):
+            reached = list(_reached(result))
             self.checkpoints.reach({node for node, _ in reached})
             self.checkpoints.mark_assigned(self.operators)
-            for one in (node_class(node) for node, _ in reached):
-                if not (one is None or one is Joined or _is_of_torch(one)):
-                    self.refuse_kept(one)
-            found = {(node.number, node.places[place]) for node, place in reached if node_class(node) is Joined}
-            self.seen = frozenset(self.asked - found)
-            self.reached = {number for number, _ in found}
+            for function in (node_class(node) for node, _ in reached):
+                if not (function is None or function is Joined or _is_of_torch(function)):
+                    self.refuse_kept(function)
+            arrivals = {(node.number, node.places[place]) for node, place in reached if node_class(node) is Joined}
+            self.seen = frozenset(self.asked - arrivals)
+            self.reached = {number for number, _ in arrivals}
 
     def repeated(self, trace: Callable[[], Any]) -> Callable[[], Any]:
-        """As ``trace``, again where a derivative asked for what only the end of a trace says."""
+        """Return ``trace``, repeated if a derivative asked for something that is known only at the end of a trace."""
 
         def traced() -> Any:
-            found = trace()
-            for _ in range(_TRACES):
+            result = trace()
+            for _ in range(_MAX_TRACES):
                 if not self.asked or self.known == self.seen:
                     break
                 self.known = self.seen
-                found = trace()
-            return found
+                result = trace()
+            return result
 
         return traced
 
     def watch(self, *code: Any) -> None:
-        """Notice what these change beside their results: they are called now, and not in each step."""
+        """Watch functions for changes of Python state: they are called now, and not in each step."""
         if self.step.seen.trace is not None:
             self.step.seen.trace.follow(*code)
 
@@ -236,7 +239,7 @@ class DerivativeFinder:
             self.checkpoints.end()
 
     def settle(self, x: Tensor, what: str) -> None:
-        """``x`` must not change in place from now on."""
+        """Record that ``x`` must not change in place from now on."""
         self.settled.append((x, version(x), what, Where("", user_line(sys._getframe(), OWN))))
 
     def refuse(self, what: str) -> NoReturn:
@@ -250,12 +253,12 @@ class DerivativeFinder:
         raise CompileError("QN105", message, fix=f"call {name}.apply(...) where it is used")
 
     def refuse_hook(self, module: nn.Module, hook: Any, what: str) -> NoReturn:
-        name = next((name for name, one in self.step.named_modules() if one is module), "")
+        name = next((name for name, child in self.step.named_modules() if child is module), "")
         message = f"a hook of a module's backward {what}: it would not be part of the program"
         raise CompileError("QN105", message, where=Where(_path(name), _line(hook)))
 
     def here(self) -> Where:
-        """The line of the user's code, and the module, that tracing is in."""
+        """Return the module and the line of the user's code that is being traced."""
         source = ""
         for line in reversed(traceback.extract_stack()):
             if not line.filename.startswith((*OWN, "<")) and "unittest" not in line.filename:
@@ -263,15 +266,15 @@ class DerivativeFinder:
                 break
         names = {id(module): name for name, module in self.step.named_modules()}
         for frame, _ in traceback.walk_stack(None):
-            found = frame.f_locals.get("self")
-            if isinstance(found, nn.Module) and id(found) in names:
-                return Where(_path(names[id(found)]), source)
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and id(owner) in names:
+                return Where(_path(names[id(owner)]), source)
         return Where("", source)
 
 
 @dataclass(frozen=True)
 class _Handle:
-    """What ``register_hook`` returns."""
+    """The handle that ``register_hook`` returns."""
 
     number: int
     removed: set[int]
@@ -281,7 +284,7 @@ class _Handle:
 
 
 class _Hooks(TorchFunctionMode):
-    """Sees hooks of tensors and of nodes of autograd's graph."""
+    """A mode that sees hooks of tensors and of nodes of autograd's graph."""
 
     def __init__(self, finder: DerivativeFinder) -> None:
         super().__init__()
@@ -296,8 +299,8 @@ class _Hooks(TorchFunctionMode):
             self.finder.refuse("torch.autograd.backward in forward")
         if func in _REFUSED and args[0].requires_grad:
             self.finder.refuse(f"Tensor.{func.__name__}")
-        found = func(*args, **(kwargs or {}))
-        return _Node(found, self.finder) if func == _GRAD_FN and found is not None else found
+        result = func(*args, **(kwargs or {}))
+        return _Node(result, self.finder) if func == _GRAD_FN and result is not None else result
 
 
 _REFUSED = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.backward)
@@ -318,10 +321,10 @@ class _Node:
 
 
 def _check_hooks(step: nn.Module) -> None:
-    """Hooks that were there before forward ran, and that no trace follows."""
+    """Refuse hooks that were registered before forward and cannot be traced."""
     for name, module in step.named_modules():
-        if found := old_backward_hooks(module):
-            raise _dropped("of register_backward_hook", _path(name), found)
+        if old_hooks := old_backward_hooks(module):
+            raise _dropped("of register_backward_hook", _path(name), old_hooks)
     for hooks in GLOBAL_BACKWARD_HOOKS:
         if hooks:
             raise _dropped("of the backward of all modules", "", hooks)
@@ -333,13 +336,13 @@ def _dropped(whose: str, module: str, hooks: Mapping[int, Any]) -> CompileError:
 
 
 def _line(hook: Any) -> str:
-    """Where a hook is defined."""
+    """Return the line where a hook is defined."""
     code = getattr(hook, "__code__", None)
     return repr(hook) if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}: {hook.__qualname__}"
 
 
 def _reached(loss: Tensor) -> Iterator[tuple[Any, int]]:
-    """The nodes of autograd's graph of a loss, each with every result of it that has a gradient."""
+    """Yield the nodes of autograd's graph of a loss, each with every result that has a gradient."""
     with without_torch_function():
         todo: list[tuple[Any, int]] = [(loss.grad_fn, 0)]
     seen = set[tuple[Any, int]]()
@@ -360,5 +363,5 @@ def _is_of_torch(function: type) -> bool:
 
 
 def _path(name: str) -> str:
-    """The name in the user's model of a module, or parameter, of the step that is traced."""
+    """Return the name in the user's model of a module or parameter of the traced step."""
     return name.removeprefix("model").removeprefix(".")

@@ -1,4 +1,4 @@
-"""``flex_attention`` as the attention operator, where its mask is a function of positions."""
+"""Trace ``flex_attention`` as the attention operator if its mask is a function of positions."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _FIX = (
 
 @contextlib.contextmanager
 def flex_attention_followed() -> Iterator[None]:
-    """While inside, ``flex_attention`` that a traced forward calls is :mod:`quintnet_compiler.ops.attention.operator`.
+    """Let a traced forward's ``flex_attention`` be :mod:`quintnet_compiler.ops.attention.operator` inside.
 
     Raises:
-        CompileError: QN105 for a ``score_mod``, logs that are asked for, and masks that are more than that.
+        CompileError: QN105 for a ``score_mod``, for logs that are asked for, and for other masks.
     """
     with flex_attention_by(_run, for_this_thread):
         yield
@@ -53,8 +53,8 @@ def _run(
         except NotFollowed as error:
             raise _refusal(f"a mask_mod with {error}", _FIX) from None
     ids = mask.padding, mask.segments, mask.groups
-    made: Tensor = attention(q, k, v, *ids, scale=scale, mask=str(mask.sight))
-    return made
+    out: Tensor = attention(q, k, v, *ids, scale=scale, mask=str(mask.sight))
+    return out
 
 
 def _refusal(what: str, fix: str) -> CompileError:

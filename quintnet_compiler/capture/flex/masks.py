@@ -1,4 +1,4 @@
-"""A ``mask_mod`` as what the attention operator knows: a word on positions, and ids of these."""
+"""Convert a ``mask_mod`` to masks of the attention operator: a rule on positions, and ids of positions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ORDERS = frozenset(_MIRRORED)
 
 @dataclass(frozen=True)
 class FlexMask:
-    """See :data:`quintnet_compiler.ops.attention.operator.attention`."""
+    """A mask of :data:`quintnet_compiler.ops.attention.operator.attention`."""
 
     sight: Sight = Sight()
     padding: Tensor | None = None
@@ -28,16 +28,18 @@ class FlexMask:
 
 
 def mask_of(mask_mod: Callable[..., Any], rows: Any, queries: int, keys: int, device: torch.device) -> FlexMask:
-    """What ``mask_mod(b, h, q, k)`` says: conjunctions of causality, windows, chunks, equal ids of a query and a key,
-    and what a key alone says; or these beside groups that see each other.
+    """Return the mask of ``mask_mod(b, h, q, k)``.
+
+    It may be a conjunction of causality, windows, chunks, equal ids of query and key, and conditions on keys alone; or
+    such a mask or groups that see each other.
 
     Raises:
-        NotFollowed: with what else it says.
+        NotFollowed: if it is anything else.
     """
-    found = mask_mod(*map(IndexTerm, "bhqk"))
-    if not isinstance(found, IndexTerm):
+    term = mask_mod(*map(IndexTerm, "bhqk"))
+    if not isinstance(term, IndexTerm):
         raise NotFollowed("what does not depend on an index")
-    return _MaskReader(rows, queries, keys, device).conjunction(found)
+    return _MaskReader(rows, queries, keys, device).conjunction(term)
 
 
 @dataclass(frozen=True)
@@ -48,62 +50,63 @@ class _MaskReader:
     device: torch.device
 
     def conjunction(self, term: IndexTerm) -> FlexMask:
-        made = FlexMask()
-        for one in _flat(term, operator.and_):
-            made = self._with(made, one)
-        return made
+        """Return the mask of a conjunction."""
+        mask = FlexMask()
+        for condition in _flat(term, operator.and_):
+            mask = self._with(mask, condition)
+        return mask
 
-    def _with(self, made: FlexMask, one: IndexTerm) -> FlexMask:
-        """What was found, and one more condition."""
-        op, reads = _op(one), one.reads
+    def _with(self, mask: FlexMask, condition: IndexTerm) -> FlexMask:
+        """Return a mask with one more condition."""
+        op, reads = _op(condition), condition.reads
         if "h" in reads:
             raise NotFollowed("heads that see different keys")
         if reads <= {"b", "k"}:
-            seen = self._values(one, "k").bool()
-            return replace(made, padding=seen if made.padding is None else made.padding & seen)
-        if made.groups is not None:
+            seen = self._values(condition, "k").bool()
+            return replace(mask, padding=seen if mask.padding is None else mask.padding & seen)
+        if mask.groups is not None:
             raise NotFollowed("alternatives beside other conditions")
         if op is operator.or_:
-            return self._beside(made, list(_flat(one, operator.or_)))
+            return self._alternatives(mask, list(_flat(condition, operator.or_)))
         if op in _ORDERS:
-            return replace(made, sight=_narrower(made.sight, _band(one)))
+            return replace(mask, sight=_narrower(mask.sight, _band(condition)))
         if op is operator.eq:
-            chunk = _chunk(one)
-            if chunk and not made.sight.chunk:
-                return replace(made, sight=replace(made.sight, chunk=chunk))
-            if made.segments is None and made.groups is None:
-                return replace(made, segments=self._ids(one))
+            chunk = _chunk(condition)
+            if chunk and not mask.sight.chunk:
+                return replace(mask, sight=replace(mask.sight, chunk=chunk))
+            if mask.segments is None and mask.groups is None:
+                return replace(mask, segments=self._ids(condition))
             raise NotFollowed("several equalities of ids")
         raise NotFollowed(f"the function {getattr(op, '__name__', op)} of a query and a key")
 
-    def _beside(self, made: FlexMask, several: list[IndexTerm]) -> FlexMask:
-        """A mask, or a group whose members see each other."""
-        if len(several) != 2 or made.groups is not None or made.segments is not None or made.sight != Sight():
+    def _alternatives(self, mask: FlexMask, terms: list[IndexTerm]) -> FlexMask:
+        """Return ``mask`` with two alternatives: a mask, and a group whose members see each other."""
+        if len(terms) != 2 or mask.groups is not None or mask.segments is not None or mask.sight != Sight():
             raise NotFollowed("alternatives beside other conditions, or more than two of them")
-        for mask, group in (several, several[::-1]):
+        for term, group in (terms, terms[::-1]):
             try:
-                shown = self.conjunction(mask)
+                alternative = self.conjunction(term)
             except NotFollowed:
                 continue
-            if shown.padding is not None or shown.groups is not None:
+            if alternative.padding is not None or alternative.groups is not None:
                 continue
-            groups = self._groups(group, shown)
+            groups = self._groups(group, alternative)
             if groups is not None:
-                return replace(shown, groups=groups, padding=made.padding)
+                return replace(alternative, groups=groups, padding=mask.padding)
         raise NotFollowed("alternatives of which none is a group or a prefix")
 
-    def _groups(self, term: IndexTerm, beside: FlexMask) -> Tensor | None:
-        """Ids of groups, -1 for none."""
+    def _groups(self, term: IndexTerm, alternative: FlexMask) -> Tensor | None:
+        """Return ids of groups, -1 for none; None if the term is no group."""
         if self.queries != self.keys:
             return None
         parts = list(_flat(term, operator.and_))
-        if term.reads <= {"b", "k"} and beside == FlexMask(Sight(causal=True)) and _before(term):
-            return torch.where(self._values(term, "k").bool(), 0, -1)  # queries behind a prefix see it anyway
+        if term.reads <= {"b", "k"} and alternative == FlexMask(Sight(causal=True)) and _is_prefix(term):
+            return torch.where(self._values(term, "k").bool(), 0, -1)  # queries after a prefix see it anyway
         if len(parts) == 2:
             for equal, least in (parts, parts[::-1]):
                 if _op(equal) is operator.eq and _op(least) is operator.ge and _is(least.args[1], 0):
-                    ids, told = self._ids(equal), least.args[0]
-                    if any(side.same(told, turned=False) for side in _sides(equal)):
+                    ids, bounded = self._ids(equal), least.args[0]
+                    if any(side.same(bounded, turned=False) for side in _sides(equal)):
                         return ids
             for query, key in (parts, parts[::-1]):
                 if query.reads <= {"b", "q"} and query.same(key):
@@ -111,7 +114,7 @@ class _MaskReader:
         return None
 
     def _ids(self, equal: IndexTerm) -> Tensor:
-        """Of an equality of the same function of a query and of a key."""
+        """Return the ids in an equality of the same function of a query and of a key."""
         query, key = _sides(equal)
         if not (query.reads <= {"b", "q"} and query.same(key)):
             raise NotFollowed("an equality of two different functions of a query and a key")
@@ -123,14 +126,13 @@ class _MaskReader:
         return ids.long()
 
     def _values(self, term: IndexTerm, name: str) -> Tensor:
-        """Of all rows and positions [B, length]."""
+        """Return the values of a term for all rows and positions [B, length]."""
         length = self.keys if name == "k" else self.queries
         index = {
             "b": torch.arange(self.rows, device=self.device)[:, None],
             name: torch.arange(length, device=self.device)[None, :],
         }
-        made = term.at(index)
-        return torch.as_tensor(made, device=self.device).expand(self.rows, length)
+        return torch.as_tensor(term.at(index), device=self.device).expand(self.rows, length)
 
 
 def _op(term: Any) -> Any:
@@ -143,14 +145,14 @@ def _flat(term: Any, op: Any) -> Iterator[IndexTerm]:
     if not isinstance(term, IndexTerm):
         raise NotFollowed("what does not depend on an index")
     if _op(term) is op:
-        for one in term.args:
-            yield from _flat(one, op)
+        for part in term.args:
+            yield from _flat(part, op)
     elif not _neutral(term, op):
         yield term
 
 
 def _neutral(term: IndexTerm, op: Any) -> bool:
-    """Whether it is what torch's ``and_masks`` and ``or_masks`` begin with."""
+    """Return whether a term is the neutral one that torch's ``and_masks`` and ``or_masks`` begin with."""
     return term.op is (Tensor.new_ones if op is operator.and_ else Tensor.new_zeros)
 
 
@@ -159,7 +161,7 @@ def _is(x: Any, number: int) -> bool:
 
 
 def _sides(equal: IndexTerm) -> tuple[IndexTerm, IndexTerm]:
-    """The query's and the key's."""
+    """Return the query's side and the key's side of an equality."""
     a, b = equal.args
     if not (isinstance(a, IndexTerm) and isinstance(b, IndexTerm)):
         raise NotFollowed("a query's own value")
@@ -167,7 +169,7 @@ def _sides(equal: IndexTerm) -> tuple[IndexTerm, IndexTerm]:
 
 
 def _chunk(equal: IndexTerm) -> int:
-    """The size where both sides are places divided by it, else 0."""
+    """Return the size if both sides are positions divided by it, else 0."""
     query, key = _sides(equal)
     for side, name in ((query, "q"), (key, "k")):
         if _op(side) is not operator.floordiv or _op(side.args[0]) != name or not isinstance(side.args[1], int):
@@ -176,7 +178,7 @@ def _chunk(equal: IndexTerm) -> int:
 
 
 def _linear(x: Any) -> tuple[int, int, int]:
-    """How often a query's place, a key's, and 1 are in a sum."""
+    """Return the coefficients of a query's position, a key's position, and 1 in a sum."""
     if isinstance(x, int) and not isinstance(x, bool):
         return 0, 0, x
     op = _op(x)
@@ -190,19 +192,19 @@ def _linear(x: Any) -> tuple[int, int, int]:
 
 
 def _band(term: IndexTerm) -> Sight:
-    """Causality or a window, from a comparison of places."""
+    """Return causality or a window, from a comparison of positions."""
     op = _op(term)
     (a, b, c), (d, e, f) = map(_linear, term.args)
-    query, key, rest = a - d, b - e, c - f  # query * i + key * j + rest, compared with 0
+    query, key, constant = a - d, b - e, c - f  # query * i + key * j + rest, compared with 0
     if (query, key) == (-1, 1):
-        op, rest = _MIRRORED[op], -rest
+        op, constant = _MIRRORED[op], -constant
     elif (query, key) != (1, -1):
         raise NotFollowed("a comparison of something else than a distance")
     if op in (operator.ge, operator.gt):
-        if -rest + (op is operator.gt) == 0:
+        if -constant + (op is operator.gt) == 0:
             return Sight(causal=True)
         raise NotFollowed("keys that are some places ahead, or queries that don't see themselves")
-    window = -rest + (op is operator.le)  # i - j < window
+    window = -constant + (op is operator.le)  # i - j < window
     if window < 1:
         raise NotFollowed("a window that ends before the query")
     return Sight(window=window)
@@ -213,8 +215,8 @@ def _narrower(a: Sight, b: Sight) -> Sight:
     return Sight(a.causal or b.causal, window, a.chunk)
 
 
-def _before(term: IndexTerm) -> bool:
-    """Whether it says that a key is before some place of its row."""
+def _is_prefix(term: IndexTerm) -> bool:
+    """Return whether a term requires that a key is before some position of its row."""
     op = _op(term)
     if op not in _ORDERS:
         return False

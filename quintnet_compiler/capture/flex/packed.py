@@ -1,4 +1,4 @@
-"""``varlen_attn``, attention of documents that lie one after the other, as the attention operator."""
+"""Trace ``varlen_attn``, attention of consecutive documents, as the attention operator."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from ..watched_trace import user_line
 
 @contextlib.contextmanager
 def varlen_attention_followed() -> Iterator[None]:
-    """While inside, ``varlen_attn`` that a traced forward calls is :mod:`quintnet_compiler.ops.attention.operator`.
-    Positions behind the last end, of which PyTorch says nothing, are a document of their own.
+    """Let a traced forward's ``varlen_attn`` be :mod:`quintnet_compiler.ops.attention.operator` inside.
+
+    Positions after the last end, which PyTorch leaves undefined, are another document.
 
     Raises:
-        CompileError: QN105 for keys of other documents than those of queries, keys ahead of a window, and what
-            ``return_aux``, ``seqused_k`` and ``block_table`` ask for.
+        CompileError: QN105 for keys of other documents than those of queries, for windows ahead of a query, and for
+            ``return_aux``, ``seqused_k`` and ``block_table``.
     """
     with varlen_attention_by(_run, for_this_thread):
         yield
@@ -48,8 +49,8 @@ def _run(call: VarlenCall, theirs: Callable[[], Any]) -> Tensor | tuple[Any, ...
     documents = torch.bucketize(positions, call.q_ends[1:], right=True).unsqueeze(0)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (call.q, call.k, call.v))
     scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
-    made: Tensor = attention(q, k, v, None, documents, None, scale=scale, mask=str(sight))
-    return made.squeeze(0).transpose(0, 1)
+    out: Tensor = attention(q, k, v, None, documents, None, scale=scale, mask=str(sight))
+    return out.squeeze(0).transpose(0, 1)
 
 
 def _refusal(what: str, fix: str) -> CompileError:

@@ -1,4 +1,4 @@
-"""What a ``mask_mod`` computes, as an expression of the four indices that it is given."""
+"""Expressions of the four indices of a ``mask_mod``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 
 class NotFollowed(Exception):
-    """A mask that is more than functions of positions can say."""
+    """A mask that is not supported."""
 
 
 @dataclass(frozen=True, eq=False)
 class IndexTerm:
-    """``op`` of ``args`` (terms, numbers, tensors); an index where ``op`` is its name: "b", "h", "q" or "k"."""
+    """``op`` of ``args`` (terms, numbers, tensors), or an index, whose name ``op`` is: "b", "h", "q" or "k"."""
 
     op: Any
     args: tuple[Any, ...] = ()
 
     @property
     def reads(self) -> frozenset[str]:
-        """The indices in it."""
+        """Return the indices in it."""
         if isinstance(self.op, str):
             return frozenset([self.op])
         return frozenset().union(*(x.reads for x in _terms(self.args)))
@@ -53,16 +53,16 @@ class IndexTerm:
         return called
 
     def at(self, index: Mapping[str, Tensor]) -> Any:
-        """Its values at these indices."""
+        """Return its values at these indices."""
         if isinstance(self.op, str):
             return index[self.op]
         looked_up = _lookup(self)
-        if looked_up is not None and (made := _whole(*looked_up, index)) is not None:
-            return made
+        if looked_up is not None and (values := _whole(*looked_up, index)) is not None:
+            return values
         return self.op(*(_at(x, index) for x in self.args))
 
     def same(self, other: Any, *, turned: bool = True) -> bool:
-        """Whether it is ``other``, with the index of a query in place of that of a key (``turned``)."""
+        """Return whether it is ``other``, with the index of a query in place of that of a key if ``turned``."""
         if not isinstance(other, IndexTerm) or len(self.args) != len(other.args):
             return False
         if isinstance(self.op, str) or isinstance(other.op, str):
@@ -86,17 +86,17 @@ def _same(a: Any, b: Any, turned: bool) -> bool:
 def _terms(args: Any) -> list[IndexTerm]:
     if isinstance(args, IndexTerm):
         return [args]
-    return [x for one in args for x in _terms(one)] if isinstance(args, (tuple, list)) else []
+    return [x for arg in args for x in _terms(arg)] if isinstance(args, (tuple, list)) else []
 
 
 def _at(x: Any, index: Mapping[str, Tensor]) -> Any:
     if isinstance(x, (tuple, list)):
-        return type(x)(_at(one, index) for one in x)
+        return type(x)(_at(part, index) for part in x)
     return x.at(index) if isinstance(x, IndexTerm) else x
 
 
 def _lookup(term: IndexTerm) -> tuple[Tensor, tuple[str, ...]] | None:
-    """A tensor, and the plain indices at which it is read."""
+    """Return a tensor and the plain indices at which it is read, or None."""
     if term.op is not Tensor.__getitem__ or not isinstance(term.args[0], Tensor):
         return None
     places = term.args[1] if isinstance(term.args[1], tuple) else (term.args[1],)
@@ -105,7 +105,7 @@ def _lookup(term: IndexTerm) -> tuple[Tensor, tuple[str, ...]] | None:
 
 
 def _whole(table: Tensor, names: tuple[str, ...], index: Mapping[str, Tensor]) -> Tensor | None:
-    """Ids of all rows and positions are the table itself: reading it by indices would bring rows together."""
+    """Return ids of all rows and positions from the table itself: a lookup by indices would mix rows."""
     if names == ("b",):
         return table[:, None]
     if names in (("q",), ("k",)):
