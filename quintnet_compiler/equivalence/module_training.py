@@ -171,9 +171,9 @@ def batches_of(program: DistributedProgram, batch: Any) -> list[Any]:
     captured = program.source.local.staged.sharded.program.captured
     rows, ranks, count = captured.form.rows_in(batch), program.mesh.data_ways, program.batches
 
-    def rows_of(x: Tensor, index: int) -> Tensor:
+    def _rows_of(x: Tensor, index: int) -> Tensor:
         if not x.dim() or x.shape[0] != rows:
             return x
         return x.reshape(ranks, count, rows // (ranks * count), *x.shape[1:])[:, index].flatten(0, 1)
 
-    return [pytree.tree_map_only(Tensor, lambda x: rows_of(x, index), batch) for index in range(count)]  # noqa: B023
+    return [pytree.tree_map_only(Tensor, lambda x: _rows_of(x, index), batch) for index in range(count)]  # noqa: B023

@@ -125,10 +125,7 @@ def _escaped(text: str) -> str:
 
 @dataclass(frozen=True)
 class VerifySubject:
-    """A module and its loss, the program that was compiled from it, and the values of all its tensors.
-
-    ``outputs``: a program for the model's outputs, or the reason why there is none.
-    """
+    """A module and loss, the program, all tensors, and a program for outputs (or the reason why there is none)."""
 
     model: nn.Module
     loss_fn: LossFn | None

@@ -1,4 +1,4 @@
-"""A loss whose gradients are there already, as a value that autograd differentiates."""
+"""A loss with known gradients, as a value that autograd differentiates."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ Gradients = Sequence[tuple[nn.Parameter, Tensor]]
 
 
 def differentiable(loss: Tensor, gradients: Gradients) -> Tensor:
-    """``loss``, such that ``(f * differentiable(loss, gradients)).backward()`` adds ``f`` times these gradients to the
-    parameters' ``grad``, as the backward of the computation of ``loss`` would."""
+    """Return ``loss`` as a value whose backward adds these gradients to the parameters' ``grad``.
+
+    ``(f * differentiable(loss, gradients)).backward()`` adds ``f`` times the gradients, as the backward of the
+    computation of ``loss`` would.
+    """
     anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
     result: Tensor = _Handed.apply(anchor, loss, gradients)  # type: ignore[no-untyped-call]
     return result

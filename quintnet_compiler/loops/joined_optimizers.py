@@ -13,22 +13,22 @@ from ..runtime.state.whole_optimizer import WholeOptimizer
 
 
 def joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    """One optimizer with the groups and the state of all, which are theirs; None if there is none.
+    """Return one optimizer with the groups and the state of all, not copies; None if there is none.
 
     Raises:
         CheckpointError: QN603 if two have the same parameter, or one of several has whole parameters.
     """
     if len(optimizers) < 2:
         return optimizers[0] if optimizers else None
-    if any(isinstance(each, WholeOptimizer) for each in optimizers):
+    if any(isinstance(optimizer, WholeOptimizer) for optimizer in optimizers):
         raise CheckpointError(
             "QN603",
             "there are several optimizers, and one is of program.optimizer(make)",
             fix="make one optimizer of all parameters, with program.optimizer(make)",
         )
     owners: dict[Tensor, torch.optim.Optimizer] = {}
-    for each in optimizers:
-        for group in each.param_groups:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in owners:
                     raise CheckpointError(
@@ -37,17 +37,17 @@ def joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer
                         "state of one",
                         fix="give each parameter to one optimizer",
                     )
-                owners[parameter] = each
-    name = " and ".join(type(each).__name__ for each in optimizers)
+                owners[parameter] = optimizer
+    name = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
     kind: Any = type(name, (_Joined,), {})
-    made = kind.__new__(kind)
-    made.param_groups = [group for each in optimizers for group in each.param_groups]
-    made.state = _States(owners)
-    return made  # type: ignore[no-any-return]
+    result = kind.__new__(kind)
+    result.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    result.state = _States(owners)
+    return result  # type: ignore[no-any-return]
 
 
 class _Joined(torch.optim.Optimizer):
-    """Has what a checkpoint reads and writes, and does not step."""
+    """An optimizer with only the attributes that a checkpoint reads and writes; it does not step."""
 
 
 class _States(MutableMapping[Tensor, Any]):

@@ -22,11 +22,11 @@ from .handed_gradients import differentiable
 from .joined_optimizers import joined
 from .together import wait_for_all
 
-PROGRAM, LOOP = "program", "loop.ckpt"  # in a checkpoint's folder: parameters and optimizer state; the rest
+PROGRAM, LOOP = "program", "loop.ckpt"  # in a checkpoint's folder: parameters and optimizer state; the Trainer's state
 
 
 class ProgramPrecision(Precision):  # type: ignore[misc]
-    """Clips by the norm of all of an optimizer's gradients, those of other stages among them."""
+    """A precision plugin that clips by the norm of all of an optimizer's gradients, also those of other stages."""
 
     def __init__(self, strategy: MeshStrategy) -> None:
         super().__init__()
@@ -43,7 +43,9 @@ class ProgramPrecision(Precision):  # type: ignore[misc]
 
 
 class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
-    """A strategy that trains one part of a LightningModule on a mesh::
+    """A strategy that trains one submodule of a LightningModule on a mesh.
+
+    Example::
 
         strategy = quintnet.lightning.MeshStrategy(quintnet.Mesh(tp=2), batch)
         trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy=strategy)
@@ -92,20 +94,20 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return self._program
 
     def step(self, batch: Any) -> Tensor:
-        """The loss of a whole batch; while the Trainer trains, its ``backward`` adds to the parameters' ``grad``."""
+        """Return the loss of a whole batch; in training, its ``backward`` adds to the parameters' ``grad``."""
         if not self._training():
             return self.program.evaluate(batch).detach()
         parameters = list(self.program.parameters())
-        before = [p.grad for p in parameters]
+        old_gradients = [p.grad for p in parameters]
         for p in parameters:
             p.grad = None
         loss = self.program.step(batch).detach().as_subclass(Tensor)
         gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-        for p, grad in zip(parameters, before, strict=True):
+        for p, grad in zip(parameters, old_gradients, strict=True):
             p.grad = grad
         return differentiable(loss, gradients)
 
-    # -- what the Trainer asks of a strategy
+    # -- methods that the Trainer calls
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -120,7 +122,7 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         wait_for_all()
 
     def model_to_device(self) -> None:
-        """A program puts parts where its ranks run."""
+        """Do nothing: the program moves its parts."""
 
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
@@ -141,7 +143,7 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         super().setup(trainer)
 
     def teardown(self) -> None:
-        """Parts stay where they are: ``program`` can be used, and closed, after the Trainer has ended."""
+        """Leave parts where they are: ``program`` can be used, and closed, after the Trainer has ended."""
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
@@ -165,12 +167,12 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self.program.save(folder / PROGRAM, step=step, optimizer=joined(self.optimizers), keep=1)
         if judges():
             self.checkpoint_io.save_checkpoint(checkpoint, folder / LOOP, storage_options=storage_options)
-        self.barrier()  # the folder is there for all
+        self.barrier()  # the folder exists for all ranks
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._resumed = Path(checkpoint_path)
-        found: dict[str, Any] = self.checkpoint_io.load_checkpoint(self._resumed / LOOP, weights_only=weights_only)
-        return found
+        state: dict[str, Any] = self.checkpoint_io.load_checkpoint(self._resumed / LOOP, weights_only=weights_only)
+        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self.program.load(self._resumed / PROGRAM)

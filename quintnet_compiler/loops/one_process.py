@@ -1,5 +1,7 @@
-"""What tells transformers' Trainer and accelerate that there is one process, which reads whole batches: every rank is
-that process. Rank 0 writes files and logs."""
+"""Tell transformers' Trainer and accelerate that there is one process, which reads whole batches.
+
+Every rank is that process. Rank 0 writes files and logs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from ..runtime.launch.world import judges
 
 
 class _Writer:
-    """Which process this is: the first, if it writes files and logs, else another."""
+    """The index of this process: 0 if it writes files and logs, else 1."""
 
     @property
     def process_index(self) -> int:
@@ -30,7 +32,7 @@ class _Writer:
 
 
 class OneProcess(_Writer, Accelerator):  # type: ignore[misc]
-    """An accelerator that neither wraps models nor divides batches, and has nobody to gather from."""
+    """An accelerator that neither wraps models nor divides batches, and gathers from no other process."""
 
     @property
     def num_processes(self) -> int:
@@ -57,14 +59,14 @@ class OneProcess(_Writer, Accelerator):  # type: ignore[misc]
         return tensor
 
     def backward(self, loss: torch.Tensor, **_: Any) -> None:
-        """Raises: RunError QN113."""
+        """Raise RunError QN113."""
         raise RunError(
             "QN113", "accelerator.backward was called on a loss", fix="program.step(batch) computes gradients"
         )
 
 
 def as_one_process(accelerator: Accelerator) -> None:
-    """Make it :class:`OneProcess`. Batches of an iterable data set are read by every rank."""
+    """Make an accelerator a :class:`OneProcess`. Every rank reads the batches of an iterable data set."""
     accelerator.__class__ = OneProcess
     accelerator.dataloader_config.dispatch_batches = False
 
@@ -86,19 +88,19 @@ class _OneProcessArguments(_Writer):
 
 
 def arguments_of_one_process(args: Any, data_ranks: int) -> Any:
-    """A copy of training arguments whose batches are those of all data ranks."""
-    found = copy.copy(args)
-    found.__class__ = type(type(args).__name__, (_OneProcessArguments, type(args)), {})
-    found.per_device_train_batch_size *= data_ranks
-    found.per_device_eval_batch_size *= data_ranks
-    return found
+    """Return a copy of training arguments whose batches are those of all data ranks."""
+    arguments = copy.copy(args)
+    arguments.__class__ = type(type(args).__name__, (_OneProcessArguments, type(args)), {})
+    arguments.per_device_train_batch_size *= data_ranks
+    arguments.per_device_eval_batch_size *= data_ranks
+    return arguments
 
 
 def first_of(loader: DataLoader[Any]) -> Any:
-    """The first batch, without a trace in the states of random numbers."""
+    """Return the first batch, and leave the states of random numbers as they were."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
-        found = next(iter(loader))
+        batch = next(iter(loader))
     random.setstate(states[0])
     np.random.set_state(states[1])
-    return found
+    return batch

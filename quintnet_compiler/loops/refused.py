@@ -1,4 +1,4 @@
-"""Arguments of transformers' Trainer that a compiled program cannot follow."""
+"""Refuse arguments of transformers' Trainer that a compiled program does not support."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..core.errors import CompileError
 from ..ir.plan import Plan
 from .trainer_loss import loss_owner
 
-_TRACED = ("transformers.", "trl.trainer.sft_trainer")  # whose compute_loss is the model's own loss
+_TRACED = ("transformers.", "trl.trainer.sft_trainer")  # their compute_loss is the model's own loss
 _FLAGS = {
     "fsdp": "the mesh and the plan say how parameters are stored: zero=3",
     "deepspeed": "the mesh and the plan say how parameters are stored: zero=3",
@@ -26,20 +26,20 @@ _FLAGS = {
 _LAYERWISE = ("lomo", "adalomo", "layerwise")
 
 
-def refuse_arguments(trainer: Any, args: Any, given: dict[str, Any]) -> None:
-    """``given``: what the Trainer is made with, beside its arguments.
+def refuse_arguments(trainer: Any, args: Any, options: dict[str, Any]) -> None:
+    """Refuse arguments that are not supported. ``options``: further keyword arguments of the Trainer.
 
     Raises:
-        CompileError: QN108 with all that cannot be followed.
+        CompileError: QN108 with all of them.
     """
-    problems = list(_problems(trainer, args, given))
+    problems = list(_problems(trainer, args, options))
     if problems:
-        lines = "\n  ".join(f"{what}: {fix}" for what, fix in problems)
+        lines = "\n  ".join(f"{argument}: {fix}" for argument, fix in problems)
         raise CompileError("QN108", f"a compiled program cannot follow\n  {lines}", fix="leave these out")
 
 
 def refuse_plan(plan: Plan) -> None:
-    """Raises: CompileError QN108 for what needs an optimizer of the program's, as a Trainer makes its own."""
+    """Raise CompileError QN108 for plans that need the program's own optimizer, as a Trainer makes its own."""
     if "optimizer" in plan.offload:
         raise CompileError(
             "QN108", 'a Trainer makes its own optimizer, and the plan has offload=("optimizer",)',
@@ -47,7 +47,7 @@ def refuse_plan(plan: Plan) -> None:
         )  # fmt: skip
 
 
-def _problems(trainer: Any, args: Any, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _problems(trainer: Any, args: Any, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, fix in _FLAGS.items():
         value = getattr(args, name, None)
         if value:
@@ -60,7 +60,7 @@ def _problems(trainer: Any, args: Any, given: dict[str, Any]) -> Iterator[tuple[
         if getattr(config, name, None):
             yield f"accelerator_config.{name}", "every rank reads whole batches"
     for name in ("compute_loss_func", "model_init"):
-        if given.get(name) is not None:
+        if options.get(name) is not None:
             yield name, "compute the loss in the model's forward" if name == "compute_loss_func" else "pass the model"
     owner = loss_owner(trainer)
     if not f"{owner.__module__}.".startswith(_TRACED):

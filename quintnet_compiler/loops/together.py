@@ -1,4 +1,4 @@
-"""What ranks do together around files that one of them writes."""
+"""A barrier around files that one rank writes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..runtime.launch.world import many
 
 
 def wait_for_all(what: str = "the end of a save") -> None:
-    """Wait until every rank is here. ``what`` is told if another rank is somewhere else.
+    """Wait until every rank calls this. ``what``: named in an error if another rank calls something else.
 
     Raises:
-        RunError: QN401 or QN402, as any call in which ranks communicate.
+        RunError: QN401 or QN402, as from any call in which ranks communicate.
     """
     if many():
         with announced(what):

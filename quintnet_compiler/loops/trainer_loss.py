@@ -1,4 +1,4 @@
-"""The loss of a Trainer's batch: the model's own, or that of smoothed labels; what sums over labels are divided by."""
+"""The loss of a Trainer's batch (the model's own, or of smoothed labels), and the number that divides its sum."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 @dataclass(frozen=True)
 class SmoothedLoss(LossOfNames):
-    """What a Trainer computes of the logits of a model, which is called without labels. ``shifted``: the logits of a
-    position are for the label of the next one."""
+    """A loss that a Trainer computes from logits of a model, which is called without labels.
+
+    ``shifted``: the logits of a position are for the label of the next one.
+    """
 
     smoother: LabelSmoother
     shifted: bool
@@ -50,13 +52,13 @@ def loss_owner(trainer: Any) -> type:
 
 
 def training_count(trainer: Any, count: Any) -> Tensor:
-    """Return what the loss of one of several accumulated batches is divided by; ``count``: the labels of all."""
+    """Return the divisor of the loss of one of several accumulated batches; ``count``: the labels of all."""
     number = torch.as_tensor(count, dtype=torch.float32)
     return number.clamp(min=1) if _of_trl(trainer) and trainer.label_smoother is None else number
 
 
 def evaluation_count(trainer: Any, batch: Mapping[str, Any]) -> Tensor | None:
-    """Return what the loss of a batch is divided by in an evaluation; None for the labels that its loss counts."""
+    """Return the divisor of the loss of a batch in an evaluation; None for the labels that its loss counts."""
     if not _of_trl(trainer):
         return labels_counted(trainer, batch)
     if trainer.label_smoother is not None or not trainer.model_accepts_loss_kwargs or "labels" not in batch:
@@ -65,5 +67,5 @@ def evaluation_count(trainer: Any, batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def _of_trl(trainer: Any) -> bool:
-    """Whether it is an SFTTrainer, which computes the loss of texts itself."""
+    """Return whether a Trainer is an SFTTrainer, which computes the loss of texts itself."""
     return loss_owner(trainer).__module__.startswith("trl.")

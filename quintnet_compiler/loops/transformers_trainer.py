@@ -29,7 +29,9 @@ SCHEDULER = "scheduler.pt"
 
 
 class TrainerMixin:
-    """Put before a Trainer, it trains on a mesh::
+    """A mixin that trains a Trainer's model on a mesh.
+
+    Example::
 
         class Trainer(quintnet.hf.TrainerMixin, transformers.Trainer): ...
 
@@ -74,19 +76,19 @@ class TrainerMixin:
 
     @property
     def _me(self) -> Any:
-        """This object as the Trainer that it is, too."""
+        """Return this object as a Trainer."""
         return self
 
     def _chosen(self) -> dict[str, Any]:
-        args, found = self._given, dict(self._options)
+        args, options = self._given, dict(self._options)
         whole = all(p.dtype == torch.float32 for p in self._me.model.parameters() if p.requires_grad)
         if args.bf16 and whole:
-            found.setdefault("precision", "bf16")
+            options.setdefault("precision", "bf16")
         if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):
-            found.setdefault("recompute", "full")
+            options.setdefault("recompute", "full")
         if world_size() == 1:  # else a program is where its process group is
-            found.setdefault("device", args.device)
-        return found
+            options.setdefault("device", args.device)
+        return options
 
     def _prepare(self, batch: Any) -> None:
         """Compile for batches like this one; the model's parameters become this rank's parts."""
@@ -95,14 +97,14 @@ class TrainerMixin:
             list(self.program.parameters())
             self._prepared = True
 
-    # -- what a Trainer asks of the processes
+    # -- methods about processes that a Trainer calls
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         as_one_process(self._me.accelerator)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """A program puts parts where its ranks run."""
+        """Do nothing: the program moves its parts."""
 
     def _wrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         return model
@@ -119,15 +121,15 @@ class TrainerMixin:
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        elsewhere = [p for p in self._me.model.parameters() if p.is_meta and p.requires_grad]  # of other stages
-        for p in elsewhere:
+        of_other_stages = [p for p in self._me.model.parameters() if p.is_meta and p.requires_grad]
+        for p in of_other_stages:
             p.requires_grad_(False)
         try:
-            found: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+            optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         finally:
-            for p in elsewhere:
+            for p in of_other_stages:
                 p.requires_grad_(True)
-        return found
+        return optimizer
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, *_: Any) -> Tensor:
         me = self._me
@@ -139,8 +141,8 @@ class TrainerMixin:
         if counted:
             batch[COUNT] = training_count(me, num_items_in_batch)
         loss = self.program.step(batch).detach().as_subclass(Tensor).to(me.args.device)  # where the Trainer sums it
-        told: bool | None = getattr(me, "loss_is_scaled_for_ga", None)  # transformers 5.17 has no such attribute
-        scaled = counted if told is None else told
+        scaled_flag: bool | None = getattr(me, "loss_is_scaled_for_ga", None)  # transformers 5.17 has no such attribute
+        scaled = counted if scaled_flag is None else scaled_flag
         parts: int = me.current_gradient_accumulation_steps
         if scaled or parts == 1:
             return loss
@@ -166,8 +168,9 @@ class TrainerMixin:
         names = me.label_names
         labelled = bool(names) and all(batch.get(name) is not None for name in names)
         alone = not names and (batch.get("return_loss") or me.can_return_loss)
+        has_loss = labelled or alone
         loss: Any = None
-        if labelled or alone:
+        if has_loss:
             count = evaluation_count(me, batch)
             if count is not None:
                 batch[COUNT] = count
@@ -181,13 +184,13 @@ class TrainerMixin:
             ignored = getattr(getattr(me.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
         outputs = self.program(**model_inputs(batch, self._loss))
         if not isinstance(outputs, dict):
-            outputs = dict(enumerate(outputs)) if labelled or alone else {1: outputs}
+            outputs = dict(enumerate(outputs)) if has_loss else {1: outputs}
             outputs = {"loss" if key == 0 else str(key): x for key, x in outputs.items()}
-        if loss is None and (labelled or alone):
+        if loss is None and has_loss:
             loss = outputs.get("loss")
         if prediction_loss_only:
             return loss, None, None
-        dropped = {*ignored, "loss"} if labelled or alone else {*ignored}
+        dropped = {*ignored, "loss"} if has_loss else {*ignored}
         logits = tuple(x for name, x in outputs.items() if name not in dropped)
         labels = tuple(batch[name] for name in names) if labelled else None
         return loss, _single(logits), labels and _single(labels)
@@ -206,10 +209,10 @@ class TrainerMixin:
             me.model.save_pretrained(part)
         if judges():
             self._move(part, folder)
-        wait_for_all()  # ranks look whether the folder is there, to agree which is the best
+        wait_for_all()  # ranks test whether the folder exists, to agree on the best one
 
     def _move(self, part: Path, folder: Path) -> None:
-        """Rank 0 puts what is in ``part`` into ``folder``, beside what a Trainer has there."""
+        """Move the files of ``part`` into ``folder``, on rank 0, next to those of the Trainer."""
         me = self._me
         folder.mkdir(parents=True, exist_ok=True)
         for file in part.iterdir():
@@ -224,7 +227,7 @@ class TrainerMixin:
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        wait_for_all("the end of a checkpoint")  # rank 0 has removed those that are too many
+        wait_for_all("the end of a checkpoint")  # rank 0 has removed old ones
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         me = self._me
@@ -233,7 +236,7 @@ class TrainerMixin:
             torch.save(me.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """All ranks draw the same numbers."""
+        """Save random states on rank 0: all ranks draw the same numbers."""
         if judges():
             save_random_states(self._me, output_dir)
 
@@ -264,9 +267,9 @@ class TrainerMixin:
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """Without accelerate's wrapper."""
-    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return found
+    """Return an optimizer without accelerate's wrapper."""
+    unwrapped: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return unwrapped
 
 
 def _single(items: tuple[Any, ...]) -> Any:

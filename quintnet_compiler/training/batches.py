@@ -1,4 +1,4 @@
-"""Which samples are in which batch: a function of a seed and of how many were seen; so a run can go on anywhere."""
+"""Assign samples to batches by a seed and the number of samples seen, so that a run can resume anywhere."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class BatchSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next iteration, from 0."""
+        """Return the epoch of the next iteration, from 0."""
         return self.seen // self.samples
 
     def __len__(self) -> int:
-        """How many batches the next iteration has."""
+        """Return the number of batches in the next iteration."""
         return (self.samples - self.seen % self.samples) // self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.arange(self.samples)
         if self.shuffle:
-            # a seed of its own for each pass, far from those of others
+            # each epoch has another seed, far from those of others
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
             order = torch.randperm(self.samples, generator=generator)
         index, count = self.part
@@ -64,6 +64,6 @@ class BatchSampler(Sampler[list[int]]):
             yield order[first + index * rows : first + (index + 1) * rows].tolist()
 
     def after(self, seen: int) -> int:
-        """``seen``, or the start of the next epoch if this one has no whole batch left."""
-        left = self.samples - seen % self.samples
-        return seen if left >= self.batch_size else seen + left
+        """Return ``seen``, or the start of the next epoch if this one has no whole batch left."""
+        remaining = self.samples - seen % self.samples
+        return seen if remaining >= self.batch_size else seen + remaining

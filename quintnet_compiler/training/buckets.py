@@ -1,4 +1,4 @@
-"""Sequences padded to a few lengths, so that few programs are compiled."""
+"""Pad sequences to a few lengths, so that few programs are compiled."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def pad_to_bucket(
 
 @dataclass
 class PaddedBatches:
-    """Pads the batches that a program trains on. The first one that becomes longer is evaluated both ways."""
+    """Padding of a program's training batches. The first one that becomes longer is evaluated both ways."""
 
     program: CompiledProgram
     buckets: int | Sequence[int]
@@ -71,10 +71,10 @@ class PaddedBatches:
     proven: bool = False
 
     def __call__(self, batch: Any) -> Any:
-        """Raises: CompileError QN108, besides what :func:`pad_to_bucket` raises, if padding changes the loss."""
+        """Pad a batch; raise CompileError QN108 if padding changes the loss, and as :func:`pad_to_bucket`."""
         padded = pad_to_bucket(batch, self.buckets, values=self.values)
-        before, after = (pytree.tree_leaves(each) for each in (plain_batch(batch), padded))
-        if not self.proven and any(x is not y for x, y in zip(before, after, strict=True)):
+        leaves, padded_leaves = (pytree.tree_leaves(tree) for tree in (plain_batch(batch), padded))
+        if not self.proven and any(x is not y for x, y in zip(leaves, padded_leaves, strict=True)):
             self._prove(batch, padded)
             self.proven = True
         return padded
@@ -93,7 +93,7 @@ class PaddedBatches:
 
 
 def _padding(items: Mapping[Any, Any], values: Values) -> Values:
-    """Return what each tensor is padded with, None for those that are no sequences."""
+    """Return the padding value of each tensor, None for those that are no sequences."""
     unknown = [key for key in values if key not in items]
     if unknown:
         raise CompileError(
@@ -101,19 +101,19 @@ def _padding(items: Mapping[Any, Any], values: Values) -> Values:
             f"values names {', '.join(map(repr, unknown))}, and the batch has {', '.join(map(repr, items))}",
             fix="name the keys of the batch, or positions in a tuple",
         )
-    known = {key: PADDING[key] for key, x in items.items() if key in PADDING and _is_ids(key, x)}
-    known = known if IDS in known else {}
-    length = items[IDS].shape[1] if IDS in known else None
-    return {key: value for key, value in known.items() if items[key].shape[1] == length} | dict(values)
+    usual = {key: PADDING[key] for key, x in items.items() if key in PADDING and _is_ids(key, x)}
+    usual = usual if IDS in usual else {}
+    length = items[IDS].shape[1] if IDS in usual else None
+    return {key: value for key, value in usual.items() if items[key].shape[1] == length} | dict(values)
 
 
 def _is_ids(key: Any, x: Any) -> bool:
-    """Return whether it is a number for each position; masks may be of any dtype."""
+    """Return whether a tensor has a number for each position; masks may have any dtype."""
     return isinstance(x, Tensor) and x.dim() == 2 and (key == MASK or not x.is_floating_point())
 
 
 def _length(items: Mapping[Any, Any], padding: Values) -> int:
-    """The length of all sequences."""
+    """Return the length of all sequences."""
     shapes = {key: tuple(items[key].shape) for key, value in padding.items() if value is not None}
     if not shapes:
         raise CompileError(

@@ -1,4 +1,4 @@
-"""What a Trainer calls while it trains."""
+"""Callbacks of a Trainer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Called by a Trainer on every rank, in the order of its ``callbacks``. Override what you need; the rest does
-    nothing.
+    """Methods that a Trainer calls on every rank, in the order of its ``callbacks``; by default they do nothing.
 
-    ``trainer.history`` has the step and the losses, ``trainer.program`` and ``trainer.optimizer`` what is trained. What
-    all ranks do together (``program.evaluate``, ``full_tensor()``) must be called on every rank; ``program.first`` is
-    true on the one that writes files. An error ends the run.
+    ``trainer.history`` has the step and the losses, ``trainer.program`` and ``trainer.optimizer`` are trained.
+    Collective calls (``program.evaluate``, ``full_tensor()``) must be made on every rank; ``program.first`` is true on
+    the one that writes files. An error ends the run.
     """
 
     def on_start(self, trainer: Trainer) -> None:
@@ -35,11 +34,13 @@ class Callback:
         """After each validation: the mean loss, and the metrics."""
 
     def on_save(self, trainer: Trainer, saving: Future[Path | str]) -> None:
-        """A checkpoint of ``trainer.history.step`` is copied, and is being written: ``saving.result()`` waits for its
-        path, ``saving.add_done_callback`` does not."""
+        """After a checkpoint of ``trainer.history.step`` is copied, while it is written.
+
+        ``saving.result()`` waits for its path, ``saving.add_done_callback`` does not.
+        """
 
     def on_preempt(self, trainer: Trainer) -> None:
-        """A scheduler has asked the run to end: before everything is saved."""
+        """After a scheduler has asked the run to end, before everything is saved."""
 
     def on_end(self, trainer: Trainer) -> None:
         """After the last step, also if an error or a scheduler ended the run."""

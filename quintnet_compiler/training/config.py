@@ -20,13 +20,13 @@ from ..ir.plan import Plan
 from ..runtime.launch.preemption import SIGNALS
 from .documents import read_yaml
 
-REST = -1  # the size of an axis that has what the others leave of the ranks
+REST = -1  # the size of an axis that gets all remaining ranks
 ALL_THREE = "3d"  # the other name of dp_tp_pp
-SCHEDULES = {"afab": "gpipe"}  # all forward, all backward: the other name of it
+SCHEDULES = {"afab": "gpipe"}  # another name: all forward, all backward
 
 
 def strategy_axes(name: str) -> tuple[str, ...]:
-    """The axes that a strategy may split a model over.
+    """Return the axes that a strategy may split a model over.
 
     >>> strategy_axes("dp_tp"), strategy_axes("3d")
     (('dp', 'tp'), ('dp', 'tp', 'pp'))
@@ -107,7 +107,7 @@ class TrainConfig(BaseModel):
     log_interval: int = Field(default=10, ge=1)
     checkpoint_dir: str | None = None
     keep_checkpoints: int = Field(default=3, ge=1)
-    preempt_signals: tuple[str, ...] = tuple(one.name for one in SIGNALS)
+    preempt_signals: tuple[str, ...] = tuple(number.name for number in SIGNALS)
     log_dir: str | None = None
     tensorboard: bool = False
     measure_step: int | None = Field(default=None, ge=1)
@@ -141,7 +141,7 @@ class TrainConfig(BaseModel):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of ``mesh_dim`` and ``mesh_name``.
+        """Return the mesh of ``mesh_dim`` and ``mesh_name``.
 
         Raises:
             CompileError: QN201 if the size of an axis is left open, or is none.
@@ -150,11 +150,11 @@ class TrainConfig(BaseModel):
 
     @property
     def fixed_ranks(self) -> int | None:
-        """How many ranks the mesh has; None if it has as many as there are."""
+        """Return the number of ranks of the mesh; None if it has as many as there are."""
         return None if REST in self.mesh_dim else self.mesh.size
 
     def mesh_of(self, ranks: int) -> Mesh:
-        """The mesh of ``mesh_dim`` and ``mesh_name``; if an axis is -1, that of so many ranks.
+        """Return the mesh of ``mesh_dim`` and ``mesh_name`` for so many ranks, of which an axis of -1 gets the rest.
 
         Raises:
             CompileError: QN201 if there is none.
@@ -170,7 +170,7 @@ class TrainConfig(BaseModel):
 
     @property
     def decisions(self) -> Plan:
-        """The plan of these keys."""
+        """Return the plan of these keys."""
         schedule = SCHEDULES.get(self.schedule, self.schedule)
         return Plan().changed(
             {"schedule": schedule, "microbatches": self.grad_acc_steps, "seed": self.seed, **self.plan}
@@ -184,25 +184,25 @@ class TrainConfig(BaseModel):
             CompileError: QN207 naming each key that is unknown or has a wrong value.
         """
         try:
-            found = read_yaml(Path(path).read_text())
+            document = read_yaml(Path(path).read_text())
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise CompileError("QN207", one_line(f"{path}: {error}"), fix="give a YAML file") from None
-        if not isinstance(found, dict):
+        if not isinstance(document, dict):
             raise CompileError("QN207", f"{path} is not a mapping of keys to values", fix="write key: value lines")
-        return cls.make({**found, **changes})
+        return cls.make({**document, **changes})
 
     @classmethod
     def make(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """Raises: CompileError QN207, as :meth:`read`."""
+        """Return a configuration of these values; raise CompileError QN207 as :meth:`read`."""
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
             lines = []
-            for one in error.errors():
-                key = ".".join(map(str, one["loc"]))
+            for problem in error.errors():
+                key = ".".join(map(str, problem["loc"]))
                 near = difflib.get_close_matches(key, cls.model_fields, 1)
-                guess = f" (did you mean {near[0]}?)" if near and one["type"] == "extra_forbidden" else ""
-                lines.append(f"{key}: {one['msg']}{guess}" if key else one["msg"])
+                guess = f" (did you mean {near[0]}?)" if near and problem["type"] == "extra_forbidden" else ""
+                lines.append(f"{key}: {problem['msg']}{guess}" if key else problem["msg"])
             raise CompileError(
                 "QN207", one_line("; ".join(lines)), fix=f"the keys are {', '.join(cls.model_fields)}"
             ) from None

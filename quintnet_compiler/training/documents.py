@@ -1,4 +1,4 @@
-"""YAML as a person means it."""
+"""Read YAML, with numbers such as ``1e-8`` as numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import yaml
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML 1.1 takes ``1e-8`` for text; YAML 1.2, JSON and Python take it for a number."""
+    """A loader that takes ``1e-8`` for a number, as YAML 1.2, JSON and Python do, and not YAML 1.1."""
 
 
 _Yaml.add_implicit_resolver(
@@ -18,7 +18,7 @@ _Yaml.add_implicit_resolver(
 
 
 def read_yaml(text: str) -> Any:
-    """What a document holds: plain values only.
+    """Return the values of a document, which are plain.
 
     Raises:
         yaml.YAMLError: if it is none.

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: a line on the console, JSON lines, TensorBoard, Weights & Biases."""
+"""Loggers of a run's numbers: the console, JSON lines, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 
 
 class Logger(Callback):
-    """A callback that writes numbers, on one rank. An error in it does not end the run: the first one is a
-    :class:`quintnet.LogWarning`. (One of QuintNet's own, such as QN108 for a library that is missing, does.)"""
+    """A callback that writes numbers, on one rank.
+
+    An error in it does not end the run: the first one is a :class:`quintnet.LogWarning`. Only an error of QuintNet
+    itself, such as QN108 for a library that is missing, ends it.
+    """
 
     failed = False
 
     @property
     def name(self) -> str:
-        """What it writes to, for people."""
+        """Return a description of the log, for people."""
         return type(self).__name__
 
     def fail(self, error: Exception) -> None:
@@ -44,7 +47,7 @@ class Logger(Callback):
         """Before the first number."""
 
     def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
-        """``kind``: ``"train"``, ``"validation"``, or ``"resumed"`` and ``"preempted"``, which have no numbers."""
+        """Write numbers; ``kind``: ``"train"``, ``"validation"``, or ``"resumed"`` and ``"preempted"`` without any."""
 
     def close(self) -> None:
         """After the last number."""
@@ -94,16 +97,14 @@ class ConsoleLogger(Logger):
     name = "the console"
 
     def fail(self, error: Exception) -> None:
-        if isinstance(
-            error, BrokenPipeError
-        ):  # nobody will read it any more: the process must not fail of it at its end
+        if isinstance(error, BrokenPipeError):  # the reader has gone: the process must not fail at its end
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         super().fail(error)
 
     def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
-        told = "   ".join(f"{_LABELS.get(name, name)} {_shown(name, x)}" for name, x in numbers.items())
-        line = f"{kind} {step:>7}   {told}" if kind != "train" else f"step {step:>7}   {told}"
+        texts = "   ".join(f"{_LABELS.get(name, name)} {_shown(name, x)}" for name, x in numbers.items())
+        line = f"{kind} {step:>7}   {texts}" if kind != "train" else f"step {step:>7}   {texts}"
         print(line.rstrip(), flush=True)
 
     def on_end(self, trainer: Trainer) -> None:
@@ -129,8 +130,10 @@ class JsonLogger(Logger):
             self.file.write(b"\n")
 
     def _cut(self) -> bool:
-        """Whether the last line was cut, when the machine stopped or the disk was full: the next one must not become a
-        part of it."""
+        """Return whether the last line is incomplete, after a crash or with a full disk.
+
+        The next line must not become a part of it.
+        """
         with (self.folder / "metrics.jsonl").open("rb") as written:
             size = written.seek(0, 2)
             written.seek(max(0, size - 1))

@@ -1,4 +1,4 @@
-"""What a trainer measures in addition to the loss."""
+"""Measurements of a Trainer besides the loss."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from ..core.errors import CompileError
 from ..cost_models.hardware import product
 
 Metric = Callable[[Any, Any], tuple[float, float]]
-"""(the model's outputs, what the batch says they should be) -> a sum over rows, and over how many."""
+"""(the model's outputs, the batch's labels) -> a sum over rows, and the number of rows."""
 
 
 def accuracy(outputs: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Rows whose largest logit (in the last dim) is the label's, and the number of rows; labels of -100 do not
-    count.
+    """Return the number of rows whose largest logit (in the last dim) is the label's, and the number of rows.
+
+    Labels of -100 do not count.
 
     Raises:
         CompileError: QN108 if outputs are not logits for each label.
@@ -36,19 +37,19 @@ def accuracy(outputs: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def device_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that this device is sold with, if it is one that the cost models know by its full name."""
+    """Return the nominal FLOP/s of this device, if the cost models know it by its full name."""
     if device.type != "cuda":
         return None
-    known = product(torch.cuda.get_device_name(device))
+    hardware = product(torch.cuda.get_device_name(device))
     kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")
     try:
-        return known.flops_per_second(kind) if known is not None else None
+        return hardware.flops_per_second(kind) if hardware is not None else None
     except CompileError:
         return None
 
 
 def memory_gib(device: torch.device) -> float:
-    """The most that this process held until now: of its device, or of the machine's memory."""
+    """Return the peak memory of this process so far, in GiB: of its device, or of the machine."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

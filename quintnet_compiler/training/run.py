@@ -1,4 +1,4 @@
-"""From a document to a trained model."""
+"""Train a model as a configuration describes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .validation import LossWeight
 
 @dataclass(frozen=True)
 class TrainTask:
-    """What a configuration's ``model`` function returns.
+    """The result of a configuration's ``model`` function.
 
     Attributes:
         model: a plain module.
@@ -113,7 +113,7 @@ def run(config: TrainConfig) -> History:
 
 
 def factor(config: TrainConfig, step: int, steps: int) -> float:
-    """Of the learning rate in step ``step`` (from 0) of ``steps``."""
+    """Return the factor of the learning rate in step ``step`` (from 0) of ``steps``."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
@@ -134,20 +134,20 @@ def _task(config: TrainConfig) -> TrainTask:
     except (ImportError, AttributeError, ValueError) as error:
         fix = "write package.module:function or path/to/file.py:function"
         raise CompileError("QN108", f"model: {config.model}: {error}", fix=fix) from error
-    found = builder(**config.model_args)
-    if not isinstance(found, TrainTask):
+    task = builder(**config.model_args)
+    if not isinstance(task, TrainTask):
         raise CompileError(
             "QN108",
-            f"model: {config.model} returned a {type(found).__name__}",
+            f"model: {config.model} returned a {type(task).__name__}",
             fix="return quintnet.TrainTask(model, train_data, val_data, loss_fn)",
         )
-    return found
+    return task
 
 
 def _device(config: TrainConfig) -> torch.device:
     world = started()
-    here = 1 if world is None else world.on_this_machine or world.size
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= here
+    local_ranks = 1 if world is None else world.on_this_machine or world.size
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
     if config.device == "cpu" or (config.device == "auto" and not enough):
         return torch.device("cpu")
     device = torch.device("cuda", 0 if world is None else world.place)
@@ -156,20 +156,20 @@ def _device(config: TrainConfig) -> torch.device:
 
 
 def optimizer_of(config: TrainConfig, parameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of torch.optim that a document names.
+    """Return the optimizer of torch.optim that a configuration names.
 
     Raises:
         CompileError: QN108 if there is none of that name, or not with these options.
     """
-    known = {
+    optimizers = {
         name: x
         for name, x in vars(torch.optim).items()
         if isinstance(x, type) and issubclass(x, torch.optim.Optimizer) and x is not torch.optim.Optimizer
     }
-    kind = {name.lower(): x for name, x in known.items()}.get(config.optimizer.lower())
+    kind = {name.lower(): x for name, x in optimizers.items()}.get(config.optimizer.lower())
     if kind is None:
         message = f"optimizer: torch.optim has no optimizer {config.optimizer}"
-        raise CompileError("QN108", message, fix=f"one of {', '.join(sorted(known))}")
+        raise CompileError("QN108", message, fix=f"one of {', '.join(sorted(optimizers))}")
     accepted = [name for name in inspect.signature(kind).parameters if name != "params"]
     decay = {"weight_decay": config.weight_decay} if config.weight_decay or "weight_decay" in accepted else {}
     options = {"lr": config.learning_rate, **decay, **config.optimizer_args}
@@ -177,9 +177,9 @@ def optimizer_of(config: TrainConfig, parameters: Any) -> torch.optim.Optimizer:
         message = f"optimizer: {kind.__name__} has no option {', '.join(unknown)}"
         raise CompileError("QN108", message, fix=f"its options are {', '.join(accepted)}")
     try:
-        made: torch.optim.Optimizer = kind(parameters, **options)
+        optimizer: torch.optim.Optimizer = kind(parameters, **options)
     except (TypeError, ValueError) as error:
         shown = ", ".join(f"{name}={x!r}" for name, x in options.items())
         message = f"optimizer: {kind.__name__}({shown}): {error}"
         raise CompileError("QN108", message, fix="correct learning_rate, weight_decay or optimizer_args") from error
-    return made
+    return optimizer

@@ -1,4 +1,4 @@
-"""The numbers of a run, read from its ``metrics.jsonl`` as that grows."""
+"""Read the numbers of a run from its ``metrics.jsonl`` as that grows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, BinaryIO
 from ..reports.line_chart import Span
 
 NAME = "metrics.jsonl"
-MOST_SPANS = 600  # of a curve: from twice as many, two become one
-MOST_CURVES = 64  # further names are left out, and counted
-_CHUNK = 1 << 22  # bytes; a longer line is no line of metrics
-_HEAD = 256  # bytes
+MAX_SPANS = 600  # of a curve; at twice as many, pairs are joined
+MAX_CURVES = 64  # further names are left out, and counted
+_CHUNK_BYTES = 1 << 22  # a longer line is no line of metrics
+_HEAD_BYTES = 256
 _NO_NUMBERS = frozenset({"time", "step", "kind"})
 
 
@@ -23,7 +23,7 @@ _NO_NUMBERS = frozenset({"time", "step", "kind"})
 class Curve:
     """Values by step, in bounded memory: each span stands for ``each`` of them, which doubles as the run goes on.
 
-    Steps that come again replace those that were there: the run went back to a checkpoint.
+    Steps that come again replace the earlier ones: the run went back to a checkpoint.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -31,22 +31,22 @@ class Curve:
     _open: int = 0  # values in the last span
 
     def add(self, step: int, value: float) -> None:
-        """The value at a step."""
+        """Add the value at a step."""
         if self.spans and step <= self.spans[-1].last:
             self.back_to(step)
-        one = Span(step, step, value, value, value) if math.isfinite(value) else _bad(step)
+        span = Span(step, step, value, value, value) if math.isfinite(value) else _bad(step)
         if self.spans and 0 < self._open < self.each:
-            self.spans[-1], self._open = _joined(self.spans[-1], one, self._open), self._open + 1
+            self.spans[-1], self._open = _joined(self.spans[-1], span, self._open), self._open + 1
         else:
-            self.spans.append(one)
+            self.spans.append(span)
             self._open = 1
-        if len(self.spans) >= 2 * MOST_SPANS and self._open >= self.each:
+        if len(self.spans) >= 2 * MAX_SPANS and self._open >= self.each:
             pairs = zip(self.spans[::2], self.spans[1::2], strict=True)
             self.spans = [_joined(a, b) for a, b in pairs]
             self.each = self._open = 2 * self.each
 
     def back_to(self, step: int) -> None:
-        """Forget what was known of this step and later ones. A span that began before it stays."""
+        """Forget this step and later ones. A span that began before it stays."""
         while self.spans and self.spans[-1].first >= step:
             self.spans.pop()
         if self.spans and self.spans[-1].last >= step:
@@ -60,22 +60,22 @@ def _bad(step: int) -> Span:
 
 
 def _joined(a: Span, b: Span, weight: int = 1) -> Span:
-    """Both as one; the mean has ``weight`` values of ``a``."""
+    """Return two spans as one; the mean of ``a`` is of ``weight`` values."""
     bad = a.bad + b.bad
     if not (a.finite and b.finite):
-        one = b if b.finite else a
-        return Span(a.first, b.last, one.low, one.high, one.mean, bad)
+        finite = b if b.finite else a
+        return Span(a.first, b.last, finite.low, finite.high, finite.mean, bad)
     mean = a.mean + (b.mean - a.mean) / (weight + 1)
     return Span(a.first, b.last, min(a.low, b.low), max(a.high, b.high), mean, bad)
 
 
 @dataclass
 class RunMetrics:
-    """What ``metrics.jsonl`` in a folder says. ``read()`` takes in what was written since the last time.
+    """The content of ``metrics.jsonl`` in a folder. ``read()`` reads lines that were written since the last time.
 
-    A line that is cut, because it is being written or because the machine stopped there, is left until it is whole; one
-    that is no line of metrics is counted in ``unreadable``. ``newest``: the last value of each number, by (kind, name).
-    ``marks``: (step, what happened there).
+    A line that is incomplete, because it is being written or the machine stopped, is left until it is whole; a line
+    without metrics is counted in ``unreadable``. ``newest``: the last value of each number, by (kind, name). ``marks``:
+    (step, event).
     """
 
     folder: Path
@@ -89,47 +89,47 @@ class RunMetrics:
     unreadable: int = 0
     left_out: int = 0
     _offset: int = 0
-    _head: bytes = b""  # how the file begins, which tells it from another
+    _head: bytes = b""  # the first bytes of the file, which distinguish it from another
 
     def read(self) -> bool:
-        """Whether there was something new. A file that got shorter, or another one, is read from its beginning."""
+        """Read new lines, and return whether there were some. A shorter or another file is read from its beginning."""
         try:
             with (self.folder / NAME).open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset or file.read(len(self._head)) != self._head:
                     vars(self).update(vars(RunMetrics(self.folder)))
                 return self._read(file)
-        except OSError:  # not there yet, or not for now
+        except OSError:  # missing, at least for now
             return False
 
     def _read(self, file: BinaryIO) -> bool:
         file.seek(self._offset)
-        before = self._offset
-        while chunk := file.read(_CHUNK):
+        old_offset = self._offset
+        while chunk := file.read(_CHUNK_BYTES):
             whole = chunk.rfind(b"\n") + 1
             if not whole:
-                if len(chunk) < _CHUNK:
+                if len(chunk) < _CHUNK_BYTES:
                     break
-                self.unreadable, whole = self.unreadable + 1, len(chunk)  # the rest of it is no line either
+                self.unreadable, whole = self.unreadable + 1, len(chunk)  # a part of a line that is too long
             for line in chunk[:whole].splitlines():
                 self._line(line)
             self._offset += whole
             file.seek(self._offset)
         if not self._head:
             file.seek(0)
-            self._head = file.read(min(_HEAD, self._offset))
-        return self._offset != before
+            self._head = file.read(min(_HEAD_BYTES, self._offset))
+        return self._offset != old_offset
 
     def _line(self, line: bytes) -> None:
         if not line.strip():
             return
         self.lines += 1
         try:
-            found = json.loads(line)
-            step, kind = found["step"], str(found["kind"])
+            entry = json.loads(line)
+            step, kind = entry["step"], str(entry["kind"])
             if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
                 raise ValueError
-            numbers = {name: x for name, x in map(_number, found.items()) if x is not None}
-            at = _number(("", found.get("time")))[1]
+            numbers = {name: x for name, x in map(_number, entry.items()) if x is not None}
+            at = _number(("", entry.get("time")))[1]
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             self.unreadable += 1
             return
@@ -142,7 +142,7 @@ class RunMetrics:
         self.step = step if kind == "train" or self.step is None else max(step, self.step)
         for name, x in numbers.items():
             key = kind, name
-            if key not in self.curves and len(self.curves) >= MOST_CURVES:
+            if key not in self.curves and len(self.curves) >= MAX_CURVES:
                 self.left_out += 1
                 continue
             self.curves.setdefault(key, Curve()).add(step, x)
@@ -154,7 +154,7 @@ class RunMetrics:
             self.until = at if self.until is None else max(self.until, at)
 
     def _back(self, step: int) -> None:
-        """The run does this step again."""
+        """Forget steps that the run does again."""
         for curve in self.curves.values():
             curve.back_to(step)
         if not self.marks or self.marks[-1][0] > step or not self.marks[-1][1].startswith("resumed"):
@@ -165,7 +165,7 @@ class RunMetrics:
 
 
 def _number(item: tuple[str, Any]) -> tuple[str, float | None]:
-    """A name and its number; JSON has no NaN and no Inf, which are texts there."""
+    """Return a name and its number; NaN and infinity are texts in JSON."""
     name, x = item
     if name in _NO_NUMBERS or isinstance(x, bool):
         return name, None

@@ -37,9 +37,9 @@ _COLOURS = {  # of where the time went
 
 @dataclass
 class RunPage:
-    """What is known of the run in ``folder``, a Trainer's log_folder. ``update()`` reads what was added.
+    """A page about the run in ``folder``, a Trainer's log_folder. ``update()`` reads new lines.
 
-    ``html()`` is a page that needs nothing else; a notebook shows the same.
+    ``html()`` is a self-contained page; a notebook shows the same.
     """
 
     folder: Path
@@ -53,14 +53,12 @@ class RunPage:
         self.metrics = RunMetrics(self.folder)
 
     def update(self) -> bool:
-        """Whether anything is new."""
+        """Read what is new, and return whether there was something."""
         changed = self.metrics.read()
         seen = tuple(_changed_at(self.folder / name) for name in (TIMELINE, "time.json"))
         if seen != self._seen:
             changed, self._seen = True, seen
-            with contextlib.suppress(
-                CompileError, OSError
-            ):  # it is being written, or damaged: what was there before stays
+            with contextlib.suppress(CompileError, OSError):  # being written, or damaged: keep the old one
                 self.timeline = Timeline.load(self.folder / TIMELINE) if seen[0] else None
             with contextlib.suppress(CompileError):
                 self.spent = RunTime.read(self.folder)
@@ -68,17 +66,19 @@ class RunPage:
 
     @property
     def end(self) -> str:
-        """How the newest start of the run ended: ``"finished"``, ``"preempted"``, ``"failed"``, or ``""`` while it
-        runs (or after it was killed)."""
+        """Return how the newest start of the run ended: ``"finished"``, ``"preempted"``, ``"failed"``.
+
+        ``""``: it runs, or was killed.
+        """
         return self.spent.starts[-1].end if self.spent.starts else ""
 
     def html(self, refresh: int = 0) -> str:
-        """The page. ``refresh``: seconds after which a browser looks again."""
-        return html.page("quintnet_compiler.training", "run_page.html.jinja", refresh=refresh, **self._given())
+        """Return the page. ``refresh``: seconds after which a browser loads it again."""
+        return html.page("quintnet_compiler.training", "run_page.html.jinja", refresh=refresh, **self._values())
 
     def _repr_html_(self) -> str:
         self.update()
-        return html.figure("quintnet_compiler.training", "run.html.jinja", **self._given())
+        return html.figure("quintnet_compiler.training", "run.html.jinja", **self._values())
 
     def write(self, path: Path, refresh: int = 0) -> None:
         """Replace ``path`` by the page at once, so that no browser reads a half of it."""
@@ -86,55 +86,57 @@ class RunPage:
         part.write_text(self.html(refresh), encoding="utf-8")
         os.replace(part, path)
 
-    def _given(self) -> dict[str, Any]:
-        # templates of pictures have escaped them
+    def _values(self) -> dict[str, Any]:
+        # pictures are escaped by their own templates
         return {
             "title": self.folder.resolve().name, "cards_shown": self._cards(), "state": self._state(),
-            "notes": self._notes(), "charts": [Markup(one) for one in self._charts()],
+            "notes": self._notes(), "charts": [Markup(chart) for chart in self._charts()],
             "timeline": self.timeline, "duration": duration,
             "picture": Markup(figure_svg(self.timeline)) if self.timeline is not None else "", "shares": self._shares(),
         }  # fmt: skip
 
     def _cards(self) -> list[tuple[str, str]]:
-        known, found = self.metrics, list[tuple[str, str]]()
-        if known.step is not None:
-            found.append(("step", f"{known.step:,}"))
+        metrics, cards = self.metrics, list[tuple[str, str]]()
+        if metrics.step is not None:
+            cards.append(("step", f"{metrics.step:,}"))
         for key in (("train", "loss"), ("validation", "loss")):
-            if key in known.newest:
-                found.append((f"{'validation ' * (key[0] != 'train')}loss", f"{known.newest[key]:.4g}"))
+            if key in metrics.newest:
+                cards.append((f"{'validation ' * (key[0] != 'train')}loss", f"{metrics.newest[key]:.4g}"))
         for name in ("tokens_per_second", "rows_per_second", "memory_gib", "mfu"):
-            if (x := known.newest.get(("train", name))) is not None:
-                found.append((_TITLES[name], f"{x:.1%}" if name == "mfu" else short(x)))
-        if known.began is not None and known.until is not None:
-            found.append(("from first to last line", long_time(known.until - known.began)))
-        return found
+            if (x := metrics.newest.get(("train", name))) is not None:
+                cards.append((_TITLES[name], f"{x:.1%}" if name == "mfu" else short(x)))
+        if metrics.began is not None and metrics.until is not None:
+            cards.append(("from first to last line", long_time(metrics.until - metrics.began)))
+        return cards
 
     def _state(self) -> str:
-        known, now = self.metrics, self.clock()
-        if known.until is None:
+        metrics, now = self.metrics, self.clock()
+        if metrics.until is None:
             return "no line of metrics.jsonl yet"
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(known.until))
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(metrics.until))
         starts = len(self.spent.starts)
         started = f"start {starts}, " if starts > 1 else ""
         if self.end:
             return f"{started}{self.end}; the last line is of {at}"
-        silent = f", {long_time(now - known.until)} ago: it may have been killed" if now - known.until > _QUIET else ""
+        silent = (
+            f", {long_time(now - metrics.until)} ago: it may have been killed" if now - metrics.until > _QUIET else ""
+        )
         return f"{started}running; the last line is of {at}{silent}"
 
     def _notes(self) -> list[str]:
-        known = self.metrics
-        found = [text for _, text in known.marks[-5:]]
-        more = len(known.marks) - len(found)
-        found = [*([f"{more} restarts before"] if more else []), *found]
-        found += [f"{known.unreadable} of {known.lines} lines could not be read"] if known.unreadable else []
-        found += [f"values of further names are left out: {known.left_out}"] if known.left_out else []
-        return found
+        metrics = self.metrics
+        notes = [text for _, text in metrics.marks[-5:]]
+        more = len(metrics.marks) - len(notes)
+        notes = [*([f"{more} restarts before"] if more else []), *notes]
+        notes += [f"{metrics.unreadable} of {metrics.lines} lines could not be read"] if metrics.unreadable else []
+        notes += [f"values of further names are left out: {metrics.left_out}"] if metrics.left_out else []
+        return notes
 
     def _charts(self) -> list[str]:
         curves, drawn = self.metrics.curves, list[str]()
         names = list(dict.fromkeys([*_TITLES, *(name for _, name in curves)]))
         for name in names:
-            kinds = [kind for kind, known in curves if known == name]
+            kinds = [kind for kind, curve_name in curves if curve_name == name]
             lines = [Line(kind, curves[kind, name].spans) for kind in sorted(kinds, key=lambda kind: kind != "train")]
             title = _TITLES.get(name, name) + (f" ({lines[0].name})" if len(lines) == 1 and name == "loss" else "")
             if lines and (picture := line_chart(title, lines, self.metrics.marks)):
@@ -142,10 +144,10 @@ class RunPage:
         return drawn
 
     def _shares(self) -> list[tuple[str, str, float, str]]:
-        """Where the time went: (what, how long, percent, its colour), the most first."""
+        """Return where the time went, longest first: (kind, duration, percent, colour)."""
         whole = self.spent.seconds
-        found = sorted(self.spent.shares().items(), key=lambda one: -one[1]) if whole > 0 else []
-        return [(name, long_time(x), 100 * x / whole, _COLOURS[name]) for name, x in found if x > 0]
+        shares = sorted(self.spent.shares().items(), key=lambda item: -item[1]) if whole > 0 else []
+        return [(name, long_time(x), 100 * x / whole, _COLOURS[name]) for name, x in shares if x > 0]
 
 
 def _changed_at(path: Path) -> int:
@@ -158,10 +160,10 @@ def _changed_at(path: Path) -> int:
 def watch(
     folder: Path, out: Path, every: float, *, once: bool = False, sleep: Callable[[float], None] = time.sleep
 ) -> RunPage:
-    """Write the page into ``out`` whenever there is something new, until the run has finished, or ``once``.
+    """Write the page to ``out`` whenever there is something new, until the run has finished, or ``once``.
 
-    A run that failed, or was preempted, may be started again: it is watched on. A page that cannot be written is
-    written at a later look; :class:`quintnet.LogWarning` says so, the first time.
+    A run that failed or was preempted may be started again, and is watched on. A page that cannot be written is tried
+    again later, with a :class:`quintnet.LogWarning` the first time.
 
     Raises:
         OSError: if ``once``, and the page cannot be written.

@@ -1,4 +1,4 @@
-"""In which steps a Trainer saves."""
+"""Decide after which steps a Trainer saves."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from typing import Any, Literal
 from ..core.errors import CompileError
 from ..cost_models.checkpoint_interval import daly_interval
 
-FIRST = 10  # steps until the first save of an interval that is measured
+FIRST_STEPS = 10  # until the first save, with "auto"
 Told = Callable[[str], tuple[str, ...]]
 
 
 @dataclass
 class SaveInterval:
-    """When to save. ``every``: steps, None for never, or ``"auto"``: the interval that loses the least time to saves
-    and to faults, ``between_failures`` seconds apart in the mean (Daly's optimum), by what steps and saves have
-    taken in this run. ``told``: gives every rank's text to every rank; it is called once a save, and makes them agree.
+    """The number of steps between saves.
+
+    ``every``: steps, None for never, or ``"auto"``: the interval that loses the least time to saves and to faults,
+    ``between_failures`` seconds apart on average (Daly's optimum), by the times of steps and saves in this run.
+    ``told``: gives every rank's text to every rank; it is called once per save, so that they agree.
 
     Raises:
         CompileError: QN108 for ``"auto"`` without ``between_failures``, or for an interval that is not positive.
@@ -31,7 +33,7 @@ class SaveInterval:
     between_failures: float | None
     told: Told
     clock: Callable[[], float] = time.monotonic
-    steps: int = FIRST  # between saves, with "auto"
+    steps: int = FIRST_STEPS  # between saves, with "auto"
     last: int = 0
     writing: float = 0.0  # seconds that writing a checkpoint took last
     passed: list[float] = field(default_factory=list)  # seconds of each step since the last save
@@ -49,18 +51,18 @@ class SaveInterval:
             raise CompileError("QN108", f"save_every={self.every!r}", fix="give steps, None or 'auto'")
 
     def begin(self, step: int) -> None:
-        """Training begins after ``step``."""
+        """Begin after ``step``."""
         self.last = step
 
     def due(self, step: int, seconds: float) -> bool:
-        """Whether to save after ``step``, which took ``seconds``."""
+        """Return whether to save after ``step``, which took ``seconds``."""
         self.passed.append(seconds)
         if self.every == "auto":
             return step - self.last >= self.steps
         return self.every is not None and step % self.every == 0
 
     def saved(self, step: int, stall: float, saving: Future[Any]) -> None:
-        """A save after ``step`` has kept training waiting for ``stall`` seconds. Every rank calls this."""
+        """Record a save after ``step`` that stalled training for ``stall`` seconds. Every rank calls this."""
         self.last, began = step, self.clock()
 
         def whole(_: Future[Any]) -> None:
@@ -69,12 +71,12 @@ class SaveInterval:
         saving.add_done_callback(whole)
         if self.every == "auto" and self.passed:
             mine = [sorted(self.passed)[len(self.passed) // 2], stall, self.writing]
-            found = [json.loads(text) for text in self.told(json.dumps(mine))]
-            self.steps = self._steps(*(max(one[i] for one in found) for i in range(3)))
+            times = [json.loads(text) for text in self.told(json.dumps(mine))]
+            self.steps = self._steps(*(max(column) for column in zip(*times, strict=True)))
         self.passed = []
 
     def _steps(self, step: float, stall: float, writing: float) -> int:
-        """Steps between saves: no fewer than one checkpoint takes to be written."""
+        """Return the steps between saves: at least as many as writing a checkpoint takes."""
         assert self.between_failures is not None
         best = daly_interval(max(stall, 1e-6), self.between_failures)
         return max(1, round(best / step), math.ceil(writing / step))

@@ -11,7 +11,7 @@ from ..core.errors import CompileError
 
 
 def follows_validation(scheduler: Any) -> bool:
-    """Return whether it is stepped with the loss of each validation, and not after each optimizer step."""
+    """Return whether a scheduler is stepped with the loss of each validation, not after each optimizer step."""
     return isinstance(scheduler, ReduceLROnPlateau)
 
 

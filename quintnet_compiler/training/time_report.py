@@ -1,4 +1,4 @@
-"""Where the time of a run went, over all its starts: kept in its folder, so that a start knows of those before."""
+"""A report of where a run's time went, over all its starts, stored in its folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..core.files import open_folder, open_plain, write_file
 
 NAME = "time.json"
 SPENT = ("step", "data", "compile", "validation", "save", "restart", "other")
-_MARKS = 100  # of the last checkpoints; a run that goes back farther seems to have lost a little more
+_MAX_MARKS = 100  # of the last checkpoints; a run that goes back farther seems to lose a little more
 
 
 class RunStart(BaseModel):
@@ -43,7 +43,7 @@ class RunStart(BaseModel):
     end: str = ""
 
     def kept(self, step: int) -> dict[str, float]:
-        """What was spent of what is left of this start, if a later one has gone on from ``step``."""
+        """Return the time spent on the steps of this start up to ``step``, from which a later one resumed."""
         if step >= self.step:
             return self.spent
         return next((spent for at, spent in reversed(self.marks) if at <= step), {})
@@ -59,7 +59,7 @@ class RunTime(BaseModel):
 
     @classmethod
     def read(cls, folder: str | Path) -> RunTime:
-        """What a Trainer has written in its log_folder, or else in its checkpoint_folder; empty if there is nothing.
+        """Read the report of a Trainer in its log_folder, or else checkpoint_folder; empty if there is none.
 
         Raises:
             CompileError: QN207 if the file is not what a Trainer writes.
@@ -67,16 +67,16 @@ class RunTime(BaseModel):
         path = Path(folder) / NAME
         try:
             with open(open_plain(path), "rb") as file:
-                found = cls.model_validate_json(file.read())
+                report = cls.model_validate_json(file.read())
         except FileNotFoundError:
             return cls()
         except (OSError, ValidationError) as error:
             raise CompileError("QN207", f"{path}: {error}", fix="move the file away") from None
-        if found.version != 1:
+        if report.version != 1:
             raise CompileError(
-                "QN207", f"{path} has version {found.version}", fix="read it with the version that wrote it"
+                "QN207", f"{path} has version {report.version}", fix="read it with the version that wrote it"
             )
-        return found
+        return report
 
     def write(self, folder: Path) -> None:
         """Replace the file of a run."""
@@ -86,35 +86,37 @@ class RunTime(BaseModel):
 
     @property
     def seconds(self) -> float:
-        """Wall time from the first start to the last that is known."""
+        """Return the wall time from the first start to the last record."""
         return self.starts[-1].until - self.starts[0].began if self.starts else 0.0
 
     def shares(self) -> dict[str, float]:
-        """Seconds of each kind of ``SPENT`` that were not in vain, and ``lost``: those spent on steps that were done
-        again. They add up to :attr:`seconds`. Time between two starts is ``restart``."""
-        found: dict[str, float] = dict.fromkeys((*SPENT, "lost"), 0.0)
-        left = float("inf")  # the step that later starts went on from
+        """Return the seconds of each kind of ``SPENT``, and ``lost``: of steps that were done again.
+
+        They add up to :attr:`seconds`. Time between two starts is ``restart``.
+        """
+        seconds_of: dict[str, float] = dict.fromkeys((*SPENT, "lost"), 0.0)
+        resumed = float("inf")  # the step from which later starts resumed
         for number in reversed(range(len(self.starts))):
             start = self.starts[number]
-            kept = start.kept(int(min(left, start.step)))
+            kept = start.kept(int(min(resumed, start.step)))
             for kind, seconds in kept.items():
-                found[kind] += seconds
-            found["lost"] += sum(start.spent.values()) - sum(kept.values())
-            left = min(left, start.first)
+                seconds_of[kind] += seconds
+            seconds_of["lost"] += sum(start.spent.values()) - sum(kept.values())
+            resumed = min(resumed, start.first)
             if number:
-                found["restart"] += start.began - self.starts[number - 1].until
-        return found
+                seconds_of["restart"] += start.began - self.starts[number - 1].until
+        return seconds_of
 
     def to_json(self) -> str:
-        """Seconds of each kind, goodput, and how each start ended."""
+        """Return seconds of each kind, goodput, and how each start ended."""
         shares = self.shares()
-        ends = [one.end for one in self.starts]
+        ends = [start.end for start in self.starts]
         document = {"seconds": self.seconds, "goodput": self.goodput, "starts": len(ends), "ends": ends, **shares}
         return json.dumps(document, indent=1)
 
     @property
     def goodput(self) -> float:
-        """The share of wall time that is steps which are kept."""
+        """Return the share of wall time spent on steps that were not done again."""
         return self.shares()["step"] / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -123,19 +125,22 @@ class RunTime(BaseModel):
         whole, last = self.seconds or 1.0, self.starts[-1]
         counted = f"{len(self.starts)} start{'s' * (len(self.starts) > 1)}, step {last.step}"
         head = f"{long_time(self.seconds)}, {counted}: {self.goodput:.1%} steps that are kept"
-        rows = sorted(self.shares().items(), key=lambda one: -one[1])
+        rows = sorted(self.shares().items(), key=lambda item: -item[1])
         return "\n".join([head, *(f"  {name:<10} {x / whole:>6.1%}  {long_time(x)}" for name, x in rows if x > 0)])
 
 
 @dataclass
 class Stopwatch:
-    """Adds up one start of a run. ``folder``: of the file, None for none, and a damaged one is set aside; ``compiled``:
-    seconds that this process has spent compiling so far, which are not counted as what it was doing meanwhile."""
+    """The times of one start of a run.
+
+    ``folder``: of the file, None for none; a damaged file is set aside. ``compiled``: returns the seconds that this
+    process has spent compiling so far, which do not count for the kind during which it compiled.
+    """
 
     folder: Path | None
     compiled: Callable[[], float]
     clock: Callable[[], float] = time.monotonic
-    every: float = 5.0  # seconds between writes: what a kill leaves unknown
+    every: float = 5.0  # seconds between writes, which a kill loses
     run: RunTime = field(default_factory=RunTime)
     failed: bool = False
 
@@ -143,7 +148,7 @@ class Stopwatch:
         if self.folder is not None:
             try:
                 self.run = RunTime.read(self.folder)
-            except CompileError:  # a machine that lost power may leave it so, and training must go on
+            except CompileError:  # after a power failure, for example; training must go on
                 try:
                     os.replace(self.folder / NAME, self.folder / f"{NAME}.damaged")
                 except OSError as error:
@@ -156,34 +161,34 @@ class Stopwatch:
         self.start.began -= self.compiled()
 
     def begin(self, step: int) -> None:
-        """Training goes on from ``step``."""
+        """Begin training after ``step``."""
         self.start.first = self.start.step = step
 
     @contextlib.contextmanager
     def on(self, kind: str) -> Iterator[None]:
-        """What is done inside is of this kind (but compiling)."""
-        before, compiled = self.clock(), self.compiled()
+        """Count the time inside as this kind (except compiling)."""
+        began, compiled = self.clock(), self.compiled()
         try:
             yield
         finally:
             compiling = self.compiled() - compiled
             self._add("compile", compiling)
-            self._add(kind, self.clock() - before - compiling)
+            self._add(kind, self.clock() - began - compiling)
 
     def step(self, step: int) -> None:
-        """A step was done."""
+        """Record a step."""
         self.start.step = step
         if self.clock() - self.written > self.every:
             self.write()
 
     def saved(self, step: int) -> None:
-        """A checkpoint of ``step`` was begun."""
+        """Record that a checkpoint of ``step`` was begun."""
         self._other()
-        self.start.marks = [*self.start.marks, (step, dict(self.start.spent))][-_MARKS:]
+        self.start.marks = [*self.start.marks, (step, dict(self.start.spent))][-_MAX_MARKS:]
         self.write()
 
     def end(self, how: str) -> None:
-        """This start ends: ``"finished"``, ``"preempted"`` or ``"failed"``."""
+        """Record the end of this start: ``"finished"``, ``"preempted"`` or ``"failed"``."""
         self.write(how)
 
     def write(self, end: str = "") -> None:
@@ -205,18 +210,18 @@ class Stopwatch:
             warnings.warn(LogWarning(text), stacklevel=4)
 
     def _other(self) -> None:
-        """Whatever no kind was named for."""
+        """Count all time without a kind as ``other``."""
         whole = time.time() - self.start.began
         self.start.until = self.start.began + whole
-        known = sum(x for kind, x in self.start.spent.items() if kind != "other")
-        self.start.spent["other"] = max(0.0, whole - known)
+        counted = sum(x for kind, x in self.start.spent.items() if kind != "other")
+        self.start.spent["other"] = max(0.0, whole - counted)
 
     def _add(self, kind: str, seconds: float) -> None:
         self.start.spent[kind] = self.start.spent.get(kind, 0.0) + seconds
 
 
 def long_time(seconds: float) -> str:
-    """For people, of a run.
+    """Return a duration as text, for people.
 
     >>> long_time(12), long_time(600), long_time(9000)
     ('12.0 s', '10.0 min', '2.5 h')

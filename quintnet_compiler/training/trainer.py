@@ -1,4 +1,4 @@
-"""The training loop: what everybody writes around ``program.step``."""
+"""The training loop around ``program.step``."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ from .validation import LossWeight, require_validation, validate
 
 @dataclass
 class History:
-    """What a run did: the ``losses`` of the steps that this call took, and (step, metrics) of each of its
-    ``validations``."""
+    """The record of a run: the ``losses`` of this call's steps, and (step, metrics) of each of its ``validations``."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -133,7 +132,8 @@ class Trainer:
     measure_step: int | None = None
 
     def __post_init__(self) -> None:
-        """
+        """Check the arguments.
+
         Raises:
             CheckpointError: QN603 for a number of checkpoints to keep that cannot be.
             CompileError: QN108 for ``save_every="auto"`` without the mean time between failures, or a scheduler that
@@ -147,7 +147,7 @@ class Trainer:
         if self.measure_step is not None:
             self.program.require_measure()
         self.interval = SaveInterval(self.save_every, self.mean_time_between_failures, self._everybody)
-        self.watch, self.told = Stopwatch(None, lambda: 0.0), list[Callback]()
+        self.watch, self.all_callbacks = Stopwatch(None, lambda: 0.0), list[Callback]()
         self.history = History()
         self.padded: PaddedBatches | None = None
         if self.buckets is not None:
@@ -171,7 +171,7 @@ class Trainer:
                 training.
             RunError: QN306 if signals are to be handled outside of the main thread.
         """
-        self.watch, self.told = self._stopwatch(), [*self._loggers(), *self.callbacks]
+        self.watch, self.all_callbacks = self._stopwatch(), [*self._loggers(), *self.callbacks]
         if self.val_loader is not None:
             require_validation(self.program, self.metrics, self.loss_weight)
         with self._preemptible() as end_of_step:
@@ -204,16 +204,16 @@ class Trainer:
 
     @property
     def time(self) -> RunTime:
-        """Where the time of this run went, over all its starts; on the first rank, as the others keep no file."""
+        """Return where the time of this run went, over all its starts; on the first rank, which keeps the file."""
         return self.watch.run
 
     def validate(self) -> dict[str, float]:
-        """Loss and metrics of the validation data, see :func:`.validation.validate`."""
+        """Return loss and metrics of the validation data, see :func:`.validation.validate`."""
         assert self.val_loader is not None, "there is no val_loader"
-        found = validate(self.program, self.val_loader, self.metrics, self.loss_weight)
+        numbers = validate(self.program, self.val_loader, self.metrics, self.loss_weight)
         if self.perplexity:
-            found["perplexity"] = math.exp(min(found["loss"], 700.0))
-        return found
+            numbers["perplexity"] = math.exp(min(numbers["loss"], 700.0))
+        return numbers
 
     # -- steps
 
@@ -227,7 +227,7 @@ class Trainer:
         compiling = self.program.seconds_compiling - compiled
         self.watch.step(self.history.step)
         if self.saving is not None and self.saving.done():
-            self.saving.result()  # what went wrong is raised here, and not at the next save
+            self.saving.result()  # raise its error now, and not at the next save
         due = self.interval.due(self.history.step, time.perf_counter() - start - compiling)
         with self.watch.on("other"):
             self._tell("on_step", loss)
@@ -239,7 +239,7 @@ class Trainer:
             self._save()
 
     def _train(self, batch: Any, start: float) -> tuple[Tensor, dict[str, float] | None]:
-        """The loss, and what is to be logged of it."""
+        """Train on a batch; return the loss, and numbers to log, if any."""
         log = self.log_every > 0 and (self.history.step + 1) % self.log_every == 0
         batch = batch if self.padded is None else self.padded(batch)
         try:
@@ -273,16 +273,16 @@ class Trainer:
         return loss
 
     def _speed(self, batch: Any, rows: int, device: torch.device, seconds: float) -> dict[str, float]:
-        found = {"memory_gib": memory_gib(device)}
+        numbers = {"memory_gib": memory_gib(device)}
         first = next((x for x in pytree.tree_leaves(plain_batch(batch)) if isinstance(x, Tensor)), None)
         if first is not None and first.dim() == 2 and not first.is_floating_point():
-            found["tokens_per_second"] = rows * first.shape[1] / seconds
+            numbers["tokens_per_second"] = rows * first.shape[1] / seconds
         else:
-            found["rows_per_second"] = rows / seconds
-        most = device_flops(device, next(self.program.parameters()).dtype)
-        if most is not None:
-            found["mfu"] = self.program.model_flops / (seconds * most * self.program.mesh.size)
-        return found
+            numbers["rows_per_second"] = rows / seconds
+        peak_flops = device_flops(device, next(self.program.parameters()).dtype)
+        if peak_flops is not None:
+            numbers["mfu"] = self.program.model_flops / (seconds * peak_flops * self.program.mesh.size)
+        return numbers
 
     def _end_of_epoch(self) -> None:
         if not self.validate_every:
@@ -294,39 +294,39 @@ class Trainer:
         if self.val_loader is None:
             return
         with self.watch.on("validation"):
-            found = self.validate()
-        self.history.validations.append((self.history.step, found))
+            numbers = self.validate()
+        self.history.validations.append((self.history.step, numbers))
         if follows_validation(self.scheduler):
-            self.scheduler.step(found["loss"])  # type: ignore[union-attr, arg-type]
-        self._tell("on_validation", found)
-        self.bad = 0 if found["loss"] < self.best else self.bad + 1
-        self.best = min(self.best, found["loss"])
+            self.scheduler.step(numbers["loss"])  # type: ignore[union-attr, arg-type]
+        self._tell("on_validation", numbers)
+        self.bad = 0 if numbers["loss"] < self.best else self.bad + 1
+        self.best = min(self.best, numbers["loss"])
         self.history.stopped_early = self.patience is not None and self.bad >= self.patience
 
-    # -- who is told, and checkpoints
+    # -- callbacks and checkpoints
 
     def _loggers(self) -> list[Callback]:
-        found: list[Callback] = [ConsoleLogger()] if self.console else []
+        loggers: list[Callback] = [ConsoleLogger()] if self.console else []
         if self.log_folder is not None:
-            found.append(JsonLogger(self.log_folder))
+            loggers.append(JsonLogger(self.log_folder))
             if self.tensorboard:
-                found.append(TensorBoardLogger(self.log_folder))
-        return found
+                loggers.append(TensorBoardLogger(self.log_folder))
+        return loggers
 
-    def _tell(self, what: str, *about: Any) -> None:
-        for one in self.told:
+    def _tell(self, method: str, *args: Any) -> None:
+        for callback in self.all_callbacks:
             try:
-                getattr(one, what)(self, *about)
+                getattr(callback, method)(self, *args)
             except Exception as error:
-                if isinstance(error, QuintNetError) or not isinstance(one, Logger):
+                if isinstance(error, QuintNetError) or not isinstance(callback, Logger):
                     raise
-                one.fail(error)
+                callback.fail(error)
 
     def _stopwatch(self) -> Stopwatch:
         saves = None if self.checkpoint_folder is None else folder_at(self.checkpoint_folder).path
         folder = self.log_folder if self.log_folder is not None or isinstance(saves, str) else saves  # not in a store
-        here = Path(folder) if folder is not None and judges() else None
-        return Stopwatch(here, lambda: self.program.seconds_compiling)
+        own_folder = Path(folder) if folder is not None and judges() else None
+        return Stopwatch(own_folder, lambda: self.program.seconds_compiling)
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
@@ -347,7 +347,7 @@ class Trainer:
         return self.program.on_preempt(save, signals=self.preempt_signals)
 
     def _everybody(self, text: str) -> tuple[str, ...]:
-        """Every rank's text."""
+        """Return every rank's text."""
         return tell(text, group_accelerator() or torch.device("cpu")) if many() else (text,)
 
     def _save_now(self) -> None:
@@ -359,22 +359,22 @@ class Trainer:
     def _save(self) -> None:
         if self.checkpoint_folder is None or self.saved == self.history.step:
             return
-        before = time.perf_counter()
+        start = time.perf_counter()
         with self.watch.on("save"):
             self.saving = self._begin_save()
-        self.interval.saved(self.saved, time.perf_counter() - before, self.saving)
+        self.interval.saved(self.saved, time.perf_counter() - start, self.saving)
         self.watch.saved(self.saved)
         self._tell("on_save", self.saving)
 
     def _begin_save(self) -> Future[Path | str]:
         assert self.checkpoint_folder is not None
         if self.saving is not None:
-            self.saving.result()  # what went wrong with the one before is raised here
+            self.saving.result()  # raise an error of the save before
         self.saved = self.history.step
         return self.program.save_async(self.checkpoint_folder, **self._saved_now(self.data.state_dict()))
 
     def _rescue(self) -> None:
-        """If a step has failed, and this rank has all that the run needs: save where it was before that step."""
+        """Save the state before a step that has failed, if this rank has all of it."""
         position = self.data.state_before_batch()
         if self.checkpoint_folder is None or position is None:
             return
@@ -386,7 +386,7 @@ class Trainer:
             warnings.warn(CheckpointWarning(f"after a fault: {error}"), stacklevel=2)
 
     def _saved_now(self, position: Mapping[str, Any]) -> dict[str, Any]:
-        """What :meth:`CompiledProgram.save` is given."""
+        """Return the arguments of :meth:`CompiledProgram.save`."""
         at: dict[str, Any] = {"data": position, "bad": self.bad}
         at["best"] = self.best if math.isfinite(self.best) else None
         if self.scheduler is not None:
@@ -396,22 +396,22 @@ class Trainer:
     def _resume(self) -> None:
         if self.checkpoint_folder is None or self.history.step:
             return
-        self.program.reserve(self.checkpoint_folder)  # and not at the first save, after steps that would be lost
+        self.program.reserve(self.checkpoint_folder)  # now, and not after steps that would be lost
         if not goes_on(self.checkpoint_folder):
             return
-        found = self.program.load(self.checkpoint_folder, optimizer=self.optimizer, accept=self._require_own)
-        at = found.extra["trainer"]
-        self.data.load_state_dict(at.get("data", at))  # an earlier version had no word for it
+        restored = self.program.load(self.checkpoint_folder, optimizer=self.optimizer, accept=self._require_own)
+        path, at = shown(str(restored.path)), restored.extra["trainer"]
+        self.data.load_state_dict(at.get("data", at))  # an earlier version had no "data"
         self.best, self.bad = math.inf if at["best"] is None else at["best"], at["bad"]
         if self.scheduler is not None and "scheduler" in at:
             self.scheduler.load_state_dict(at["scheduler"])
         elif self.scheduler is not None:
-            message = f"{shown(str(found.path))} has no scheduler's state: this run's scheduler starts at its beginning"
+            message = f"{path} has no scheduler's state: this run's scheduler starts at its beginning"
             warnings.warn(CheckpointWarning(message), stacklevel=3)
-        self.history.step = self.history.resumed_from = self.saved = found.step
+        self.history.step = self.history.resumed_from = self.saved = restored.step
 
     def _require_own(self, checkpoint: Restored) -> None:
-        """Refuse a checkpoint that no Trainer wrote (where the data stood is not known), or somebody has changed.
+        """Refuse a checkpoint that no Trainer wrote (without a position in the data), or that was changed.
 
         Raises:
             CheckpointError: QN602.

@@ -1,4 +1,4 @@
-"""A pass over validation data: its loss is the program's own evaluation."""
+"""A pass over validation data, by the program's own evaluation."""
 
 from __future__ import annotations
 
@@ -26,11 +26,16 @@ def validate(
     metrics: Mapping[str, Metric],
     loss_weight: LossWeight | None = None,
 ) -> dict[str, float]:
-    """The loss of all batches as if they were one (see :meth:`CompiledProgram.evaluate_together`), and each metric's
-    sum over all batches, divided by the sum of its counts.
+    """Return the loss of all batches as if they were one, and the mean of each metric.
+
+    See :meth:`CompiledProgram.evaluate_together`. A metric is its sum over all batches, divided by the sum of its
+    counts.
 
     Args:
-        loss_weight: how much the loss of a batch counts; then the loss is the weighted mean of ``program.evaluate``.
+        program: The compiled program.
+        batches: Of validation.
+        metrics: By name.
+        loss_weight: The weight of a batch's loss; then the loss is the weighted mean of ``program.evaluate``.
 
     Raises:
         CompileError: QN108 if losses of batches cannot be put together, or metrics have no labels.
@@ -54,7 +59,7 @@ def validate(
 def require_validation(
     program: CompiledProgram, metrics: Mapping[str, Metric], loss_weight: LossWeight | None = None
 ) -> None:
-    """Refuse now what :func:`validate` would refuse, if validation batches are like those of training.
+    """Raise the errors of :func:`validate` now, if validation batches are like those of training.
 
     Raises:
         CompileError: QN108.
@@ -69,7 +74,7 @@ def require_validation(
 
 
 class _WeightedMean:
-    """The mean of losses by the weights that a user gives."""
+    """The mean of losses with the user's weights."""
 
     def __init__(self, program: CompiledProgram, weight: LossWeight) -> None:
         self.program, self.weight = program, weight
@@ -102,7 +107,7 @@ def _outputs_and_labels(program: CompiledProgram, batch: Any) -> tuple[Any, Any]
 
 
 def _labels(batch: Any) -> Any:
-    """Return what a batch says that outputs should be.
+    """Return the labels of a batch.
 
     Raises:
         CompileError: QN108 for a dict without ``labels``.

@@ -19,7 +19,7 @@ from quintnet_compiler.core.html import figure, page
 from quintnet_compiler.reports.line_chart import Line, Span, StepAxis, line_chart
 from quintnet_compiler.simulation.timeline import Event, RankTimeline, Timeline
 from quintnet_compiler.training.loggers import JsonLogger
-from quintnet_compiler.training.run_metrics import MOST_CURVES, MOST_SPANS, Curve, RunMetrics
+from quintnet_compiler.training.run_metrics import MAX_CURVES, MAX_SPANS, Curve, RunMetrics
 from quintnet_compiler.training.run_page import RunPage, watch
 from quintnet_compiler.training.time_report import RunStart, RunTime, long_time
 
@@ -103,7 +103,7 @@ def test_a_curve_of_a_million_values_is_bounded_and_keeps_its_extremes() -> None
         value = -50.0 if step == 77_777 else 99.0 if step == 3 else random_.random()
         values.append(value)
         curve.add(step, value)
-    assert MOST_SPANS <= len(curve.spans) <= 2 * MOST_SPANS
+    assert MAX_SPANS <= len(curve.spans) <= 2 * MAX_SPANS
     assert min(s.low for s in curve.spans) == -50.0 and max(s.high for s in curve.spans) == 99.0
     for span in curve.spans:
         inside = values[span.first - 1 : span.last]
@@ -115,10 +115,10 @@ def test_a_curve_of_a_million_values_is_bounded_and_keeps_its_extremes() -> None
 
 
 def test_names_and_lines_without_end_are_bounded(tmp_path: Path) -> None:
-    _write(tmp_path, _line(1, **{f"n{i}": 1.0 for i in range(MOST_CURVES + 10)}), "x" * (9 << 20), "\n", _line(2, n0=2))
+    _write(tmp_path, _line(1, **{f"n{i}": 1.0 for i in range(MAX_CURVES + 10)}), "x" * (9 << 20), "\n", _line(2, n0=2))
     found = RunMetrics(tmp_path)
     found.read()
-    assert len(found.curves) == MOST_CURVES and found.left_out == 10 and found.step == 2 and found.unreadable >= 1
+    assert len(found.curves) == MAX_CURVES and found.left_out == 10 and found.step == 2 and found.unreadable >= 1
 
 
 def test_a_logger_does_not_write_into_a_line_that_was_cut(tmp_path: Path) -> None:

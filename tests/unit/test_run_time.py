@@ -16,7 +16,7 @@ from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.checkpoint_interval import daly_interval
 from quintnet_compiler.training.callbacks import Callback
 from quintnet_compiler.training.loggers import Logger, TensorBoardLogger, WandbLogger
-from quintnet_compiler.training.save_interval import FIRST, SaveInterval
+from quintnet_compiler.training.save_interval import FIRST_STEPS, SaveInterval
 from quintnet_compiler.training.time_report import RunStart, RunTime, Stopwatch
 
 
@@ -84,8 +84,8 @@ def test_steps_between_saves_by_what_steps_and_saves_take_on_the_slowest_rank() 
     now = [0.0]
     interval = SaveInterval("auto", 5 * 3600.0, lambda text: (text, json.dumps([2.0, 30.0, 0.0])), lambda: now[0])
     interval.begin(100)
-    due = [interval.due(100 + step, 1.5) for step in range(1, FIRST + 1)]
-    assert due == [False] * (FIRST - 1) + [True]
+    due = [interval.due(100 + step, 1.5) for step in range(1, FIRST_STEPS + 1)]
+    assert due == [False] * (FIRST_STEPS - 1) + [True]
     saving: Future[Path] = Future()
     interval.saved(110, 20.0, saving)
     assert interval.steps == round(daly_interval(30.0, 5 * 3600.0) / 2.0)

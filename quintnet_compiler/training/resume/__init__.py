@@ -1,1 +1,1 @@
-"""Where the data of a run stands, and what random numbers are drawn from: saved, and restored."""
+"""Save and restore a run's position in its data, and its random generators."""

@@ -1,4 +1,4 @@
-"""Whether a run goes on from what a folder of checkpoints has, asked before anything is loaded."""
+"""Decide whether a run resumes from a folder of checkpoints, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ...weights.files import shown
 def goes_on(place: str | Path) -> bool:
     """Return whether there is a checkpoint.
 
-    A run that begins anew without a word would hide what an earlier one has left.
+    A run that silently began anew would hide the checkpoints of an earlier one.
 
     Raises:
-        CheckpointError: QN601 if there is none, but checkpoints that were set aside, or names of what cannot be read.
+        CheckpointError: QN601 if there is none, but checkpoints that were set aside or that cannot be read.
     """
     folder = folder_at(place)
     try:
@@ -30,12 +30,12 @@ def goes_on(place: str | Path) -> bool:
 
 
 def _require_empty(folder: CheckpointFolder) -> None:
-    left = [f"{shown(name)}, which is no folder" for name in folder.unusable()]
+    leftovers = [f"{shown(name)}, which is no folder" for name in folder.unusable()]
     for aside in folder.abandoned():
-        left += [f"{shown(str(aside.path))} with step {entry.step}" for entry in aside.named()]
-    if left:
+        leftovers += [f"{shown(str(aside.path))} with step {entry.step}" for entry in aside.named()]
+    if leftovers:
         raise CheckpointError(
             "QN601",
-            "\n  ".join([f"{shown(str(folder.path))} has no checkpoint to go on from, and", *left[:10]]),
+            "\n  ".join([f"{shown(str(folder.path))} has no checkpoint to go on from, and", *leftovers[:10]]),
             fix="move the checkpoint to go on from into it; or move these away, or give another folder, to begin anew",
         )

@@ -1,4 +1,4 @@
-"""What a loader may draw random numbers from: the generators of this process, and those that it keeps itself."""
+"""Random generators of a loader: those of this process, and those that it holds itself."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 States = Mapping[str, Any]
 
-DEEPEST = 8  # objects between a loader and a generator of its own
-LONGEST = 64  # items of a list or dict that are looked at
-MOST = 10_000  # objects that are looked at
+MAX_DEPTH = 8  # of objects between a loader and a generator that it holds
+MAX_ITEMS = 64  # longer lists and dicts are not searched
+MAX_OBJECTS = 10_000  # of a search
 _PLAIN = (Tensor, nn.Module, np.ndarray, types.ModuleType, str, bytes, int, float, complex, bool, type(None), type)
 _RUNNING = frozenset({"_iterator"})  # of DataLoader: the iteration that goes on
 
@@ -26,7 +26,7 @@ class RandomStates:
     """The generators that a loader may draw from.
 
     Args:
-        loader: of which all that it holds is looked through: samplers, datasets, transforms, functions' closures.
+        loader: searched for generators in samplers, datasets, transforms and closures of functions.
     """
 
     def __init__(self, loader: object) -> None:
@@ -57,7 +57,7 @@ class RandomStates:
 
 
 def _device_in_use() -> Any:
-    """The module of torch for this process's accelerator, if that has a generator that was used."""
+    """Return torch's module of this process's accelerator, if its generator was used."""
     accelerator = torch.accelerator.current_accelerator()
     module = None if accelerator is None else torch.get_device_module(accelerator)
     used = getattr(module, "is_initialized", None)
@@ -86,12 +86,12 @@ def _set_state(generator: Generator, state: Any) -> None:
 
 
 def _generators(root: object) -> Iterator[tuple[str, Generator]]:
-    """Each generator that can be reached from ``root``, by the first way to it."""
+    """Yield each generator that can be reached from ``root``, with the first path to it."""
     seen: set[int] = set()
     waiting: list[tuple[str, object, int]] = [("", root, 0)]
-    while waiting and len(seen) < MOST:
+    while waiting and len(seen) < MAX_OBJECTS:
         path, x, depth = waiting.pop(0)
-        if id(x) in seen or isinstance(x, _PLAIN) or depth > DEEPEST:
+        if id(x) in seen or isinstance(x, _PLAIN) or depth > MAX_DEPTH:
             continue
         seen.add(id(x))
         if isinstance(x, random.SystemRandom):
@@ -103,12 +103,12 @@ def _generators(root: object) -> Iterator[tuple[str, Generator]]:
 
 
 def _parts(x: object) -> list[tuple[str, object]]:
-    """Return what an object holds, by name."""
+    """Return the objects that an object holds, by name."""
     parts: list[tuple[str, object]] = []
     if isinstance(x, (list, tuple, set, frozenset)):
-        return [(str(i), item) for i, item in enumerate(x)] if len(x) <= LONGEST else []
+        return [(str(i), item) for i, item in enumerate(x)] if len(x) <= MAX_ITEMS else []
     if isinstance(x, Mapping):
-        return [(str(key), item) for key, item in x.items()] if len(x) <= LONGEST else []
+        return [(str(key), item) for key, item in x.items()] if len(x) <= MAX_ITEMS else []
     if isinstance(x, functools.partial):
         return [("func", x.func), ("args", x.args), ("keywords", x.keywords)]
     for name in ("__self__", "__func__", "__defaults__", "__kwdefaults__", "__wrapped__"):
@@ -128,8 +128,8 @@ def _parts(x: object) -> list[tuple[str, object]]:
 
 
 def _slots(kind: type) -> list[str]:
-    found: list[str] = []
+    names: list[str] = []
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else list(slots)
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
+        names += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]

@@ -1,4 +1,4 @@
-"""What each rank has to say of the data, in one checkpoint: once where all say the same."""
+"""The states of all ranks' data in one checkpoint, stored once if they are equal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TellAll = Callable[[str], Sequence[str]]
 
 
 def gathered(mine: Mapping[str, Any], tell_all: TellAll) -> dict[str, Any]:
-    """Return what all ranks say. Every rank calls this at the same time.
+    """Return the states of all ranks. Every rank calls this at the same time.
 
     Args:
-        mine: what this rank says, as JSON.
-        tell_all: gives every rank's text to every rank.
+        mine: The state of this rank, as JSON.
+        tell_all: Gives every rank's text to every rank.
     """
     text = json.dumps(mine)
     digests = tell_all(str(together(text)))
@@ -26,12 +26,12 @@ def gathered(mine: Mapping[str, Any], tell_all: TellAll) -> dict[str, Any]:
         return {"states": [mine], "of": [0] * len(digests)}
     texts = tell_all(text)
     different = list(dict.fromkeys(texts))
-    return {"states": [json.loads(one) for one in different], "of": [different.index(one) for one in texts]}
+    return {"states": [json.loads(state) for state in different], "of": [different.index(state) for state in texts]}
 
 
 @dataclass(frozen=True)
 class RowReader:
-    """Who reads rows: process ``rank``, of ``data_ranks`` that read different ones the number ``data_rank``."""
+    """A reader of rows: process ``rank``, number ``data_rank`` of ``data_ranks`` that read different rows."""
 
     rank: int
     data_rank: int
@@ -39,14 +39,15 @@ class RowReader:
 
 
 def chosen(stored: Mapping[str, Any], reader: RowReader, *, any_ranks: bool) -> tuple[Mapping[str, Any], bool]:
-    """Return the state from which ``reader`` goes on, and whether it is that of the same rows.
+    """Return the state from which ``reader`` resumes, and whether it is that of the same rows.
 
     Args:
-        stored: what :func:`gathered` returned, with ``data_ranks``, and ``data_rank_of`` each rank.
-        any_ranks: which rows come does not depend on what ranks said, and not on their number.
+        stored: The result of :func:`gathered`, with ``data_ranks``, and ``data_rank_of`` each rank.
+        reader: This process.
+        any_ranks: Whether the rows depend neither on the states nor on the number of ranks.
 
     Raises:
-        CheckpointError: QN602 if each data rank read rows of its own, and there are others now.
+        CheckpointError: QN602 if each data rank read its own rows, and there are others now.
     """
     states, of = stored["states"], stored["of"]
     if stored["data_ranks"] == reader.data_ranks:

@@ -1,4 +1,4 @@
-"""A loader whose position is saved with a run, and restored: the run that goes on reads what the other would have."""
+"""A loader whose position is saved and restored, so that a resumed run reads the same batches."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ _END = object()
 
 @dataclass(frozen=True)
 class _Saved:
-    """Where a run stood: ``states``: of this rank's random generators and loader; ``comparable``: whether the digest
-    is of the batches that this rank will read again."""
+    """A saved position.
+
+    ``states``: of this rank's random generators and loader. ``comparable``: whether the digest is of the batches that
+    this rank will read again.
+    """
 
     at: Position
     states: Mapping[str, Any]
@@ -38,7 +41,9 @@ class _Saved:
 
 
 class ResumableLoader:
-    """A loader that goes on where a run was interrupted::
+    """A loader that resumes where a run was interrupted.
+
+    Example::
 
         data = quintnet.ResumableLoader(loader, program)
         if there_is_a_checkpoint:
@@ -48,12 +53,12 @@ class ResumableLoader:
                 ...
                 program.save(folder, step=step, optimizer=optimizer, extra={"data": data.state_dict()})
 
-    A loader with ``state_dict`` and ``load_state_dict`` (torchdata's StatefulDataLoader) is asked for its own state. A
-    :class:`BatchSampler` is told where to begin. For all others, the states of random generators at the epoch's begin
-    are kept: those of torch, NumPy and Python, and all that the loader holds. They are set before the epoch is begun
-    again, what was read is read once more, and compared by a digest. In each case, the generators then get the states
-    that they had when the position was saved. Before each epoch, ``set_epoch`` of the loader, its samplers and its
-    dataset is called, where they have one.
+    A loader with ``state_dict`` and ``load_state_dict`` (torchdata's StatefulDataLoader) saves and restores its own
+    state. A :class:`BatchSampler` begins at the saved position. For all others, the states of random generators at the
+    beginning of the epoch are saved: those of torch, NumPy and Python, and all that the loader holds. They are restored
+    before the epoch begins again, and the batches that were read are read once more and compared by a digest. In each
+    case, the generators then get the states that they had when the position was saved. Before each epoch, ``set_epoch``
+    of the loader, its samplers and its dataset is called if it exists.
 
     Args:
         loader: gives batches.
@@ -63,26 +68,26 @@ class ResumableLoader:
 
     def __init__(self, loader: Iterable[Any], program: CompiledProgram, *, batch_is_local: bool = False) -> None:
         self.loader, self.program, self.batch_is_local = loader, program, batch_is_local
-        self.keeps_states = False  # note, before each batch, what state_before_batch needs
+        self.keeps_states = False  # record states before each batch, for state_before_batch
         self._at = Position()
         self._random: RandomStates | None = None
         self._begin: Any = None  # random states when the epoch began
         self._before: tuple[Position, Any] | None = None
-        self._saved: _Saved | None = None  # from where to go on
+        self._saved: _Saved | None = None  # the position to resume from
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that is read, or will be next."""
+        """Return the number of the epoch that is read, or will be next."""
         return self._at.epoch
 
     @property
     def has_own_state(self) -> bool:
-        """Whether the loader says itself where it stands."""
+        """Return whether the loader saves its own state."""
         own = all(callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict"))
         return own and self._sampler() is None
 
     def __iter__(self) -> Iterator[Any]:
-        """Give what is left of this epoch.
+        """Yield the remaining batches of this epoch.
 
         Raises:
             CheckpointError: QN602 if the data does not have what the run had read.
@@ -110,7 +115,7 @@ class ResumableLoader:
         self._at, self._begin, self._before = Position(self.epoch + 1, seen), None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this loader stands, as JSON. Every rank calls this at the same time.
+        """Return the position of this loader, as JSON. Every rank calls this at the same time.
 
         Raises:
             CheckpointError: QN603 if the loader's own state has values that a checkpoint cannot hold.
@@ -119,8 +124,7 @@ class ResumableLoader:
             return self._at.to_json() | self._ranks() | gathered(self._states(), _tell_all)
 
     def state_before_batch(self) -> dict[str, Any] | None:
-        """Return where this loader stood before its last batch, by what this rank knows alone; None if that does not
-        tell where other ranks stood."""
+        """Return the position before the last batch, without communication; None if other ranks' may differ."""
         own_rows = self._ways > 1 and not self._any_ranks
         if self._before is None or self.has_own_state or own_rows:
             return None
@@ -129,7 +133,7 @@ class ResumableLoader:
         return at.to_json() | self._ranks() | {"states": [states], "of": [0] * world_size()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on, in the next iteration, where another loader stood.
+        """Resume, in the next iteration, at the position of another loader.
 
         Raises:
             CheckpointError: QN602 if each data rank read its own rows, and there are others now, unless a
@@ -146,10 +150,10 @@ class ResumableLoader:
             at = _of_these_samples(at, sampler)
         self._at, self._saved = at, _Saved(at, states, comparable)
 
-    # -- going on
+    # -- resuming
 
     def _continued(self, saved: _Saved) -> Iterator[Any]:
-        """Return what is left of the epoch, with random generators as they were when the position was saved."""
+        """Return the remaining batches of the epoch, with random generators as when the position was saved."""
         assert self._random is not None
         begin, now, own = (from_json(saved.states[key]) for key in ("begin", "now", "loader"))
         first = now if begin is None else begin
@@ -185,7 +189,7 @@ class ResumableLoader:
             warnings.warn(CheckpointWarning(reason), stacklevel=4)
 
     def _doubt(self, at: Position, saved: _Saved) -> str:
-        """Why rows may come twice, or never; "" if they do not."""
+        """Return the reason why rows may come twice or never; "" if they do not."""
         doubt = "rows may come twice, or never. An order that a seed decides (quintnet.BatchSampler), or a loader with "
         doubt += "state_dict and load_state_dict, can be restored"
         if saved.states["begin"] is None:
@@ -195,15 +199,17 @@ class ResumableLoader:
         if saved.comparable and at.batches == saved.at.batches:
             differ = at.digest != saved.at.digest
             return f"the batches that were read again are not those that the run had read: {doubt}" if differ else ""
-        known = isinstance(self.loader, DataLoader) and type(self.loader.sampler).__module__ == torch_samplers.__name__
-        if known or self._any_ranks:
+        has_torch_sampler = (
+            isinstance(self.loader, DataLoader) and type(self.loader.sampler).__module__ == torch_samplers.__name__
+        )
+        if has_torch_sampler or self._any_ranks:
             return ""
         return f"batches have other sizes now, and could not be compared with those of the run: {doubt}"
 
-    # -- what there is
+    # -- batches and states
 
     def _batches(self) -> Iterator[Any]:
-        """The loader's batches: with a BatchSampler, those that are left of the epoch."""
+        """Return the loader's batches: with a BatchSampler, the remaining ones of the epoch."""
         sampler = self._sampler()
         if sampler is None:
             return iter(self.loader)
@@ -218,12 +224,12 @@ class ResumableLoader:
 
     @property
     def _ways(self) -> int:
-        """How many data ranks read different rows."""
+        """Return the number of data ranks that read different rows."""
         return self.program.data_ranks if self.batch_is_local else 1
 
     @property
     def _any_ranks(self) -> bool:
-        """Whether any number of data ranks goes through the same rows, in the same order of global batches."""
+        """Return whether any number of data ranks reads the same rows, in the same order of global batches."""
         return self._sampler() is not None or isinstance(getattr(self.loader, "sampler", None), DistributedSampler)
 
     def _ranks(self) -> dict[str, Any]:
@@ -249,9 +255,9 @@ class ResumableLoader:
 
 
 def _of_these_samples(at: Position, sampler: BatchSampler) -> Position:
-    """Return ``at`` in the epochs of the data that there is now."""
+    """Return ``at`` in the epochs of the current data."""
     after = sampler.after(at.seen)
-    ends = at.batches > 0 and after // sampler.samples == at.epoch + 1  # what is done at an epoch's end is still to do
+    ends = at.batches > 0 and after // sampler.samples == at.epoch + 1  # the epoch's end was not handled yet
     return at if ends else replace(at, seen=after, epoch=after // sampler.samples)
 
 
@@ -260,7 +266,7 @@ def _tell_all(text: str) -> Sequence[str]:
 
 
 def _parts_with_epochs(loader: Any) -> list[Any]:
-    """Of a loader, what is told the number of each epoch."""
+    """Return the loader, samplers and dataset that have ``set_epoch``."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = [loader, batch_sampler, getattr(batch_sampler, "sampler", None)]
     parts += [getattr(loader, name, None) for name in ("sampler", "dataset")]

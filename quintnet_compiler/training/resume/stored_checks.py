@@ -1,4 +1,4 @@
-"""What a checkpoint says of the data and of a Trainer, checked before anything is restored: anyone can write one."""
+"""Check a checkpoint's states of data and Trainer before anything is restored, as anyone can write one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DataNote(TypedDict):
 
 
 class SchedulerNote(TypedDict):
-    """A scheduler's state_dict, of which these numbers are torch's; others are compared with the scheduler's own."""
+    """A scheduler's state_dict with torch's numbers; others are compared with those of the scheduler."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     last_epoch: NotRequired[Count]
@@ -55,7 +55,7 @@ class SchedulerNote(TypedDict):
 
 
 class TrainerNote(TypedDict):
-    """Hold what a Trainer keeps beside the position in the data."""
+    """The state of a Trainer besides the position in the data."""
 
     best: Annotated[StrictInt | StrictFloat, Field(allow_inf_nan=False)] | None
     bad: Count
@@ -67,7 +67,7 @@ _DATA, _TRAINER = TypeAdapter(DataNote), TypeAdapter(TrainerNote)
 
 
 def require_data_state(state: Mapping[str, Any], where: str = "the state of the data") -> None:
-    """Refuse what no ResumableLoader has returned.
+    """Refuse a state that no ResumableLoader has returned.
 
     Raises:
         CheckpointError: QN602, naming the field.
@@ -87,7 +87,7 @@ def require_data_state(state: Mapping[str, Any], where: str = "the state of the 
 
 
 def require_trainer_state(state: Any, where: str) -> None:
-    """Refuse what no Trainer has saved.
+    """Refuse a state that no Trainer has saved.
 
     Raises:
         CheckpointError: QN602, naming the field.
@@ -115,7 +115,7 @@ def _require_decodable(stored: Any, where: str, *, generators: bool) -> None:
 
 
 def _try_generators(states: Mapping[str, Any]) -> None:
-    """Give states to generators that nobody uses. Raises: what they do."""
+    """Set states on unused generators, which raise errors for wrong ones."""
     torch.Generator().set_state(states["torch"])
     random.Random().setstate(states["random"])
     _try_numpy(states["numpy"])

@@ -1,4 +1,4 @@
-"""The states of loaders and of random generators as JSON, tensors and arrays included."""
+"""Store the states of loaders and random generators as JSON, with tensors and arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def to_json(state: Any, what: str) -> Any:
 
 
 def from_json(stored: Any) -> Any:
-    """Return what :func:`to_json` was given; None for None."""
+    """Return the value of :func:`to_json`; None for None."""
     if stored is None:
         return None
 
@@ -45,7 +45,7 @@ _ARRAY, _BYTES, _FLOAT = "\0array", "\0bytes", "\0number"
 
 
 def _without_arrays(x: Any) -> Any:
-    """Arrays and bytes as marked dicts of what :func:`encoded` takes."""
+    """Return ``x`` with arrays and bytes as marked dicts, which :func:`encoded` accepts."""
     if isinstance(x, (np.ndarray, np.generic)) and x.dtype != object:
         kind = _ARRAY if isinstance(x, np.ndarray) else _FLOAT
         return {kind: [x.dtype.str, list(x.shape), base64.b64encode(np.ascontiguousarray(x).tobytes()).decode()]}
