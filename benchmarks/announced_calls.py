@@ -25,14 +25,14 @@ def measured(ranks: int) -> float:
     for rank in range(ranks):
         store.set(str(rank), "{}")
     batch = torch.zeros(8, 16), torch.zeros(8, dtype=torch.long)
-    known = {("train", False): described(batch)}  # as in the step before
+    described_batches = {("train", False): described(batch)}  # as in the step before
     with tempfile.TemporaryDirectory() as folder, Heartbeat(lambda: store, 0, ranks, Path(folder), 1.0) as pulse:
         others = [Board(Path(folder), rank, ranks) for rank in range(1, ranks)]
         for other in others:
             other.enter(1, "step", 0)
 
         def step() -> None:
-            with running(known, 0, "train", False, lambda: batch):
+            with running(described_batches, 0, "train", False, lambda: batch):
                 pass
 
         seconds = min(timeit.repeat(step, number=CALLS, repeat=REPEATS)) / CALLS

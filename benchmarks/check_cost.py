@@ -88,20 +88,20 @@ def measure(name: str) -> None:
 def measure_meta(layers: int) -> None:
     """Compile for many ranks what has no values, and compare it block by block."""
     ids = torch.zeros(16, 8192, dtype=torch.long, device="meta")
-    batch, made = {"input_ids": ids, "labels": ids}, list[quintnet.CompiledProgram]()
+    batch, programs = {"input_ids": ids, "labels": ids}, list[quintnet.CompiledProgram]()
     mesh, model = quintnet.Mesh(pp=16, tp=8), llama405b(layers)
 
     def compile() -> None:
-        made.append(quintnet.compile(model, mesh, batch, microbatches=16, check="off", device="cpu"))
+        programs.append(quintnet.compile(model, mesh, batch, microbatches=16, check="off", device="cpu"))
 
     seconds = timed(compile)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", quintnet.CheckWarning)
-        compared = timed(lambda: made[0]._programs.difference("train", batch))
+        compared = timed(lambda: programs[0]._programs.difference("train", batch))
     print(
         f"{layers} layers of Llama 405B: compiling {seconds:.1f} s of CPU time, comparing {compared:.1f} s", flush=True
     )
-    for text in dict.fromkeys(str(w.message) for w in said if issubclass(w.category, quintnet.CheckWarning)):
+    for text in dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, quintnet.CheckWarning)):
         print(f"  {text}")
 
 
@@ -110,12 +110,12 @@ def main() -> None:
     options.add_argument("models", nargs="*", default=list(NAMES))
     options.add_argument("--layers", type=int, default=32)
     options.add_argument("--threads", type=int, default=1)
-    given = options.parse_args()
-    torch.set_num_threads(given.threads)
+    args = options.parse_args()
+    torch.set_num_threads(args.threads)
     small = (torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3]))
     quintnet.compile(resnet(18, 4, 10), quintnet.Mesh(dp=2), small, loss_fn=F.cross_entropy)
-    for name in given.models:
-        measure_meta(given.layers) if name == "llama405b" else measure(name)
+    for name in args.models:
+        measure_meta(args.layers) if name == "llama405b" else measure(name)
 
 
 if __name__ == "__main__":

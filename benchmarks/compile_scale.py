@@ -184,19 +184,19 @@ def main() -> int:
     options.add_argument("--limit-gib", type=float, default=0.85)
     options.add_argument("--cache", help="a folder in which programs are kept")
     options.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    given = options.parse_args()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
-    torch.set_num_threads(given.cores)
+    args = options.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
+    torch.set_num_threads(args.cores)
     warnings.simplefilter("ignore")
-    case = CASES[given.model]
-    report = measure(case, given.layers or case.layers, given.rank, given.cache)
-    seconds = case.seconds if given.limit_seconds is None else given.limit_seconds
+    case = CASES[args.model]
+    report = measure(case, args.layers or case.layers, args.rank, args.cache)
+    seconds = case.seconds if args.limit_seconds is None else args.limit_seconds
     took = report["total_cpu_seconds"] - report["cpu_seconds"]["model"]
-    within = took <= seconds and report["peak_gib"] <= given.limit_gib
-    report |= {"limit_seconds": seconds, "limit_gib": given.limit_gib, "within_limits": within}
-    print(json.dumps(report, indent=2) if given.json else table(report))
+    within = took <= seconds and report["peak_gib"] <= args.limit_gib
+    report |= {"limit_seconds": seconds, "limit_gib": args.limit_gib, "within_limits": within}
+    print(json.dumps(report, indent=2) if args.json else table(report))
     if not within:
-        limits = f"{seconds:g} s of processor time or {given.limit_gib:g} GiB"
+        limits = f"{seconds:g} s of processor time or {args.limit_gib:g} GiB"
         print(f"over the limit of {limits}", file=sys.stderr)
     return 0 if within else 1
 

@@ -61,10 +61,10 @@ def measure(rounds: int) -> dict[str, float]:
     torch.manual_seed(0)
     batch = (torch.randn(ROWS, LENGTH, WIDTH), torch.randn(ROWS, LENGTH, WIDTH))
     sides: dict[str, Callable[[], object]] = {}
-    for name, given in VARIANTS.items():
-        model = Block(*given)
+    for name, options in VARIANTS.items():
+        model = Block(*options)
         program = quintnet.compile(model, quintnet.Mesh(dp=1), batch, loss_fn=_loss)
-        twin = Block(*given)
+        twin = Block(*options)
 
         def ours(program: quintnet.CompiledProgram = program) -> None:
             program.zero_grad()
@@ -75,15 +75,15 @@ def measure(rounds: int) -> dict[str, float]:
             _loss(twin(batch[0]), batch[1]).backward()
 
         sides |= {f"ours, {name}": ours, f"torch, {name}": theirs}
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     for step in sides.values():
         step()
     for _ in range(rounds):
         for name, step in sides.items():
-            found[name].append(_seconds(step))
-    report = {f"ms, {name}": 1e3 * statistics.median(times) for name, times in found.items()}
+            seconds[name].append(_seconds(step))
+    report = {f"ms, {name}": 1e3 * statistics.median(times) for name, times in seconds.items()}
     for name in VARIANTS:
-        pairs = zip(found[f"ours, {name}"], found[f"torch, {name}"], strict=True)
+        pairs = zip(seconds[f"ours, {name}"], seconds[f"torch, {name}"], strict=True)
         report[f"ours/torch, {name}"] = statistics.median(a / b for a, b in pairs)
     return report
 

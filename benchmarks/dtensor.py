@@ -73,5 +73,5 @@ def build(model: Llama, batch: Batch, *, sequence_parallel: bool) -> Peer:
 
 
 def whole(gradient: Tensor) -> Tensor:
-    """Of all ranks."""
+    """Return the whole tensor of all ranks."""
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

@@ -49,21 +49,21 @@ def main() -> int:
     parser.add_argument("--only", help="comma-separated parts (default: all but nccl_ranks)")
     parser.add_argument("--library", type=Path, help="an NCCL of 2.30 or later, for nccl_ranks")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # in this process
-    given = parser.parse_args()
-    known = {part.name: part for part in PARTS}
-    setting = {"emulated": given.emulated, "library": given.library}
-    if given.part:
-        work(known[given.part], given.out, setting)
+    args = parser.parse_args()
+    parts = {part.name: part for part in PARTS}
+    setting = {"emulated": args.emulated, "library": args.library}
+    if args.part:
+        work(parts[args.part], args.out, setting)
         return 0
-    if not given.emulated and not accelerator():
+    if not args.emulated and not accelerator():
         parser.error("torch finds no accelerator on this machine: --emulated runs what runs without")
-    names = given.only.split(",") if given.only else [part.name for part in PARTS if part.usual]
+    names = args.only.split(",") if args.only else [part.name for part in PARTS if part.usual]
     for name in names:
-        if name not in known:
-            parser.error(f"there is no part {name}: there are {', '.join(known)}")
-    found = run_parts([known[name] for name in names], given.out, **setting)
-    print(given.out / "index.html")
-    return 1 if any(one.verdict == "failed" for one in found) else 0
+        if name not in parts:
+            parser.error(f"there is no part {name}: there are {', '.join(parts)}")
+    outcomes = run_parts([parts[name] for name in names], args.out, **setting)
+    print(args.out / "index.html")
+    return 1 if any(outcome.verdict == "failed" for outcome in outcomes) else 0
 
 
 if __name__ == "__main__":

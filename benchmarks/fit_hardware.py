@@ -41,15 +41,15 @@ BOUNDS = {
 
 def runs_of(device: str, per_source: int) -> list[Run]:
     """Runs of a family; of a source with many, evenly spread ``per_source``."""
-    found: dict[str, list[Run]] = defaultdict(list)
+    runs_by_source: dict[str, list[Run]] = defaultdict(list)
     for row in read(DATA / "published_runs.csv") + read(DATA / "published_runs_single_node.csv"):
         try:
             run = run_of(row)
         except Unmodelled:
             continue
         if FAMILY.get(run.device, run.device) == device and run.seconds:
-            found[run.id.partition("-")[0]].append(run)
-    return [r for runs in found.values() for r in runs[:: max(1, len(runs) // per_source)]]
+            runs_by_source[run.id.partition("-")[0]].append(run)
+    return [r for runs in runs_by_source.values() for r in runs[:: max(1, len(runs) // per_source)]]
 
 
 def log_errors(runs: Sequence[Run], efficiency: Efficiency) -> np.ndarray:
@@ -80,10 +80,10 @@ def fit(runs: Sequence[Run], start: Efficiency, only: Sequence[str] = ()) -> Eff
         return weight * log_errors(runs, replace(start, **dict(zip(names, values.tolist(), strict=True))))
 
     begin = (np.array([asdict(start)[name] for name in names]) - lower) / (upper - lower)
-    found = least_squares(
+    solution = least_squares(
         residuals, np.clip(begin, 0.01, 0.99), bounds=(0, 1), loss="soft_l1", f_scale=0.08, diff_step=0.01, max_nfev=25
     )
-    return replace(start, **dict(zip(names, (lower + found.x * (upper - lower)).tolist(), strict=True)))
+    return replace(start, **dict(zip(names, (lower + solution.x * (upper - lower)).tolist(), strict=True)))
 
 
 def report(runs: Sequence[Run], efficiency: Efficiency, held: Sequence[str]) -> None:
@@ -91,11 +91,11 @@ def report(runs: Sequence[Run], efficiency: Efficiency, held: Sequence[str]) -> 
     for run, error in zip(runs, np.expm1(log_errors(runs, efficiency)), strict=True):
         place = "held out" if run.id.startswith(tuple(held)) else "fitted"
         errors[f"{run.id.partition('-')[0]:8s} {run.layout.dtype:5s} {place:8s}"].append(float(error))
-    for name, found in errors.items():
-        size = sorted(map(abs, found))
+    for name, signed in errors.items():
+        size = sorted(map(abs, signed))
         print(
-            f"{name} n={len(found):3d} "
-            f"bias {statistics.median(found):+.3f} mean {statistics.mean(size):.3f} "
+            f"{name} n={len(signed):3d} "
+            f"bias {statistics.median(signed):+.3f} mean {statistics.mean(size):.3f} "
             f"median {statistics.median(size):.3f} "
             f"p90 {size[min(len(size) - 1, int(0.9 * len(size)))]:.3f} max {size[-1]:.3f}"
         )
@@ -107,14 +107,14 @@ def main() -> None:
     options.add_argument("--hold-out", default="", help="comma-separated sources that are not fitted")
     options.add_argument("--per-source", type=int, default=60, help="at most about so many rows of a source")
     options.add_argument("--only", default="", help="comma-separated efficiencies; the others stay as they are")
-    given = options.parse_args()
-    held = [name for name in given.hold_out.split(",") if name] or ["-"]
-    runs = runs_of(given.device, given.per_source)
+    args = options.parse_args()
+    held = [name for name in args.hold_out.split(",") if name] or ["-"]
+    runs = runs_of(args.device, args.per_source)
     used = [run for run in runs if not run.id.startswith(tuple(held))]
-    found = fit(used, HARDWARE[given.device].efficiency, [name for name in given.only.split(",") if name])
-    print("cost", float((weights(used) * np.sqrt(1 + (log_errors(used, found) / 0.08) ** 2)).sum()))
-    print(", ".join(f"{name}={value:.3g}" for name, value in asdict(found).items()))
-    report(runs, found, held)
+    fitted = fit(used, HARDWARE[args.device].efficiency, [name for name in args.only.split(",") if name])
+    print("cost", float((weights(used) * np.sqrt(1 + (log_errors(used, fitted) / 0.08) ** 2)).sum()))
+    print(", ".join(f"{name}={value:.3g}" for name, value in asdict(fitted).items()))
+    report(runs, fitted, held)
 
 
 if __name__ == "__main__":

@@ -57,20 +57,20 @@ def _prompts(vocabulary: int, count: int, *, equal: bool) -> list[Tensor]:
 
 def _padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
     most = max(map(len, prompts))
-    ids = torch.stack([torch.nn.functional.pad(one, (most - len(one), 0)) for one in prompts])
-    return ids, torch.stack([torch.arange(most) >= most - len(one) for one in prompts]).long()
+    ids = torch.stack([torch.nn.functional.pad(prompt, (most - len(prompt), 0)) for prompt in prompts])
+    return ids, torch.stack([torch.arange(most) >= most - len(prompt) for prompt in prompts]).long()
 
 
 def _theirs(model: Any, prompts: list[Tensor], rows: int, new: int, ends: list[int] | None) -> list[Tensor]:
-    """What follows each prompt, until its end."""
-    made: list[Tensor] = []
+    """Return the tokens after each prompt, until its end."""
+    texts: list[Tensor] = []
     for start in range(0, len(prompts), rows):
         ids, mask = _padded(prompts[start : start + rows])
-        how = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": ends}
+        options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": ends}
         with torch.no_grad():
-            found = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device), **how)
-        made += [_until(row[ids.shape[1] :], ends) for row in found.cpu()]
-    return made
+            outputs = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device), **options)
+        texts += [_until(row[ids.shape[1] :], ends) for row in outputs.cpu()]
+    return texts
 
 
 def _until(text: Tensor, ends: list[int] | None) -> Tensor:
@@ -86,7 +86,7 @@ def measure(
     dtype = torch.bfloat16 if half else torch.float32
     if plain:
         host_linears.host_linear = None
-    many, first = dist.is_initialized(), not dist.is_initialized() or dist.get_rank() == 0
+    distributed, first = dist.is_initialized(), not dist.is_initialized() or dist.get_rank() == 0
     twin = _model(size).to(device, dtype) if first else None
     mesh = quintnet.Mesh(**LAYOUTS[layout])
     model = _model(size).to(dtype)
@@ -109,28 +109,28 @@ def measure(
 
     def timed(run: Callable[[], list[Tensor]]) -> tuple[float, float]:
         """Seconds of wall time, and of the CPU on the busiest rank."""
-        if many:
+        if distributed:
             dist.barrier()
         begun, used = time.perf_counter(), time.process_time()
         run()
         most = torch.tensor(time.process_time() - used)
-        if many:
+        if distributed:
             dist.all_reduce(most, dist.ReduceOp.MAX)
         return time.perf_counter() - begun, float(most)
 
-    expected, made = theirs(1), ours()
+    expected, generated = theirs(1), ours()
     if first:
-        same = sum(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
+        same = sum(torch.equal(a, b) for a, b in zip(generated, expected, strict=True))
         assert half or same == len(prompts), f"{len(prompts) - same} of {len(prompts)} texts differ"
-        assert len(torch.cat(made).unique()) > len(prompts)
+        assert len(torch.cat(generated).unique()) > len(prompts)
     runs = {"ours": ours, "one thread": lambda: theirs(1)}
-    if many:
+    if distributed:
         runs["two threads"] = lambda: theirs(2)
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for name in [*runs, *list(runs) * rounds]:
         took[name].append(timed(runs[name]))
-    tokens = sum(map(len, made))
-    wall, cpu = ({name: [one[i] for one in found[1:]] for name, found in took.items()} for i in (0, 1))
+    tokens = sum(map(len, generated))
+    wall, cpu = ({name: [sample[i] for sample in samples[1:]] for name, samples in took.items()} for i in (0, 1))
     return {"tokens": tokens, "equal": same if first else 0, "seconds": wall, "cpu_seconds": cpu}
 
 
@@ -151,23 +151,23 @@ def main() -> None:
     options.add_argument("--half", action="store_true", help="bfloat16")
     options.add_argument("--json", action="store_true")
     args = options.parse_args()
-    given = (args.layout, args.size, args.rows, args.prompts or args.rows, args.rounds, args.new, args.plain)
-    given += (args.device, args.half)
-    found = measure(*given) if args.layout == "one" else quintnet.launch(measure, 2, given, timeout=3000)[0]
-    seconds, tokens = found["seconds"], found["tokens"]
+    arguments = (args.layout, args.size, args.rows, args.prompts or args.rows, args.rounds, args.new, args.plain)
+    arguments += (args.device, args.half)
+    results = measure(*arguments) if args.layout == "one" else quintnet.launch(measure, 2, arguments, timeout=3000)[0]
+    seconds, tokens = results["seconds"], results["tokens"]
     ratios = {
         name: statistics.median(b / a for a, b in zip(seconds["ours"], took, strict=True))
         for name, took in seconds.items()
         if name != "ours"
     }
-    cpu, ranks = found["cpu_seconds"], 1 if args.layout == "one" else 2
+    cpu, ranks = results["cpu_seconds"], 1 if args.layout == "one" else 2
     shared = [b / ranks / a for a, b in zip(cpu["ours"], cpu["one thread"], strict=True)]
     ratios["processor time"] = statistics.median(shared)
     if args.json:
-        print(json.dumps({**found, "ratios": ratios}))
+        print(json.dumps({**results, "ratios": ratios}))
         return
-    equal = f"{found['equal']} texts equal"
-    print(f"{args.layout}, {args.size}: {given[3]} prompts in {args.rows} rows, {tokens} tokens, {equal}")
+    equal = f"{results['equal']} texts equal"
+    print(f"{args.layout}, {args.size}: {arguments[3]} prompts in {args.rows} rows, {tokens} tokens, {equal}")
     for name, took in seconds.items():
         what = "quintnet" if name == "ours" else f"transformers, {name}"
         ratio = "" if name == "ours" else f"; quintnet makes {ratios[name]:.2f} times as many"

@@ -48,7 +48,7 @@ class Run:
 
 
 def simulate(run: Run, seconds: float, dice: random.Random) -> dict[str, float]:
-    """Where ``seconds`` of wall time go: ``kept`` and ``lost`` training, ``stalled`` by saves, ``restarting``."""
+    """Return where ``seconds`` of wall time go: ``kept`` or ``lost`` training, ``stalled`` by saves, ``restarting``."""
     spent = defaultdict[str, float](float)
     at = 0.0  # wall time
     safe = done = 0.0  # training on the disk, and in memory
@@ -97,24 +97,28 @@ FEATURES = ("interval", "preemption save", "async save", "quick restart")
 
 def made(base: Run, features: tuple[str, ...], quick: float) -> Run:
     """``base`` with these features; ``quick``: seconds of a quick restart."""
-    found = base
+    run = base
     if "preemption save" in features:
-        found = replace(found, heeds=True)
+        run = replace(run, heeds=True)
     if "async save" in features:
-        found = replace(found, stall=base.save / 20)
+        run = replace(run, stall=base.save / 20)
     if "quick restart" in features:
-        found = replace(found, restart=quick)
+        run = replace(run, restart=quick)
     if "interval" in features:
-        losing = 1 / base.between_failures + (0 if found.heeds else 1 / base.between_notices)
-        found = replace(found, interval=max(daly_interval(found.stall, 1 / losing), found.save))
-    return found
+        losing = 1 / base.between_failures + (0 if run.heeds else 1 / base.between_notices)
+        run = replace(run, interval=max(daly_interval(run.stall, 1 / losing), run.save))
+    return run
 
 
 def average(run: Run, seconds: float, seeds: int) -> dict[str, float]:
     """Means over seeds, in shares of the time; ``error``: the standard error of what is kept."""
-    found = [simulate(run, seconds, random.Random(seed)) for seed in range(seeds)]
-    shares = {kind: statistics.fmean(one[kind] for one in found) / seconds for kind in KINDS}
-    error = statistics.stdev(one["kept"] for one in found) / seconds / math.sqrt(seeds) if seeds > 1 else 0.0
+    simulations = [simulate(run, seconds, random.Random(seed)) for seed in range(seeds)]
+    shares = {kind: statistics.fmean(simulation[kind] for simulation in simulations) / seconds for kind in KINDS}
+    error = (
+        statistics.stdev(simulation["kept"] for simulation in simulations) / seconds / math.sqrt(seeds)
+        if seeds > 1
+        else 0.0
+    )
     return {**shares, "error": error, "interval": run.interval}
 
 
@@ -123,9 +127,9 @@ KINDS = ("kept", "lost", "stalled", "restarting")
 
 def table(rows: Mapping[str, Mapping[str, float]]) -> str:
     lines = ["| | goodput | lost | waiting for saves | restarts | s between saves |", "|---|---|---|---|---|---|"]
-    for name, one in rows.items():
-        shares = " | ".join(f"{one[kind]:.1%}" for kind in KINDS[1:])
-        lines.append(f"| {name} | {one['kept']:.2%} ± {one['error']:.2%} | {shares} | {one['interval']:,.0f} |")
+    for name, row in rows.items():
+        shares = " | ".join(f"{row[kind]:.1%}" for kind in KINDS[1:])
+        lines.append(f"| {name} | {row['kept']:.2%} ± {row['error']:.2%} | {shares} | {row['interval']:,.0f} |")
     return "\n".join(lines)
 
 
@@ -139,17 +143,17 @@ def main() -> None:
     parser.add_argument("--restart", type=float, default=900.0, help="seconds from a fault to the first step")
     parser.add_argument("--quick", type=float, default=180.0, help="the same of a quick restart")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    failures, notices = (DAY / (rate * given.gpus) for rate in (UNEXPECTED, PLANNED))
-    base = Run(failures, notices, given.every, given.save, given.save, given.restart, heeds=False)
-    chosen = {"nothing": (), **{f"only {one}": (one,) for one in FEATURES}, "all": FEATURES}
-    chosen |= {f"all but {one}": tuple(x for x in FEATURES if x != one) for one in FEATURES}
-    rows = {n: average(made(base, some, given.quick), given.days * DAY, given.seeds) for n, some in chosen.items()}
-    if given.json:
+    args = parser.parse_args()
+    failures, notices = (DAY / (rate * args.gpus) for rate in (UNEXPECTED, PLANNED))
+    base = Run(failures, notices, args.every, args.save, args.save, args.restart, heeds=False)
+    chosen = {"nothing": (), **{f"only {feature}": (feature,) for feature in FEATURES}, "all": FEATURES}
+    chosen |= {f"all but {feature}": tuple(x for x in FEATURES if x != feature) for feature in FEATURES}
+    rows = {n: average(made(base, features, args.quick), args.days * DAY, args.seeds) for n, features in chosen.items()}
+    if args.json:
         print(json.dumps({"between_failures": failures, "between_notices": notices, "rows": rows}, indent=1))
         return
-    print(f"{given.gpus:,} GPUs, {given.days:g} days: a failure in {failures / 3600:.2f} h, ", end="")
-    print(f"a notice in {notices / 3600:.1f} h; means of {given.seeds} runs\n\n{table(rows)}")
+    print(f"{args.gpus:,} GPUs, {args.days:g} days: a failure in {failures / 3600:.2f} h, ", end="")
+    print(f"a notice in {notices / 3600:.1f} h; means of {args.seeds} runs\n\n{table(rows)}")
 
 
 if __name__ == "__main__":

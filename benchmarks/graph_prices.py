@@ -49,7 +49,7 @@ class Case:
     def module(self, layers: int) -> nn.Module:
         import transformers
 
-        found, d = getattr(transformers, self.architecture), self.decoder
+        model_class, d = getattr(transformers, self.architecture), self.decoder
         if self.architecture == "GPT2LMHeadModel":
             sizes: dict[str, Any] = {"n_layer": layers, "n_embd": d.hidden, "n_head": d.heads, "n_positions": d.seq,
                                      "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}  # fmt: skip
@@ -58,8 +58,8 @@ class Case:
                      "num_attention_heads": d.heads, "num_key_value_heads": d.kv, "max_position_embeddings": d.seq,
                      "tie_word_embeddings": d.tied}  # fmt: skip
         with torch.device("meta"):
-            made: nn.Module = found(found.config_class(vocab_size=d.vocab, **sizes, **self.options))
-        return made.to(torch.bfloat16)
+            model: nn.Module = model_class(model_class.config_class(vocab_size=d.vocab, **sizes, **self.options))
+        return model.to(torch.bfloat16)
 
 
 def _llama(hidden: int, ffn: int, heads: int, kv: int, vocab: int, seq: int, tied: bool = False) -> Decoder:
@@ -114,7 +114,7 @@ class Pair:
 
     @property
     def error(self) -> float:
-        """Of the graph's price against the closed form."""
+        """Return the error of the graph's price relative to the closed form."""
         return self.graph.seconds / self.closed.step().seconds - 1
 
 
@@ -146,8 +146,11 @@ def pair(name: str, layout: str, gpu: str) -> Pair:
 
 
 def applies(name: str, layout: str) -> bool:
-    """Whether the closed form describes how the compiler splits the module: as Megatron splits, which takes heads that
-    divide. Of Qwen3 over two ranks it splits the features of norms, too. Learned positions end before long contexts."""
+    """Return whether the closed form describes how the compiler splits the module.
+
+    It splits as Megatron does, which needs heads that divide. The features of Qwen3's norms over two ranks are split,
+    too. Learned positions end before long contexts.
+    """
     decoder, tp = CASES[name].decoder, LAYOUTS[layout]["mesh"].get("tp", 1)
     if "cp" in LAYOUTS[layout]["mesh"] and decoder.learned_positions:
         return False
@@ -161,9 +164,9 @@ def pairs(only: str, gpus: list[str]) -> Iterator[tuple[str, str, str]]:
                 yield from ((name, layout, gpu) for layout in LAYOUTS if applies(name, layout))
 
 
-def parts(found: Pair) -> str:
-    """Where the time is, in milliseconds: the graph's, and the closed form's."""
-    graph, step = found.graph, found.closed.step()
+def parts(prices: Pair) -> str:
+    """Return where the time is, in milliseconds: the graph's, and the closed form's."""
+    graph, step = prices.graph, prices.closed.step()
     rows = (
         ("pipeline", graph.pipeline, step.pipeline), ("gradients", graph.gradients, step.data_parallel),
         ("optimizer", graph.optimizer, step.optimizer),
@@ -176,16 +179,16 @@ def main() -> None:
     options.add_argument("--only", default="", help="models whose name has this in it")
     options.add_argument("--gpu", nargs="+", default=["a100", "h100"])
     options.add_argument("--parts", action="store_true", help="where the time is, too")
-    given = options.parse_args()
+    args = options.parse_args()
     torch.set_num_threads(1)
     errors = []
-    for name, layout, gpu in pairs(given.only, given.gpu):
-        found = pair(name, layout, gpu)
-        errors.append(abs(found.error))
-        graph, closed = 1e3 * found.graph.seconds, 1e3 * found.closed.step().seconds
-        print(f"{gpu} {name:13s} {layout:29s} {graph:9.2f} ms {closed:9.2f} ms {100 * found.error:+5.1f}%", flush=True)
-        if given.parts:
-            print(f"    {parts(found)}")
+    for name, layout, gpu in pairs(args.only, args.gpu):
+        prices = pair(name, layout, gpu)
+        errors.append(abs(prices.error))
+        graph, closed = 1e3 * prices.graph.seconds, 1e3 * prices.closed.step().seconds
+        print(f"{gpu} {name:13s} {layout:29s} {graph:9.2f} ms {closed:9.2f} ms {100 * prices.error:+5.1f}%", flush=True)
+        if args.parts:
+            print(f"    {parts(prices)}")
     print(f"{len(errors)} pairs: mean {100 * sum(errors) / len(errors):.2f}%, largest {100 * max(errors):.2f}%")
 
 

@@ -52,7 +52,7 @@ Builder = Callable[[Llama, Batch], Peer]
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure, on how many processes."""
+    """Peers to measure, on a number of processes."""
 
     ranks: int
     size: Size
@@ -66,7 +66,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Check:
-    """How far a peer is from the unsplit model, relative."""
+    """The relative errors of a peer against the unsplit model."""
 
     loss: float
     gradients: float
@@ -74,7 +74,7 @@ class Check:
 
 @dataclass
 class RankResult:
-    """What one rank saw; lists are by round."""
+    """The measurements of one rank; lists are by round."""
 
     wall: dict[str, list[float]] = field(default_factory=dict)
     cpu: dict[str, list[float]] = field(default_factory=dict)
@@ -131,8 +131,8 @@ def _run(job: Job) -> list[RankResult]:
         try:
             for rank in range(job.ranks):
                 ours, theirs = context.Pipe(duplex=False)
-                given = (job, rank, f"{folder}/store", theirs)
-                process = context.Process(target=_rank_main, args=given, daemon=True)
+                args = (job, rank, f"{folder}/store", theirs)
+                process = context.Process(target=_rank_main, args=args, daemon=True)
                 process.start()
                 theirs.close()
                 pipes.append(ours)
@@ -205,7 +205,7 @@ def _measure_rank(job: Job, enter: Callable[[str], None]) -> RankResult:
     for name, build in job.builders.items():
         enter(name)
         gc.collect()
-        before = allocated_bytes() or 0
+        baseline = allocated_bytes() or 0
         peers[name] = build(job.model(job.size), batches[0])
         result.checks[name] = _check(peers[name], batches[0], expected[0], gradients)
         for index in range(1, WARMUP):
@@ -213,7 +213,7 @@ def _measure_rank(job: Job, enter: Callable[[str], None]) -> RankResult:
         _clear(peers[name])
         gc.collect()
         result.code[name] = peers[name].code
-        result.resident[name] = (allocated_bytes() or 0) - before - result.code[name]
+        result.resident[name] = (allocated_bytes() or 0) - baseline - result.code[name]
         result.peak[name], result.wire[name] = _weigh_step(peers[name], batches[0])
     del gradients
     names = list(peers)
@@ -265,7 +265,7 @@ def _sent_bytes() -> int | None:
 
 
 class _Allocated(ctypes.Structure):
-    """What glibc's mallinfo2 returns."""
+    """The result of glibc's mallinfo2."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "mapped", "u", "f", "used")]
     _fields_ += [("free", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
@@ -290,24 +290,24 @@ class _Peak(TorchDispatchMode):
         self.most = allocated_bytes() or 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         self.most = max(self.most, allocated_bytes() or 0)
-        return made
+        return result
 
 
 def _weigh_step(peer: Peer, batch: Batch) -> tuple[int, int | None]:
-    """How many bytes a step allocates at most at once, and how many all ranks send."""
+    """Return the peak bytes that a step allocates, and the bytes that all ranks send."""
     _clear(peer)
     dist.barrier()
-    before = _sent_bytes()
+    sent_before = _sent_bytes()
     dist.barrier()
-    kept = allocated_bytes() or 0
+    baseline = allocated_bytes() or 0
     with _Peak() as peak:
         peer.step(batch)
     dist.barrier()
-    after = _sent_bytes()
+    sent_after = _sent_bytes()
     dist.barrier()
-    return peak.most - kept, None if before is None or after is None else after - before
+    return peak.most - baseline, None if sent_before is None or sent_after is None else sent_after - sent_before
 
 
 def _timed_step(peer: Peer, batch: Batch) -> tuple[float, float, float | None]:
@@ -340,18 +340,18 @@ def _check(peer: Peer, batch: Batch, expected: float, gradients: Mapping[str, Te
     _, _, loss = _timed_step(peer, batch)
     if loss is not None:
         _require_close(loss, expected)
-    found = peer.gradients()
+    computed = peer.gradients()
     # Relative to the parameter's largest gradient, with a floor: some are zero but for rounding.
     floor = 1e-3 * max(gradient.abs().max().item() for gradient in gradients.values())
     worst = 0.0
-    for name, gradient in found.items():
+    for name, gradient in computed.items():
         want = gradients[name]
         error = (gradient - want).abs().max().item() / max(want.abs().max().item(), floor)
         if not error <= TOLERANCE:
             raise AssertionError(f"the gradient of {name} is off by {error:.1e}")
         worst = max(worst, error)
     seen: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(seen, set(found))
+    dist.all_gather_object(seen, set(computed))
     if missing := set(gradients) - set[str]().union(*seen):
         raise AssertionError(f"no rank has the gradients of {', '.join(sorted(missing))}")
     return Check(0.0 if loss is None else abs(loss - expected) / abs(expected), worst)

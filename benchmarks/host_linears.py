@@ -24,18 +24,18 @@ BYTES, CALLS, ROUNDS = 2**24, 40, 12
 
 def measured(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Seconds of processor time of a call of each."""
-    found = dict.fromkeys(calls, float("inf"))
+    seconds = dict.fromkeys(calls, float("inf"))
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            begun = time.thread_time()
+            start = time.thread_time()
             for _ in range(CALLS):
                 call()
-            found[name] = min(found[name], (time.thread_time() - begun) / CALLS)
-    return found
+            seconds[name] = min(seconds[name], (time.thread_time() - start) / CALLS)
+    return seconds
 
 
 def of_shape(rows: int, out: int, inner: int, dtype: torch.dtype) -> dict[str, float]:
-    """Of a product [rows, inner] x [out, inner]."""
+    """Return the seconds of a product [rows, inner] x [out, inner] by each way."""
     assert host_linear is not None
     product = host_linear
     count = max(1, BYTES // (out * inner * dtype.itemsize))

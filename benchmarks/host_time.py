@@ -124,22 +124,22 @@ def _transfers(ranks: int) -> Calls:
 def measure(calls: int) -> dict[str, tuple[float, float]]:
     """Microseconds of each call, ours and the bare one."""
     torch.set_num_threads(1)
-    found, ranks = {}, dist.get_world_size()
+    microseconds, ranks = {}, dist.get_world_size()
     with torch.no_grad():
         for name, pair in {**_collectives(ranks), **_transfers(ranks)}.items():
             times: tuple[list[int], list[int]] = [], []
             gc.disable()
             for index in range(calls + WARM):
-                for call, mine in zip(pair, times, strict=True):
+                for call, durations in zip(pair, times, strict=True):
                     start = time.perf_counter_ns()
                     call()
                     end = time.perf_counter_ns()
                     if index >= WARM:
-                        mine.append(end - start)
+                        durations.append(end - start)
             gc.enable()
-            ours, bare = (statistics.median(mine) / 1e3 for mine in times)
-            found[name] = ours, bare
-    return found
+            ours, bare = (statistics.median(durations) / 1e3 for durations in times)
+            microseconds[name] = ours, bare
+    return microseconds
 
 
 def main() -> None:
@@ -151,15 +151,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.world == "fake":
         dist.init_process_group("fake", rank=0, world_size=args.ranks or 8, store=FakeStore())
-        found = measure(args.calls)
+        microseconds = measure(args.calls)
         dist.destroy_process_group()
     else:
-        found = quintnet.launch(measure, args.ranks or 2, (args.calls,))[0]
+        microseconds = quintnet.launch(measure, args.ranks or 2, (args.calls,))[0]
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(microseconds, indent=2))
         return
     print(f"{'µs':<28}{'quintnet':>10}{'torch':>10}{'more':>10}")
-    for name, (ours, bare) in found.items():
+    for name, (ours, bare) in microseconds.items():
         print(f"{name:<28}{ours:10.1f}{bare:10.1f}{ours - bare:10.1f}{'  !' if ours - bare > AIM else ''}")
 
 

@@ -49,8 +49,8 @@ def _seconds(side: Side, clock: Callable[[], float] = time.process_time) -> floa
 
 
 def _gradients(side: Side) -> dict[str, torch.Tensor]:
-    found = {name: p.grad for name, p in side[1]() if p.grad is not None}
-    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
+    gradients = {name: p.grad for name, p in side[1]() if p.grad is not None}
+    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in gradients.items()}
 
 
 def measure(size: str, rows: int, rounds: int) -> dict[str, float]:
@@ -67,10 +67,10 @@ def measure(size: str, rows: int, rounds: int) -> dict[str, float]:
     expected = _gradients(sides["torch"])
     floor = 1e-3 * max(float(x.abs().max()) for x in expected.values())
     for name, side in sides.items():
-        found = _gradients(side)
+        computed = _gradients(side)
         worst = 0.0
         for key, want in expected.items():
-            error = float((found[key] - want).abs().max()) / max(float(want.abs().max()), floor)
+            error = float((computed[key] - want).abs().max()) / max(float(want.abs().max()), floor)
             if not error <= TOLERANCE:
                 raise AssertionError(f"{name}: the gradient of {key} is off by {error:.1e}")
             worst = max(worst, error)
@@ -81,10 +81,10 @@ def measure(size: str, rows: int, rounds: int) -> dict[str, float]:
             seconds = _seconds(side)
             if index > 1:
                 times[name].append(seconds)
-    report |= {f"ms, {name}": 1e3 * statistics.median(found) for name, found in times.items()}
-    for one, other in (("inductor", "eager"), ("inductor", "torch.compile"), ("torch.compile", "torch")):
-        pairs = zip(times[one], times[other], strict=True)
-        report[f"{one}/{other}"] = statistics.median(a / b for a, b in pairs)
+    report |= {f"ms, {name}": 1e3 * statistics.median(computed) for name, computed in times.items()}
+    for peer, other in (("inductor", "eager"), ("inductor", "torch.compile"), ("torch.compile", "torch")):
+        pairs = zip(times[peer], times[other], strict=True)
+        report[f"{peer}/{other}"] = statistics.median(a / b for a, b in pairs)
     return report
 
 

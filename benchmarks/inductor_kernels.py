@@ -32,9 +32,9 @@ def fused_kernels(segment: Segment) -> Counter[str] | None:
     with mode:
         args = [_like(n) for n in segment.inputs]
 
-    def flat(*given: torch.Tensor) -> tuple[Any, ...]:
-        made: tuple[Any, ...] = module(list(given))
-        return made
+    def flat(*tensors: torch.Tensor) -> tuple[Any, ...]:
+        results: tuple[Any, ...] = module(list(tensors))
+        return results
 
     with torch.no_grad():
         traced = make_fx(flat, decomposition_table=decompositions(), tracing_mode="fake")(*args)
@@ -45,11 +45,11 @@ def fused_kernels(segment: Segment) -> Counter[str] | None:
     with V.set_graph_handler(lowering), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), on_gpus:
         lowering.run(*[n.meta["val"] for n in traced.graph.find_nodes(op="placeholder")])
         lowering._update_scheduler()
-        return Counter(found for node in lowering.scheduler.nodes if (found := _name(node)))
+        return Counter(kind for node in lowering.scheduler.nodes if (kind := _name(node)))
 
 
 def _name(node: Any) -> str:
-    """What a node of the scheduler runs; nothing, if it only picks one of several results."""
+    """Return the operator of a scheduler's node, or nothing if it only picks one of several results."""
     if isinstance(node, NopKernelSchedulerNode):
         return ""
     if not node.is_extern():

@@ -61,7 +61,7 @@ LLAMA_70B: dict[str, Any] = {
 
 
 class Registry:
-    """What PyTorch has for CUDA, whatever build of it this is."""
+    """PyTorch's CUDA kernels, whatever build of it this is."""
 
     def __init__(self) -> None:
         folder = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native"
@@ -70,10 +70,10 @@ class Registry:
         self.functions = {str(f.func.name): f for f in parsed.native_functions}
 
     def has(self, name: str, key: DispatchKey) -> bool:
-        """Whether the operator ``name``, or the one that it is defined by, has a kernel for ``key``."""
-        found = self.functions[name]
-        of = found.structured_delegate
-        return self.indices[key].has_kernel(found) or (of is not None and self.has(str(of), key))
+        """Return whether the operator ``name``, or the one that defines it, has a kernel for ``key``."""
+        function = self.functions[name]
+        delegate = function.structured_delegate
+        return self.indices[key].has_kernel(function) or (delegate is not None and self.has(str(delegate), key))
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class _Group(Native):
 
 
 class _Transport(DistributedTransport):
-    """What a rank does itself to communicate, over groups of :class:`_Group`."""
+    """A rank's own part of communication, over groups of :class:`_Group`."""
 
     def __init__(self, program: DistributedProgram, kernels: Kernels) -> None:
         self.mesh, self.rank, self.kernels = program.mesh, 0, kernels
@@ -191,10 +191,10 @@ class _Run(fx.Interpreter):
         self.kernels.kind = lambda name: _kind(n, name)
         if n.name not in self.compiled:
             return super().run_node(n)
-        before = self.kernels.found.copy()
-        made = super().run_node(n)
-        self.kernels.found = before
-        return made
+        counts = self.kernels.found.copy()
+        result = super().run_node(n)
+        self.kernels.found = counts
+        return result
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = on_device(args, META), on_device(kwargs, META)
@@ -206,7 +206,7 @@ class _Run(fx.Interpreter):
 
 
 def _kind(node: fx.Node, name: str) -> str:
-    """What a kernel is for: by the operator, or by the module whose code it is."""
+    """Return the purpose of a kernel, by its operator or by the module whose code it is."""
     if name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         return "collectives"
     if name.startswith("_scaled_dot_product"):
@@ -243,8 +243,8 @@ def count(program: DistributedProgram, registry: Registry, backend: str = "eager
         for stage in part.stages:
             for kernels.function in FUNCTIONS:
                 if (piece := stage.pieces.get(kernels.function)) is not None:
-                    given = [n for n in piece.module.graph.nodes if n.op == "placeholder"]
-                    args = [comm, *map(_like, given[1:])]
+                    placeholders = [n for n in piece.module.graph.nodes if n.op == "placeholder"]
+                    args = [comm, *map(_like, placeholders[1:])]
                     inside = _compiled(piece, kernels) if backend == "inductor" and kernels.function != "once" else ()
                     with kernels:
                         _Run(piece, kernels, inside).run(*args, enable_io_processing=False)
@@ -255,20 +255,20 @@ def _compiled(piece: Piece, kernels: Kernels) -> set[str]:
     """Counts what inductor makes of segments; the names of their nodes."""
     from inductor_kernels import fused_kernels
 
-    found: set[str] = set()
+    fused: set[str] = set()
     for segment in split(piece.module.graph):
-        if isinstance(segment, Segment) and (made := fused_kernels(segment)) is not None:
+        if isinstance(segment, Segment) and (fused_counts := fused_kernels(segment)) is not None:
             inside = [node for node in segment.nodes if node.op == "call_function"]
             kernels.kind = lambda name: "fused by inductor" if name == "fused" else _kind(inside[-1], name)  # noqa: B023
-            for name, n in made.items():
+            for name, n in fused_counts.items():
                 kernels.note(name, n)
-            found.update(node.name for node in inside)
-    return found
+            fused.update(node.name for node in inside)
+    return fused
 
 
 def _like(node: fx.Node) -> Tensor:
-    x, found = value(node), leaf(node)
-    held = found.held if found is not None else None
+    x, node_leaf = value(node), leaf(node)
+    held = node_leaf.held if node_leaf is not None else None
     return torch.empty_strided(x.shape, x.stride(), dtype=held or x.dtype, device=META)
 
 
@@ -280,13 +280,13 @@ def compiled(layers: int, mesh: quintnet.Mesh, rows: int, length: int, **options
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     ids = torch.empty(rows, length, dtype=torch.long, device="meta")
-    how: dict[str, Any] = {"precision": "bf16", "device": "cuda", "check": "off", **options}
-    made = quintnet.compile(model, mesh, {"input_ids": ids, "labels": ids}, **how)
-    return made._primary().program
+    compile_options: dict[str, Any] = {"precision": "bf16", "device": "cuda", "check": "off", **options}
+    compiled_program = quintnet.compile(model, mesh, {"input_ids": ids, "labels": ids}, **compile_options)
+    return compiled_program._primary().program
 
 
 def layer(programs: Iterable[DistributedProgram], backend: str = "eager") -> Counts:
-    """What the second of two programs has more than the first."""
+    """Return the kernels that the second of two programs has more than the first."""
     registry = Registry()
     less, more = (count(program, registry, backend) for program in programs)
     return Counts(more.found - less.found, more.sent - less.sent)
@@ -312,14 +312,14 @@ def minimum(mesh: quintnet.Mesh, zero: int, rows: int, length: int) -> dict[str,
     }
 
 
-def report(found: Counts, least: Mapping[str, float]) -> str:
+def report(counts: Counts, least: Mapping[str, float]) -> str:
     """A table of kernels by what they do, and of bytes."""
     lines = [f"{'kernels':<36}" + "".join(f"{name:>10}" for name in FUNCTIONS)]
-    for kind in (*sorted({kind for _, kind, _ in found.kernels}), "all"):
-        sums = [sum(n for (f, k, _), n in found.kernels.items() if f == name and kind in (k, "all"))
+    for kind in (*sorted({kind for _, kind, _ in counts.kernels}), "all"):
+        sums = [sum(n for (f, k, _), n in counts.kernels.items() if f == name and kind in (k, "all"))
                 for name in FUNCTIONS]  # fmt: skip
         lines.append(f"{kind:<36}" + "".join(f"{n:>10}" for n in sums))
-    sent = [sum(n for (f, _), n in found.sent.items() if f == name) / 2**20 for name in FUNCTIONS]
+    sent = [sum(n for (f, _), n in counts.sent.items() if f == name) / 2**20 for name in FUNCTIONS]
     lines.append(f"{'MiB that a rank sends':<36}" + "".join(f"{n:>10.1f}" for n in sent))
     lines.append(f"{'the least':<36}" + "".join(f"{least[name] / 2**20:>10.1f}" for name in FUNCTIONS))
     return "\n".join(lines)

@@ -55,13 +55,16 @@ class Clocks(NamedTuple):
     def now(cls) -> Clocks:
         return cls(time.perf_counter(), time.process_time())
 
-    def since(self, before: Clocks) -> Clocks:
-        return Clocks(self.wall - before.wall, self.cpu - before.cpu)
+    def since(self, start: Clocks) -> Clocks:
+        return Clocks(self.wall - start.wall, self.cpu - start.cpu)
 
 
 def _shares(once: float, took: list[list[float]]) -> dict[str, float]:
-    """What one clock says. ``once``: of the first compilation; ``took``: of the steps of each length, in order."""
-    further = [found[0] - statistics.median(found[1:]) for found in took]
+    """Return the figures of one clock.
+
+    ``once``: seconds of the first compilation. ``took``: seconds of the steps of each length, in order.
+    """
+    further = [seconds_of_length[0] - statistics.median(seconds_of_length[1:]) for seconds_of_length in took]
     compiling = once + sum(max(0.0, seconds) for seconds in further)
     total, steps = once + sum(map(sum, took)), sum(map(len, took))
     step_s = (total - compiling) / steps
@@ -88,8 +91,8 @@ def train(steps: int, lengths: int, layers: int, width: int, buckets: int | None
     order = [sizes[every[i]] for i in torch.randperm(steps, generator=dice)]
 
     def batch(step: int) -> dict[str, torch.Tensor]:
-        made = _batch(order[step], step)
-        return made if buckets is None else quintnet.pad_to_bucket(made, buckets)  # type: ignore[return-value]
+        padded_rows = _batch(order[step], step)
+        return padded_rows if buckets is None else quintnet.pad_to_bucket(padded_rows, buckets)  # type: ignore[return-value]
 
     begun = Clocks.now()
     program = quintnet.compile(model, quintnet.Mesh(dp=2), batch(0))
@@ -99,24 +102,24 @@ def train(steps: int, lengths: int, layers: int, width: int, buckets: int | None
     took: dict[int, list[Clocks]] = {}
     worst = 0.0
     for step in range(steps):
-        given = batch(step)
+        rows = batch(step)
         torch.distributed.barrier()
         start = Clocks.now()
-        loss = program.step(given)
+        loss = program.step(rows)
         optimizer.step()
         optimizer.zero_grad()
-        took.setdefault(given["input_ids"].shape[1], []).append(Clocks.now().since(start))
+        took.setdefault(rows["input_ids"].shape[1], []).append(Clocks.now().since(start))
         if unsplit is not None and twin is not None:
             expected = unsplit(**_batch(order[step], step)).loss
             expected.backward()
             twin.step()
             twin.zero_grad()
             worst = max(worst, abs(float(loss.detach()) - float(expected.detach())) / float(expected.detach()))
-    found = {
-        clock: _shares(getattr(once, clock), [[getattr(one, clock) for one in each] for each in took.values()])
+    shares = {
+        clock: _shares(getattr(once, clock), [[getattr(clocks, clock) for clocks in each] for each in took.values()])
         for clock in Clocks._fields
     }
-    return {"forms": len(took), **found, "loss_error": worst}
+    return {"forms": len(took), **shares, "loss_error": worst}
 
 
 def profile(layers: int, width: int) -> None:
@@ -144,20 +147,23 @@ def main() -> None:
         options.error(f"{args.lengths} lengths need {2 * args.lengths} steps or more")
     for buckets in (None, 64):
         sizes = (args.steps, args.lengths, args.layers, args.width, buckets)
-        found = quintnet.launch(train, 2, sizes, timeout=3600)[0]
+        results = quintnet.launch(train, 2, sizes, timeout=3600)[0]
         if args.json:
-            print(json.dumps({"buckets": buckets, **found}))
+            print(json.dumps({"buckets": buckets, **results}))
             continue
         print(f"{args.lengths} lengths, {'as they are' if buckets is None else f'padded to multiples of {buckets}'}:")
-        print(f"  {found['forms']} programs")
+        print(f"  {results['forms']} programs")
         for clock, what in (("wall", "seconds"), ("cpu", "seconds of the CPU")):
-            of = found[clock]
-            first, further = of["first_compile_s"], of["further_compile_s"]
+            clock_results = results[clock]
+            first, further = clock_results["first_compile_s"], clock_results["further_compile_s"]
             print(f"  {what}: the first was compiled in {first:.2f},", end="")
             print(f" the third and all further ones in {further:.2f} each ({further / first:.0%});")
-            print(f"    {args.steps} steps took {of['total_s']:.0f} ({of['step_s']:.3f} each), ", end="")
-            print(f"{of['share']:.1%} of it compiling; 10 % in {of['steps_for_a_tenth']} steps")
-        print(f"  largest relative difference of a loss from the unsplit model's: {found['loss_error']:.1e}")
+            print(
+                f"    {args.steps} steps took {clock_results['total_s']:.0f} ({clock_results['step_s']:.3f} each), ",
+                end="",
+            )
+            print(f"{clock_results['share']:.1%} of it compiling; 10 % in {clock_results['steps_for_a_tenth']} steps")
+        print(f"  largest relative difference of a loss from the unsplit model's: {results['loss_error']:.1e}")
 
 
 if __name__ == "__main__":

@@ -59,18 +59,18 @@ def main() -> None:
     for name, usual in (("vocab", 50304), ("width", 256), ("layers", 4), ("rows", 8), ("length", 256), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.manual_seed(0)
-    ids = torch.randint(0, given.vocab, (2, given.rows, given.length))
+    ids = torch.randint(0, args.vocab, (2, args.rows, args.length))
     batch = {"ids": ids[0], "labels": ids[1]}
     programs = {}
-    for count in map(int, given.chunks.split(",")):
+    for count in map(int, args.chunks.split(",")):
         torch.manual_seed(0)
-        model = Gpt(given.vocab, given.width, given.layers, given.length)
+        model = Gpt(args.vocab, args.width, args.layers, args.length)
         programs[count] = quintnet.compile(model, Mesh(dp=1), batch, loss_chunks=count)
     seconds: dict[int, list[float]] = {count: [] for count in programs}
     losses = {}
-    for turn in range(given.rounds + 1):
+    for turn in range(args.rounds + 1):
         for count, program in programs.items():
             begin = time.perf_counter()
             losses[count] = float(program.step(batch))
@@ -84,10 +84,10 @@ def main() -> None:
             {
                 "chunks": count, "seconds": statistics.median(seconds[count]), "ratio": ratio, "loss": losses[count],
                 "peak_mib": program.simulate().peak.values / 2**20,
-                "logits_mib": 4 * given.rows * given.length * given.vocab / 2**20,
+                "logits_mib": 4 * args.rows * args.length * args.vocab / 2**20,
             }
         )  # fmt: skip
-    if given.json:
+    if args.json:
         print(json.dumps(rows, indent=1))
         return
     print(f"{'chunks':>6} {'step s':>8} {'ratio':>6} {'peak MiB':>9} {'logits MiB':>10} {'loss':>9}")

@@ -102,11 +102,11 @@ class VocabParallelCrossEntropy(Function):
         powers = (logits - top[:, None]).exp_()
         # All of a rank's statistics travel together, each relative to the rank's own maximum.
         mine = torch.stack((top, powers.sum(dim=1), target))
-        tops, sums, found = _all_gather(mine).view(-1, 3, count).unbind(1)
+        tops, sums, targets_logits = _all_gather(mine).view(-1, 3, count).unbind(1)
         whole_top = tops.amax(dim=0)
         total = (sums * (tops - whole_top).exp_()).sum(dim=0)
         ctx.save_for_backward(powers, (top - whole_top).exp_() / total, local, elsewhere)
-        return (total.log() + whole_top - found.sum(dim=0)).mean()
+        return (total.log() + whole_top - targets_logits.sum(dim=0)).mean()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -155,8 +155,8 @@ class VocabParallelEmbedding(Split):
         rows = self.weight.shape[0]
         local = tokens - dist.get_rank() * rows
         elsewhere = (local < 0) | (local >= rows)
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return found.masked_fill(elsewhere[..., None], 0.0)
+        rows_found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return rows_found.masked_fill(elsewhere[..., None], 0.0)
 
 
 class MegatronAttention(nn.Module):

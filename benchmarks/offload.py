@@ -51,8 +51,8 @@ class Block(nn.Module):
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, dim)
         x = x + self.proj(y)
-        made: Tensor = x + self.down(F.gelu(self.up(self.ln2(x))))
-        return made
+        out: Tensor = x + self.down(F.gelu(self.up(self.ln2(x))))
+        return out
 
 
 class GPT(nn.Module):
@@ -66,28 +66,28 @@ class GPT(nn.Module):
         x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
-        made: Tensor = self.head(self.ln(x))
-        return made
+        logits: Tensor = self.head(self.ln(x))
+        return logits
 
 
 def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def measure(mode: str, given: argparse.Namespace, known: dict[str, Tensor]) -> dict[str, Any]:
-    """``known``: the gradients of the first mode, which is the one without."""
-    here = "cuda" if torch.cuda.is_available() else "meta"
+def measure(mode: str, args: argparse.Namespace, expected: dict[str, Tensor]) -> dict[str, Any]:
+    """``expected``: the gradients of the first mode, which is the one without."""
+    device = "cuda" if torch.cuda.is_available() else "meta"
     torch.manual_seed(0)
-    with torch.device(here):
-        model = GPT(given.layers, given.dim, given.length)
-        batch = tuple(torch.randint(0, 32000, (given.rows, given.length)) for _ in range(2))
+    with torch.device(device):
+        model = GPT(args.layers, args.dim, args.length)
+        batch = tuple(torch.randint(0, 32000, (args.rows, args.length)) for _ in range(2))
     program = quintnet.compile(
         model, quintnet.Mesh(dp=1), batch, loss_fn=loss_fn, device="cuda", precision="bf16", check="off",
-        offload=MODES[mode], offload_folder=given.folder if mode == "disk" else None,  # type: ignore[arg-type]
+        offload=MODES[mode], offload_folder=args.folder if mode == "disk" else None,  # type: ignore[arg-type]
     )  # fmt: skip
     predicted = program.simulate(quintnet.Cluster("h100"))
     (row,) = predicted.rows
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "mode": mode,
         "simulated MiB": row.peak.bytes / 2**20,
         "simulated MiB of the host": row.host_bytes / 2**20,
@@ -95,28 +95,28 @@ def measure(mode: str, given: argparse.Namespace, known: dict[str, Tensor]) -> d
         "simulated ms": 1e3 * predicted.seconds,
         **({"simulated ms of the optimizer": 1e3 * row.update.seconds} if row.update else {}),
     }
-    if here == "meta":
-        return found
+    if device == "meta":
+        return results
     program.step(batch)
     program.zero_grad()
     torch.cuda.reset_peak_memory_stats()
-    found["loss"] = float(program.step(batch))
-    found["measured MiB"] = torch.cuda.max_memory_allocated() / 2**20
+    results["loss"] = float(program.step(batch))
+    results["measured MiB"] = torch.cuda.max_memory_allocated() / 2**20
     mine = {name: p.grad.detach().cpu() for name, p in program.named_parameters() if p.grad is not None}
-    known.update({} if known else mine)
-    found["gradients that differ"] = sum(not torch.equal(x, known[name]) for name, x in mine.items())
-    found["measured ms"] = median(lambda: program.step(batch), program.zero_grad, given.steps)
+    expected.update({} if expected else mine)
+    results["gradients that differ"] = sum(not torch.equal(x, expected[name]) for name, x in mine.items())
+    results["measured ms"] = median(lambda: program.step(batch), program.zero_grad, args.steps)
     if row.update:
         optimizer = program.optimizer(lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True))
-        found["measured ms of the optimizer"] = median(optimizer.step, lambda: None, given.steps)
-    return found
+        results["measured ms of the optimizer"] = median(optimizer.step, lambda: None, args.steps)
+    return results
 
 
-def median(run: Callable[[], object], before: Callable[[], object], steps: int) -> float:
+def median(run: Callable[[], object], prepare: Callable[[], object], steps: int) -> float:
     """Milliseconds of ``run``."""
     times = []
     for _ in range(steps):
-        before()
+        prepare()
         torch.cuda.synchronize()
         begin = time.perf_counter()
         run()
@@ -131,16 +131,16 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", default=tempfile.gettempdir())
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    known: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
     for mode in MODES:
-        found = measure(mode, given, known)
-        told = (
-            f"{name} {value:,.1f}" if isinstance(value, float) else f"{name} {value}" for name, value in found.items()
+        results = measure(mode, args, expected)
+        texts = (
+            f"{name} {value:,.1f}" if isinstance(value, float) else f"{name} {value}" for name, value in results.items()
         )
-        print(json.dumps(found) if given.json else "  ".join(told), flush=True)
+        print(json.dumps(results) if args.json else "  ".join(texts), flush=True)
 
 
 if __name__ == "__main__":

@@ -169,8 +169,8 @@ def _settle(device: torch.device) -> None:
 def ceiling(device: torch.device, side: int) -> float:
     """FLOP/s of square products."""
     a, b = (_random((side, side), _dtype(device), device) for _ in range(2))
-    found = [_seconds(lambda: a @ b, device) for _ in range(12)]
-    return float(2 * side**3 / statistics.median(found[2:]))
+    seconds = [_seconds(lambda: a @ b, device) for _ in range(12)]
+    return float(2 * side**3 / statistics.median(seconds[2:]))
 
 
 def program_of(
@@ -185,7 +185,7 @@ def program_of(
 
 
 def blocks_of(part: RankProgram) -> int:
-    """How many of the model's blocks a rank has."""
+    """Return the number of the model's blocks on a rank."""
     names = [name for stage in part.stages for name in stage.state.values()]
     return len({name.split(".")[1] for name in names if name.startswith("layers.")})
 
@@ -193,15 +193,15 @@ def blocks_of(part: RankProgram) -> int:
 def builders(
     program: DistributedProgram, part: RankProgram, size: Size, rows: int, device: torch.device
 ) -> dict[str, Callable[[], Step]]:
-    """What makes the steps of each peer: the engines of a program, and torch's own two."""
+    """Return builders of each peer's step: the engines of a program, and torch's own two."""
     mesh, times = program.mesh, program.schedule.num_microbatches
     shape = (rows // times // mesh["dp"], size.sequence, size.dim)
     blocks = blocks_of(part)
-    found: dict[str, Callable[[], Step]] = {name: partial(ours, program, part, device, size, name) for name in ENGINES}
+    peers: dict[str, Callable[[], Step]] = {name: partial(ours, program, part, device, size, name) for name in ENGINES}
     for name in ("plain", "compiled"):
         compiled = name == "compiled"
-        found[name] = partial(plain, size, mesh["tp"], blocks, shape, device, compiled=compiled, times=times)
-    return found
+        peers[name] = partial(plain, size, mesh["tp"], blocks, shape, device, compiled=compiled, times=times)
+    return peers
 
 
 def flops_of(name: str, step: Step, peers: Mapping[str, Callable[[], Step]]) -> int:
@@ -211,22 +211,22 @@ def flops_of(name: str, step: Step, peers: Mapping[str, Callable[[], Step]]) -> 
     return int(counter.get_total_flops())
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds and utilisation of each peer."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device(kind.type, 0) if kind is not None else torch.device("cpu")
-    size, mesh = MODELS[given.model], quintnet.Mesh(**{k: int(n) for k, n in (a.split("=") for a in given.mesh)})
+    size, mesh = MODELS[args.model], quintnet.Mesh(**{k: int(n) for k, n in (a.split("=") for a in args.mesh)})
     start = time.perf_counter()
-    plan = quintnet.Plan(microbatches=given.microbatches, precision=given.precision)
-    program = program_of(size, mesh, plan, given.rows, device)
+    plan = quintnet.Plan(microbatches=args.microbatches, precision=args.precision)
+    program = program_of(size, mesh, plan, args.rows, device)
     compile_seconds = time.perf_counter() - start
-    part = program.rank(mesh.rank({"pp": mesh["pp"] // 2}) if given.rank is None else given.rank)
-    peers = builders(program, part, size, given.rows, device)
+    part = program.rank(mesh.rank({"pp": mesh["pp"] // 2}) if args.rank is None else args.rank)
+    peers = builders(program, part, size, args.rows, device)
     top = ceiling(device, 8192 if device.type != "cpu" else 512)
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,
-        "model": given.model,
+        "model": args.model,
         "mesh": str(mesh),
         "rank": part.rank,
         "blocks": blocks_of(part),
@@ -234,16 +234,16 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "ceiling_tflops": top / 1e12,
         "peers": {},
     }
-    for name in given.peers.split(","):
+    for name in args.peers.split(","):
         step = peers[name]()
         first = _seconds(step, device)
         flops = flops_of(name, step, peers)
-        found = statistics.median([_seconds(step, device) for _ in range(given.steps)])
+        seconds = statistics.median([_seconds(step, device) for _ in range(args.steps)])
         report["peers"][name] = {
-            "ms": 1e3 * found,
+            "ms": 1e3 * seconds,
             "first_step_seconds": first,
             "tflop": flops / 1e12,
-            "utilisation": flops / found / top,
+            "utilisation": flops / seconds / top,
         }
     return report
 

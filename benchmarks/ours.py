@@ -28,11 +28,11 @@ def build(model: Llama, batch: Batch, *, mesh: dict[str, int], **plan: Any) -> P
 
 def _loaded(mesh: dict[str, int]) -> int:
     """The bytes that quintnet takes, and what compiling loads: torch.export, and a solver where an axis asks for it."""
-    before = allocated_bytes() or 0
+    baseline = allocated_bytes() or 0
     import quintnet  # here, so that a broken installation is this peer's error and nobody else's
 
     first = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     quintnet.compile(first, quintnet.Mesh(**mesh), (torch.zeros(16, 8), torch.zeros(16, 8)), loss_fn=mse_loss)
     del first
     gc.collect()
-    return (allocated_bytes() or 0) - before
+    return (allocated_bytes() or 0) - baseline

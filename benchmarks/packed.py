@@ -82,8 +82,8 @@ class Flex(nn.Module):
 def lengths(length: int, count: int) -> list[int]:
     """1 : 2 : ... : n, the last with what is left."""
     whole = count * (count + 1) // 2
-    found = [length * (i + 1) // whole for i in range(count)]
-    return [*found[:-1], length - sum(found[:-1])]
+    sizes = [length * (i + 1) // whole for i in range(count)]
+    return [*sizes[:-1], length - sum(sizes[:-1])]
 
 
 def shuffled(sizes: list[int], seed: int) -> list[int]:
@@ -92,15 +92,15 @@ def shuffled(sizes: list[int], seed: int) -> list[int]:
 
 
 def pairs(first: int, end: int, sizes: list[int]) -> int:
-    """How many keys the queries from ``first`` to before ``end`` see, causally, in documents of ``sizes``."""
-    found = begin = 0
+    """Return the number of keys that queries from ``first`` to ``end`` see, causally, in documents of ``sizes``."""
+    total = begin = 0
     for size in sizes:
-        before, last = max(first, begin), min(end, begin + size)
-        if before < last:
-            count = last - before
-            found += (before - begin) * count + count * (count + 1) // 2
+        start, last = max(first, begin), min(end, begin + size)
+        if start < last:
+            count = last - start
+            total += (start - begin) * count + count * (count + 1) // 2
         begin += size
-    return found
+    return total
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,17 @@ class Uneven:
 
 
 def uneven(rows: list[list[int]], ranks: int, runs: int = 2) -> Uneven:
-    """Of a batch of rows with documents of these lengths, where each rank has an even number of ``runs``."""
+    """Return the imbalance of rows with documents of these lengths, if each rank has ``runs`` runs, an even number."""
     length, parts = sum(rows[0]), runs * ranks
     work = [sum(pairs(length * i // parts, length * (i + 1) // parts, sizes) for sizes in rows) for i in range(parts)]
     homes = [range(rank * runs, (rank + 1) * runs) for rank in range(ranks)]
     half = runs // 2
     mirrored = [[*range(at, at + half), *range(parts - at - half, parts - at)] for at in range(0, half * ranks, half)]
     held = assign_runs(work, ranks)
-    most = (max(sum(work[i] for i in mine) for mine in found) * ranks / sum(work) for found in (homes, mirrored, held))
+    most = (
+        max(sum(work[i] for i in mine) for mine in assignment) * ranks / sum(work)
+        for assignment in (homes, mirrored, held)
+    )
     return Uneven(*most, max(len({*home} - {*mine}) for home, mine in zip(homes, held, strict=True)) / runs)
 
 
@@ -136,52 +139,54 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--shuffled", action="store_true")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.manual_seed(0)
-    sizes = lengths(given.length, given.documents)
-    if given.ranks:
-        rows = [shuffled(sizes, row + given.shuffled) for row in range(given.rows)]
-        found = uneven(rows, given.ranks, given.runs or runs_of_rank(given.length // given.ranks))
+    sizes = lengths(args.length, args.documents)
+    if args.ranks:
+        rows = [shuffled(sizes, row + args.shuffled) for row in range(args.rows)]
+        results = uneven(rows, args.ranks, args.runs or runs_of_rank(args.length // args.ranks))
         print("most over mean: {in_order:.2f} in order, {mirrored:.2f} mirrored, {assigned:.2f} assigned; "
-              "{leaving:.2f} leaves".format(**asdict(found)))  # fmt: skip
+              "{leaving:.2f} leaves".format(**asdict(results)))  # fmt: skip
         return
-    device = torch.device(given.device)
+    device = torch.device(args.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    x, documents = torch.randn(1, given.length, given.width), torch.repeat_interleave(torch.tensor(sizes))[None]
+    x, documents = torch.randn(1, args.length, args.width), torch.repeat_interleave(torch.tensor(sizes))[None]
     batch = x.to(device, dtype), documents.to(device)
 
     programs: dict[str, quintnet.CompiledProgram] = {}
 
-    def step_of(how: str) -> Callable[[], object]:
-        model = Packed(given.width, given.heads, how).to(dtype)
-        if how == "flex_attention":
+    def step_of(variant: str) -> Callable[[], object]:
+        model = Packed(args.width, args.heads, variant).to(dtype)
+        if variant == "flex_attention":
             plain = Flex(model).to(device)
             return lambda: plain(*batch).backward()
         program = quintnet.compile(model, Mesh(dp=1), batch, device=device, documents=sizes)
-        programs[how] = program
+        programs[variant] = program
         return lambda: program.step(batch)
 
     names = ["mask", "documents", "one document", *(["flex_attention"] if device.type == "cuda" else [])]
-    steps = {how: step_of(how) for how in names}
-    seconds: dict[str, list[float]] = {how: [] for how in steps}
-    for turn in range(given.rounds + 1):  # the first one warms up
-        for how, step in steps.items():
+    steps = {variant: step_of(variant) for variant in names}
+    seconds: dict[str, list[float]] = {variant: [] for variant in steps}
+    for turn in range(args.rounds + 1):  # the first one warms up
+        for variant, step in steps.items():
             begun = time.perf_counter()
             step()
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
             if turn:
-                seconds[how].append(time.perf_counter() - begun)
-    found = {
-        "seen": sum(n * n for n in sizes) / given.length**2,
-        "seconds": {how: statistics.median(times) for how, times in seconds.items()},
+                seconds[variant].append(time.perf_counter() - begun)
+    results = {
+        "seen": sum(n * n for n in sizes) / args.length**2,
+        "seconds": {variant: statistics.median(times) for variant, times in seconds.items()},
         "ratio": {
-            how: statistics.median(a / b for a, b in zip(times, seconds["mask"], strict=True))
-            for how, times in seconds.items()
+            variant: statistics.median(a / b for a, b in zip(times, seconds["mask"], strict=True))
+            for variant, times in seconds.items()
         },
-        "priced": {how: one.model_flops / programs["mask"].model_flops for how, one in programs.items()},
+        "priced": {
+            variant: compiled.model_flops / programs["mask"].model_flops for variant, compiled in programs.items()
+        },
     }
-    print(json.dumps(found) if given.json else "\n".join(f"{name}: {value}" for name, value in found.items()))
+    print(json.dumps(results) if args.json else "\n".join(f"{name}: {value}" for name, value in results.items()))
 
 
 if __name__ == "__main__":

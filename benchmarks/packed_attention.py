@@ -41,12 +41,12 @@ def milliseconds(work: Callable[[], object]) -> float:
     return 1e3 * statistics.median(times[3:])
 
 
-def measure(given: AttentionInputs, grad: torch.Tensor, mask: str) -> tuple[float, float]:
-    how, runs = AttentionTiles(0.125, Sight.parse(mask), TILE_BYTES), [(0, given.q.shape[2])]
-    out, lse = attend_runs(how, runs, given)
+def measure(inputs: AttentionInputs, grad: torch.Tensor, mask: str) -> tuple[float, float]:
+    tiles_, runs = AttentionTiles(0.125, Sight.parse(mask), TILE_BYTES), [(0, inputs.q.shape[2])]
+    out, lse = attend_runs(tiles_, runs, inputs)
     return (
-        milliseconds(lambda: attend_runs(how, runs, given)),
-        milliseconds(lambda: attend_runs_backward(how, runs, given, grad, out, lse)),
+        milliseconds(lambda: attend_runs(tiles_, runs, inputs)),
+        milliseconds(lambda: attend_runs_backward(tiles_, runs, inputs, grad, out, lse)),
     )
 
 
@@ -62,12 +62,12 @@ def main() -> None:
     for count in (1, 8, 64, 128):
         documents = torch.repeat_interleave(torch.tensor(lengths(args.length, count)))[None]
         for mask in ("causal", f"causal_window_{args.window}"):
-            given = AttentionInputs(q, k, v, Ids(segments=documents))
-            told = "lengths {:.2f} + {:.2f} ms".format(*measure(given, grad, mask))
+            attention_inputs = AttentionInputs(q, k, v, Ids(segments=documents))
+            text = "lengths {:.2f} + {:.2f} ms".format(*measure(attention_inputs, grad, mask))
             if count <= MOST:
                 with mock.patch.object(tiles, "kernel_for", lambda *_: CudaKernel(None)):
-                    told += ", tiles {:.2f} + {:.2f} ms".format(*measure(given, grad, mask))
-            print(f"{count} documents, {mask}: {told}", flush=True)
+                    text += ", tiles {:.2f} + {:.2f} ms".format(*measure(attention_inputs, grad, mask))
+            print(f"{count} documents, {mask}: {text}", flush=True)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     for name, kernel in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
         with sdpa_kernel(kernel):

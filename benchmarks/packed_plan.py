@@ -77,12 +77,12 @@ def answer(model: nn.Module, cluster: quintnet.Cluster, rows: int, length: int, 
 
 def uneven_in_order(rows: list[list[int]], ranks: int) -> float:
     """The most work of a rank over the mean, in the mean over rows."""
-    found = []
+    ratios = []
     for sizes in rows:
         part = sum(sizes) // ranks
         work = [pairs(rank * part, (rank + 1) * part, sizes) for rank in range(ranks)]
-        found.append(max(work) / (sum(work) / ranks))
-    return sum(found) / len(found)
+        ratios.append(max(work) / (sum(work) / ranks))
+    return sum(ratios) / len(ratios)
 
 
 def main() -> None:
@@ -90,11 +90,13 @@ def main() -> None:
     for name, default in (("rows", 4), ("length", 2**20), ("documents", 64), ("gpus", 64), ("layers", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    cluster = quintnet.Cluster("h100", nodes=-(-given.gpus // 8), gpus_per_node=min(8, given.gpus))
-    found = answer(llama(given.layers), cluster, given.rows, given.length, given.documents)
-    print(json.dumps(found, indent=1) if given.json else "\n".join(f"{name}: {value}" for name, value in found.items()))
+    cluster = quintnet.Cluster("h100", nodes=-(-args.gpus // 8), gpus_per_node=min(8, args.gpus))
+    results = answer(llama(args.layers), cluster, args.rows, args.length, args.documents)
+    print(
+        json.dumps(results, indent=1) if args.json else "\n".join(f"{name}: {value}" for name, value in results.items())
+    )
 
 
 if __name__ == "__main__":

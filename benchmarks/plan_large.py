@@ -39,7 +39,7 @@ def plan_one(name: str, gpus: int | None, seconds: float) -> dict[str, Any]:
     report = quintnet.plan(model, cluster, batch, loss_fn=case.loss, plan=decided or None, seconds=seconds)
     took, peak = time.process_time() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     best = report.found.ranked[0]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "model": name, "cluster": f"{devices} {case.device}", "gpus": devices, "cpu_seconds": took, "gib": peak,
         "ended": report.found.ended, "gap": report.found.gap, **_priced("planned", best),
         "measured_s": case.measured, "source": case.source,
@@ -48,35 +48,40 @@ def plan_one(name: str, gpus: int | None, seconds: float) -> dict[str, Any]:
     if gpus is None:
         try:
             usual = {**decided, **case.published}
-            found |= _priced("published", quintnet.estimate(model, cluster, batch, usual, loss_fn=case.loss))
+            result |= _priced("published", quintnet.estimate(model, cluster, batch, usual, loss_fn=case.loss))
         except quintnet.CompileError as error:
-            found |= {"published": str(error), "published_s": None, "published_gib": None}
-    return found
+            result |= {"published": str(error), "published_s": None, "published_gib": None}
+    return result
 
 
-def _priced(word: str, one: Any) -> dict[str, Any]:
-    return {word: str(one.layout), f"{word}_s": one.seconds, f"{word}_gib": one.memory_bytes / 2**30,
-            f"{word}_waits": one.exposed / one.seconds, f"{word}_bubble": one.bubble / one.seconds}  # fmt: skip
+def _priced(prefix: str, candidate: Any) -> dict[str, Any]:
+    return {
+        prefix: str(candidate.layout),
+        f"{prefix}_s": candidate.seconds,
+        f"{prefix}_gib": candidate.memory_bytes / 2**30,
+        f"{prefix}_waits": candidate.exposed / candidate.seconds,
+        f"{prefix}_bubble": candidate.bubble / candidate.seconds,
+    }
 
 
 def _run(name: str, gpus: int | None, seconds: float) -> dict[str, Any]:
     command = [sys.executable, __file__, "--one", name, "--seconds", str(seconds)]
     command += ["--gpus", str(gpus)] if gpus else []
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def scaling(path: Path, seconds: float) -> list[dict[str, Any]]:
     """Planning time of Llama-3 405B over the number of GPUs, and a picture of it."""
-    found = [_run("Llama-3 405B", gpus, seconds) for gpus in (512, 1024, 2048, 4096, 8192, 16384)]
-    points = [(60 + 84 * i, 220 - 180 * one["cpu_seconds"] / 60) for i, one in enumerate(found)]
+    results = [_run("Llama-3 405B", gpus, seconds) for gpus in (512, 1024, 2048, 4096, 8192, 16384)]
+    points = [(60 + 84 * i, 220 - 180 * result["cpu_seconds"] / 60) for i, result in enumerate(results)]
     line = " ".join(f"{x:.0f},{y:.1f}" for x, y in points)
     marks = "".join(
         f'<circle cx="{x:.0f}" cy="{y:.1f}" r="4" fill="#1f77b4"/>'
-        f'<text x="{x:.0f}" y="{y - 10:.1f}" text-anchor="middle">{one["cpu_seconds"]:.0f} s</text>'
-        f'<text x="{x:.0f}" y="240" text-anchor="middle">{one["gpus"]}</text>'
-        for (x, y), one in zip(points, found, strict=True)
+        f'<text x="{x:.0f}" y="{y - 10:.1f}" text-anchor="middle">{result["cpu_seconds"]:.0f} s</text>'
+        f'<text x="{x:.0f}" y="240" text-anchor="middle">{result["gpus"]}</text>'
+        for (x, y), result in zip(points, results, strict=True)
     )
     path.write_text(
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 540 275" font-family="sans-serif" font-size="12">'
@@ -85,28 +90,31 @@ def scaling(path: Path, seconds: float) -> list[dict[str, Any]]:
         f'<text x="36" y="44" text-anchor="end">60 s</text><polyline points="{line}" fill="none" stroke="#1f77b4"/>'
         f'{marks}<text x="280" y="265" text-anchor="middle">GPUs (Llama-3 405B, H100)</text></svg>\n'
     )
-    return found
+    return results
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    for one in results:
-        gap = "" if one["ended"] == "proof" else f", leaves {one['gap']:.0%}"
-        print(f"{one['model']} on {one['cluster']}: {one['cpu_seconds']:.0f} CPU s, {one['gib']:.1f} GiB; ", end="")
-        print(f"ended by {one['ended']}{gap}")
-        _line("planned", one)
-        if one["simpler"]:
-            print(f"  simpler    {one['simpler']}")
-        if one.get("published_s"):
-            _line("published", one)
-            measured = f"measured {one['measured_s']:.2f} s; " if one["measured_s"] else ""
-            print(f"             {measured}{one['source']}")
-        elif "published" in one:
-            print(f"  published: {one['published']}")
+    for result in results:
+        gap = "" if result["ended"] == "proof" else f", leaves {result['gap']:.0%}"
+        print(
+            f"{result['model']} on {result['cluster']}: {result['cpu_seconds']:.0f} CPU s, {result['gib']:.1f} GiB; ",
+            end="",
+        )
+        print(f"ended by {result['ended']}{gap}")
+        _line("planned", result)
+        if result["simpler"]:
+            print(f"  simpler    {result['simpler']}")
+        if result.get("published_s"):
+            _line("published", result)
+            measured = f"measured {result['measured_s']:.2f} s; " if result["measured_s"] else ""
+            print(f"             {measured}{result['source']}")
+        elif "published" in result:
+            print(f"  published: {result['published']}")
 
 
-def _line(word: str, one: dict[str, Any]) -> None:
-    waits, bubble = one[f"{word}_waits"], one[f"{word}_bubble"]
-    print(f"  {word:<9} {one[f'{word}_s']:9.3f} s {one[f'{word}_gib']:6.1f} GiB  {one[word]}", end="")
+def _line(word: str, result: dict[str, Any]) -> None:
+    waits, bubble = result[f"{word}_waits"], result[f"{word}_bubble"]
+    print(f"  {word:<9} {result[f'{word}_s']:9.3f} s {result[f'{word}_gib']:6.1f} GiB  {result[word]}", end="")
     print(f"; communication {waits:.0%}, bubble {bubble:.0%}")
 
 
@@ -119,19 +127,19 @@ def main() -> None:
     options.add_argument("--scaling", type=Path, help="write a picture of the planning time over the number of GPUs")
     options.add_argument("--one", help=argparse.SUPPRESS)
     options.add_argument("--gpus", type=int, help=argparse.SUPPRESS)
-    given = options.parse_args()
-    if given.one:
-        print(json.dumps(plan_one(given.one, given.gpus, given.seconds)))
+    args = options.parse_args()
+    if args.one:
+        print(json.dumps(plan_one(args.one, args.gpus, args.seconds)))
         return
-    if given.scaling:
-        results = scaling(given.scaling, given.seconds)
+    if args.scaling:
+        results = scaling(args.scaling, args.seconds)
     else:
         results = []
-        for name in SETS[given.set] if given.set else CASES:
-            if given.only in name:
-                results.append(_run(name, None, given.seconds))
+        for name in SETS[args.set] if args.set else CASES:
+            if args.only in name:
+                results.append(_run(name, None, args.seconds))
                 print(json.dumps(results[-1]), file=sys.stderr)
-    if given.json:
+    if args.json:
         print(json.dumps(results, indent=1))
     else:
         show(results)

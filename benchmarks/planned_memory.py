@@ -109,9 +109,9 @@ def _leaky() -> Made:
 def _hugging_face(name: str, **sizes: Any) -> Made:
     import transformers
 
-    found = getattr(transformers, name)
+    model_class = getattr(transformers, name)
     ids = torch.randint(0, 64, (ROWS, 16))
-    return found(found.config_class(vocab_size=64, **sizes)), {"input_ids": ids, "labels": ids}, None
+    return model_class(model_class.config_class(vocab_size=64, **sizes)), {"input_ids": ids, "labels": ids}, None
 
 
 def _bert() -> Made:
@@ -157,31 +157,31 @@ def made(name: str) -> Made:
 def allocated(program: quintnet.CompiledProgram, module: nn.Module, batch: Any) -> tuple[int, int]:
     """Bytes by the CPU allocator, at most during a step and after it, beyond what there was before: state, the batch,
     and the gradients of the step before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         for _ in range(STEPS):  # a block that was allocated before is unknown to the profiler, and so is its end
             module.zero_grad()
             with torch.profiler.record_function("a step"):
                 program.step(batch)
-    events = sorted(found.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     begin = [event.start_ns() for event in events if event.name() == "a step"][-1]
     sizes = [(event.start_ns() >= begin, event.nbytes()) for event in events if event.name() == "[memory]"]
-    before = sum(size for inside, size in sizes if not inside)
-    during = [now - before for now in itertools.accumulate(size for _, size in sizes)]
+    baseline = sum(size for inside, size in sizes if not inside)
+    during = [now - baseline for now in itertools.accumulate(size for _, size in sizes)]
     return max(now for now, (inside, _) in zip(during, sizes, strict=True) if inside), during[-1]
 
 
 def run(name: str, plans: list[dict[str, Any]]) -> list[tuple[bool, int]]:
     """On each rank: whether each plan's program is verified, and its peak."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for plan in plans:
         module, batch, loss = made(name)
         mesh = quintnet.Mesh(**plan["mesh"])
         program = quintnet.compile(module, mesh, batch, loss_fn=loss, plan=plan, check="off")
         peak, _ = allocated(program, module, batch)
         module.zero_grad()
-        found.append((bool(program.verify().ok), peak))
-    return found
+        results.append((bool(program.verify().ok), peak))
+    return results
 
 
 def compare(name: str, ranks: int, count: int, work: float) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def compare(name: str, ranks: int, count: int, work: float) -> list[dict[str, An
     plans = [json.loads(plan.to_json()) for plan in report.plans]
     results = list(zip(*quintnet.launch(run, ranks, (name, plans)), strict=True))
     rows = []
-    for plan, found in zip(plans, results, strict=True):
+    for plan, of_ranks in zip(plans, results, strict=True):
         module, batch, loss = made(name)
         mesh = quintnet.Mesh(**plan["mesh"])
         program = quintnet.compile(module, mesh, batch, loss_fn=loss, plan=plan, check="off")
@@ -200,12 +200,17 @@ def compare(name: str, ranks: int, count: int, work: float) -> list[dict[str, An
         places = [mesh.coordinate(rank).get("pp", 0) for rank in range(ranks)]
         simulations = sorted(program.simulate(cluster).rows, key=lambda row: row.rank)
         simulated = [row.peak.gradients + row.peak.values for row in simulations]
-        planned = [one.gradients + one.saved + one.working for one in estimate.memory]
-        peaks = [row.gradient_bytes + max(peak for place, (_, peak) in zip(places, found, strict=True) if place == at)
-                 for at, row in enumerate(simulations)]  # fmt: skip
+        planned = [
+            stage_memory.gradients + stage_memory.saved + stage_memory.working for stage_memory in estimate.memory
+        ]
+        placed = list(zip(places, (peak for _, peak in of_ranks), strict=True))
+        peaks = [
+            row.gradient_bytes + max(peak for place, peak in placed if place == at)
+            for at, row in enumerate(simulations)
+        ]
         rows.append(
             {
-                "model": name, "plan": str(estimate.layout), "verified": all(ok for ok, _ in found),
+                "model": name, "plan": str(estimate.layout), "verified": all(ok for ok, _ in of_ranks),
                 "measured": peaks, "simulated": simulated, "planned": planned,
             }
         )  # fmt: skip
@@ -213,13 +218,15 @@ def compare(name: str, ranks: int, count: int, work: float) -> list[dict[str, An
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many plans are verified, and the median and the largest of measured over simulated and planned bytes, of
-    each plan's places in the pipeline."""
+    """Return the number of verified plans, and ratios of measured to simulated and planned bytes.
+
+    The ratios are the median and the largest over each plan's places in the pipeline.
+    """
     verified = sum(row["verified"] for row in rows)
     shares = []
     for title in ("simulated", "planned"):
-        found = [a / b for row in rows for a, b in zip(row["measured"], row[title], strict=True)]
-        shares.append(f"measured / {title} {statistics.median(found):.3f}, at most {max(found):.3f}")
+        ratios = [a / b for row in rows for a, b in zip(row["measured"], row[title], strict=True)]
+        shares.append(f"measured / {title} {statistics.median(ratios):.3f}, at most {max(ratios):.3f}")
     return f"{rows[0]['model']}: {verified} of {len(rows)} verified; {'; '.join(shares)}"
 
 

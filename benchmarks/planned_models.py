@@ -33,12 +33,12 @@ class Case:
 
     def model(self) -> nn.Module:
         with torch.device("meta"):
-            made = self.build()
-        return made if self.mixed else made.to(torch.bfloat16)
+            model = self.build()
+        return model if self.mixed else model.to(torch.bfloat16)
 
     @property
     def decided(self) -> dict[str, Any]:
-        """What every plan of this model has."""
+        """Return the decisions that all plans of this model share."""
         return {**({"precision": "bf16"} if self.mixed else {}), **self.pinned}
 
 
@@ -52,9 +52,9 @@ def made_of(architecture: str, **config: Any) -> nn.Module:
     """A model of a transformers architecture."""
     import transformers
 
-    found = getattr(transformers, architecture)
-    made: nn.Module = found(found.config_class(**config))
-    return made
+    model_class = getattr(transformers, architecture)
+    model: nn.Module = model_class(model_class.config_class(**config))
+    return model
 
 
 def _tokens(rows: int, length: int) -> Callable[[], Any]:

@@ -50,11 +50,11 @@ class UNet(nn.Module):
 
     @staticmethod
     def _level(inputs: int, outputs: int, blocks: int, attends: bool) -> nn.Sequential:
-        made: list[nn.Module] = []
+        layers: list[nn.Module] = []
         for block in range(blocks):
-            made.append(_Residual(outputs if block else inputs, outputs))
-            made += [_Attention(outputs)] if attends else []
-        return nn.Sequential(*made)
+            layers.append(_Residual(outputs if block else inputs, outputs))
+            layers += [_Attention(outputs)] if attends else []
+        return nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
         x, kept = self.first(x), []
@@ -85,11 +85,11 @@ class Detector(nn.Module):
 
     def __init__(self, classes: int = 1000) -> None:
         super().__init__()
-        made: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.LeakyReLU(0.1)]
+        layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.LeakyReLU(0.1)]
         for width, blocks in ((64, 1), (128, 2), (256, 8), (512, 8), (1024, 4)):
-            made += [nn.Conv2d(width // 2, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.LeakyReLU(0.1)]
-            made += [_Darknet(width) for _ in range(blocks)]
-        self.body, self.head = nn.Sequential(*made), nn.Linear(1024, classes)
+            layers += [nn.Conv2d(width // 2, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.LeakyReLU(0.1)]
+            layers += [_Darknet(width) for _ in range(blocks)]
+        self.body, self.head = nn.Sequential(*layers), nn.Linear(1024, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x).mean((2, 3)))

@@ -45,12 +45,12 @@ def rate(row: Mapping[str, str], device: str) -> float | None:
 def seconds_between(row: Mapping[str, str], model: Decoder, device: str) -> tuple[float, float] | None:
     """The least and the most that a step took, by the stated rate: equal where the convention is known. None if the row
     states no rate, or not of how much."""
-    batch, gpus, found = row.get("global_batch_seqs"), row.get("gpus"), rate(row, device)
-    if not (batch and gpus and found):
+    batch, gpus, flops_per_second = row.get("global_batch_seqs"), row.get("gpus"), rate(row, device)
+    if not (batch and gpus and flops_per_second):
         return None
     convention, recomputed = facts_of(row["id"]).convention, row.get("recompute") == "full"
     times = [
-        step_flops(model, int(float(batch)), each, recomputed=recomputed) / (int(float(gpus)) * found)
+        step_flops(model, int(float(batch)), each, recomputed=recomputed) / (int(float(gpus)) * flops_per_second)
         for each in ((convention,) if convention else OPEN)
     ]
     return min(times), max(times)

@@ -83,10 +83,10 @@ class Module:
         """On the meta device, in bf16."""
         import transformers
 
-        found = getattr(transformers, self.architecture)
+        model_class = getattr(transformers, self.architecture)
         with torch.device("meta"):
-            made: nn.Module = found(found.config_class(**self.sizes))
-        return made.to(torch.bfloat16)
+            model: nn.Module = model_class(model_class.config_class(**self.sizes))
+        return model.to(torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -128,24 +128,24 @@ class Added:
 
 def with_kernels(units: Sequence[StageUnit], run: Run, blocks: str) -> tuple[StageUnit, ...]:
     """Units without what memory bounds, with the kernels of the run's software for that."""
-    device, made = run.cluster().device, run.layout
-    launch = 0.0 if made.graphs else device.efficiency.host_seconds
+    device, layout = run.cluster().device, run.layout
+    launch = 0.0 if layout.graphs else device.efficiency.host_seconds
 
     def phase(kernels: Kernels, launched: int, *, whole: Kernels = ()) -> Added:
-        found = [kernel for kernel in kernels if kernel.kind == "memory"]
-        seconds = sum(kernel_seconds(kernel, device) for kernel in (*found, *whole))
+        memory_bound = [kernel for kernel in kernels if kernel.kind == "memory"]
+        seconds = sum(kernel_seconds(kernel, device) for kernel in (*memory_bound, *whole))
         return Added(seconds, launch * (launched + sum(kernel.launches for kernel in (*kernels, *whole))))
 
     def both(work: LayerWork) -> tuple[Added, Added]:
-        redone = made.recompute == "full"  # then the graph has the products that are redone
+        redone = layout.recompute == "full"  # then the graph has the products that are redone
         ahead = phase(work.forward, len(work.forward_communication))
         back = phase((*work.backward, *(work.again if redone else ())),
                      len(work.backward_communication) + len(work.again_communication),
                      whole=() if redone else work.again)  # fmt: skip
         return ahead, back
 
-    block, first, last = (both(part(run.model, made)) for part in (layer, embedding, head))
-    found = []
+    block, first, last = (both(part(run.model, layout)) for part in (layer, embedding, head))
+    changed = []
     for place, unit in enumerate(units):
         # the first block begins where their list does
         kinds = [block] if unit.begin == blocks or unit.begin.startswith(f"{blocks}.") else []
@@ -154,8 +154,8 @@ def with_kernels(units: Sequence[StageUnit], run: Run, blocks: str) -> tuple[Sta
         forward, backward = unit.forward, unit.backward
         for ahead, back in kinds:
             forward, backward = ahead(forward), back(backward)
-        found.append(replace(unit, forward=forward, backward=backward))
-    return tuple(found)
+        changed.append(replace(unit, forward=forward, backward=backward))
+    return tuple(changed)
 
 
 def plan_of(run: Run, blocks: str) -> Plan:
@@ -164,28 +164,28 @@ def plan_of(run: Run, blocks: str) -> Plan:
     Raises:
         Unmodelled: for what a plan cannot say.
     """
-    made, deep = run.layout, run.layout.pp * run.layout.vpp
-    if made.shard:
+    layout, deep = run.layout, run.layout.pp * run.layout.vpp
+    if layout.shard:
         raise Unmodelled("shard groups")
     if run.model.kv_rank or run.model.short or run.model.shared_ffn or run.model.dense_layers or run.model.sinks:
         raise Unmodelled("a model that Llama's, Nemotron's, GPT-2's and Mixtral's modules are not")
-    if made.recompute_share != 1:
+    if layout.recompute_share != 1:
         raise Unmodelled("some layers are recomputed")
-    if made.ep > 1 and (made.expert_tp != made.tp or made.dp % made.ep):
+    if layout.ep > 1 and (layout.expert_tp != layout.tp or layout.dp % layout.ep):
         raise Unmodelled("experts over tensor ranks")
-    mesh = {"dp": made.dp // made.ep, "ep": made.ep, "cp": made.cp, "tp": made.tp, "pp": made.pp}
+    mesh = {"dp": layout.dp // layout.ep, "ep": layout.ep, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
     plan: dict[str, Any] = {
         "mesh": {axis: size for axis, size in mesh.items() if size > 1} or {"dp": 1},
-        "microbatches": made.microbatches, "zero": made.zero if made.dp > 1 else 0,
-        "recompute": "full" if made.recompute == "full" else "none", "async_tp": made.overlap_tp,
-        "reduce_dtype": "float32" if made.gradient_dtype == "fp32" else "parameter",
+        "microbatches": layout.microbatches, "zero": layout.zero if layout.dp > 1 else 0,
+        "recompute": "full" if layout.recompute == "full" else "none", "async_tp": layout.overlap_tp,
+        "reduce_dtype": "float32" if layout.gradient_dtype == "fp32" else "parameter",
     }  # fmt: skip
-    if made.ep > 1:
+    if layout.ep > 1:
         plan["zero_axes"] = ["dp", "ep"]
-    if made.cp > 1:
+    if layout.cp > 1:
         plan["context"] = "ring"
-    if made.vpp > 1:
-        plan |= {"schedule": "interleaved", "virtual_stages": made.vpp}
+    if layout.vpp > 1:
+        plan |= {"schedule": "interleaved", "virtual_stages": layout.vpp}
     if deep > 1 and run.model.layers % deep == 0:
         plan["stages"] = [f"{blocks}.{number}" for number in range(0, run.model.layers, run.model.layers // deep)][1:]
     return read_plan(plan)
@@ -204,22 +204,22 @@ class Prices:
     closed: float
 
     def error(self, name: str) -> float:
-        found: float = getattr(self, name) / self.measured - 1
-        return found
+        error: float = getattr(self, name) / self.measured - 1
+        return error
 
 
 def kinds_of(run: Run) -> tuple[str, ...]:
-    """What is special about a layout."""
-    made = run.layout
-    axes = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(made, axis) > 1]
-    sliced = [f"ZeRO {made.zero}"] if made.zero and made.dp > 1 else []
+    """Return the features of a layout."""
+    layout = run.layout
+    axes = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(layout, axis) > 1]
+    sliced = [f"ZeRO {layout.zero}"] if layout.zero and layout.dp > 1 else []
     return tuple([*sliced, *axes] if sliced or axes else ["dp alone"])
 
 
 def chosen(rows: Sequence[Row], only: str, per_group: int) -> Iterator[Run]:
     """Rows of 16 bits on A100 and H100 with fused attention; ``per_group`` of each source, GPU, model and kind of
     layout, evenly spread."""
-    found: dict[Any, list[Run]] = defaultdict(list)
+    by_group: dict[Any, list[Run]] = defaultdict(list)
     for row in rows:
         try:
             run = run_of(row)
@@ -229,8 +229,8 @@ def chosen(rows: Sequence[Row], only: str, per_group: int) -> Iterator[Run]:
         wanted = run.device in DEVICES and run.layout.dtype in ("bf16", "fp16") and run.layout.kernels.flash
         if run.seconds and wanted and row["id"].startswith(only):
             source, size = row["id"].partition("-")[0], (run.model.hidden, run.model.experts)
-            found[source, run.device, size, kinds_of(run)].append(run)
-    for runs in found.values():
+            by_group[source, run.device, size, kinds_of(run)].append(run)
+    for runs in by_group.values():
         step = max(1.0, len(runs) / per_group)
         yield from (runs[int(place * step)] for place in range(min(per_group, len(runs))))
 
@@ -258,16 +258,21 @@ def price(run: Run) -> Prices:
     return Prices(run.id, kinds_of(run), module.architecture, run.seconds or 0.0, own.seconds, other.seconds, closed)
 
 
-def summary(found: Sequence[Prices], devices: Mapping[str, str]) -> dict[str, dict[str, dict[str, float]]]:
+def summary(prices: Sequence[Prices], devices: Mapping[str, str]) -> dict[str, dict[str, dict[str, float]]]:
     """Figures of errors per price, of all rows, each source, each GPU and each kind of layout."""
     groups: dict[str, list[Prices]] = defaultdict(list)
-    for one in found:
-        names = ["all", f"source {one.id.partition('-')[0]}", f"GPU {devices[one.id]}", f"module {one.module}"]
-        for name in (*names, *(f"with {kind}" for kind in one.kinds)):
-            groups[name].append(one)
+    for row_prices in prices:
+        names = [
+            "all",
+            f"source {row_prices.id.partition('-')[0]}",
+            f"GPU {devices[row_prices.id]}",
+            f"module {row_prices.module}",
+        ]
+        for name in (*names, *(f"with {kind}" for kind in row_prices.kinds)):
+            groups[name].append(row_prices)
     return {
-        name: {kind: figures([one.error(kind) for one in each]) for kind in ("source", "closed", "own")}
-        for name, each in sorted(groups.items())
+        name: {kind: figures([row_prices.error(kind) for row_prices in group]) for kind in ("source", "closed", "own")}
+        for name, group in sorted(groups.items())
     }
 
 
@@ -277,25 +282,25 @@ def main() -> None:
     options.add_argument("--only", default="", help="rows whose id begins with this")
     options.add_argument("--per-group", type=int, default=2, help="rows of each source, GPU, model and kind of layout")
     options.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    given = options.parse_args()
-    files = given.rows or [DATA / "published_runs.csv", DATA / "published_runs_single_node.csv"]
-    found, devices, refused = [], {}, Counter[str]()
-    for run in chosen([row for file in files for row in read(file)], given.only, given.per_group):
+    args = options.parse_args()
+    files = args.rows or [DATA / "published_runs.csv", DATA / "published_runs_single_node.csv"]
+    prices, devices, refused = [], {}, Counter[str]()
+    for run in chosen([row for file in files for row in read(file)], args.only, args.per_group):
         try:
-            one = price(run)
+            row_prices = price(run)
         except CompileError as error:
             refused[f"{run.id}: {error.code} {error.message}"] += 1
             continue
-        found.append(one)
-        devices[one.id] = run.device
-        if not given.json:
-            errors = " ".join(f"{name} {100 * one.error(name):+6.1f}%" for name in ("source", "closed", "own"))
-            print(
-                f"{one.id:42s} {one.module:20s} {', '.join(one.kinds):20s} {one.measured:8.3f} s {errors}", flush=True
-            )
-    total = summary(found, devices) if found else {}
-    if given.json:
-        print(json.dumps({"rows": list(map(vars, found)), "summary": total, "refused": dict(refused)}, indent=1))
+        prices.append(row_prices)
+        devices[row_prices.id] = run.device
+        if not args.json:
+            errors = " ".join(f"{name} {100 * row_prices.error(name):+6.1f}%" for name in ("source", "closed", "own"))
+            kinds = ", ".join(row_prices.kinds)
+            head = f"{row_prices.id:42s} {row_prices.module:20s} {kinds:20s} {row_prices.measured:8.3f} s"
+            print(f"{head} {errors}", flush=True)
+    total = summary(prices, devices) if prices else {}
+    if args.json:
+        print(json.dumps({"rows": list(map(vars, prices)), "summary": total, "refused": dict(refused)}, indent=1))
         return
     columns = "rows | source: median % | p90 % | bias % | closed: median % | p90 % | own: median % | p90 %"
     print(f"\n| graph prices | {columns} |")

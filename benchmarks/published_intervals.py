@@ -41,8 +41,10 @@ class Interval:
 
     @property
     def outside(self) -> float:
-        """How far predictions are from what was measured, as a share of it: negative where all are too short, 0 where
-        the intervals meet."""
+        """Return the relative distance of predictions from the measured time.
+
+        Negative if all are too short; 0 if the intervals meet.
+        """
         if self.predicted[1] < self.measured[0]:
             return self.predicted[1] / self.measured[0] - 1
         return max(0.0, self.predicted[0] / self.measured[1] - 1)
@@ -59,18 +61,20 @@ def completions(row: Row) -> Iterator[Run]:
     Raises:
         Unmodelled: if none of them can be modelled, with the reason for the last.
     """
-    left, reason, found = unstated(row), "nothing is left open", 0
-    choices = [_choices(row, name) for name in left]
+    open_columns, reason, count = unstated(row), "nothing is left open", 0
+    choices = [_choices(row, name) for name in open_columns]
     for values in product(*choices):
         try:
-            run = run_of({**row, **dict(zip(left, values, strict=True))})
+            run = run_of({**row, **dict(zip(open_columns, values, strict=True))})
         except Unmodelled as error:
             reason = str(error)
             continue
-        found += 1
-        parts = QUARTERS if "recompute" in left and run.layout.recompute == "full" else [run.layout.recompute_share]
+        count += 1
+        parts = (
+            QUARTERS if "recompute" in open_columns and run.layout.recompute == "full" else [run.layout.recompute_share]
+        )
         yield from (replace(run, layout=replace(run.layout, recompute_share=part)) for part in parts)
-    if not found:
+    if not count:
         raise Unmodelled(reason)
 
 
@@ -89,12 +93,12 @@ def _choices(row: Row, name: str) -> Sequence[str]:
 
 
 def interval(row: Row, hardware: Mapping[str, Hardware] = HARDWARE) -> Interval | None:
-    """Of a row that leaves something open; None if it leaves nothing open, or no time of it follows.
+    """Return the interval of a row with open columns; None if it has none, or no measured time.
 
     Raises:
         Unmodelled: with the reason, if the row cannot be modelled whatever it may have been.
     """
-    found: list[tuple[bool, float]] = []
+    predictions: list[tuple[bool, float]] = []
     measured: list[float] = []
     unsure = False
     for run in completions(row):
@@ -104,44 +108,52 @@ def interval(row: Row, hardware: Mapping[str, Hardware] = HARDWARE) -> Interval 
             cluster = run.cluster(hardware)
             seconds = StepModel(run.model, run.layout, cluster).step().seconds
             fits = peak_memory(run.model, run.layout).allocated <= FITS * cluster.device.memory_bytes
-            found.append((fits, seconds))
+            predictions.append((fits, seconds))
         except CompileError as error:
             reason = error.message
-    left = (*unstated(row), *(["FLOPs"] if unsure else []))
-    if not left or not measured:
+    open_columns = (*unstated(row), *(["FLOPs"] if unsure else []))
+    if not open_columns or not measured:
         return None
-    if not found:
+    if not predictions:
         raise Unmodelled(reason)
-    kept = [seconds for fits, seconds in found if fits] or [seconds for _, seconds in found]
-    return Interval(row["id"], left, len(kept), (min(kept), max(kept)), (min(measured), max(measured)))
+    seconds_kept = [seconds for fits, seconds in predictions if fits] or [seconds for _, seconds in predictions]
+    return Interval(
+        row["id"],
+        open_columns,
+        len(seconds_kept),
+        (min(seconds_kept), max(seconds_kept)),
+        (min(measured), max(measured)),
+    )
 
 
 def intervals(rows: Sequence[Row], hardware: Mapping[str, Hardware] = HARDWARE) -> list[Interval]:
-    """Of all rows that have one."""
-    found = []
+    """Return the intervals of all rows that have one."""
+    results = []
     for row in rows:
         try:
-            found.append(interval(row, hardware))
+            results.append(interval(row, hardware))
         except Unmodelled:
             continue
-    return [each for each in found if each is not None]
+    return [result for result in results if result is not None]
 
 
-def figures(found: Sequence[Interval]) -> dict[str, dict[str, float]]:
-    """Of all, of each source and of each column that is open: how many measured times lie within, how wide intervals
-    are, and how far the others are outside."""
+def figures(intervals_: Sequence[Interval]) -> dict[str, dict[str, float]]:
+    """Return figures of all intervals, of each source and of each open column.
+
+    They say how many measured times lie within, how wide intervals are, and how far the others are outside.
+    """
     of: dict[str, list[Interval]] = defaultdict(list)
-    for each in found:
+    for each in intervals_:
         for name in ("all", f"source {each.id.partition('-')[0]}", *(f"open: {column}" for column in each.open)):
             of[name].append(each)
     return {name: _figures(each) for name, each in sorted(of.items())}
 
 
-def _figures(found: Sequence[Interval]) -> dict[str, float]:
-    outside = [each.outside for each in found]
+def _figures(group: Sequence[Interval]) -> dict[str, float]:
+    outside = [each.outside for each in group]
     return {
-        "rows": len(found), "within": sum(not each for each in outside),
-        "width_median": statistics.median(each.width for each in found),
+        "rows": len(group), "within": sum(not each for each in outside),
+        "width_median": statistics.median(each.width for each in group),
         "below": sum(each < 0 for each in outside), "above": sum(each > 0 for each in outside),
         "outside_median": statistics.median([abs(each) for each in outside if each] or [0.0]),
         "outside_max": max(map(abs, outside)),

@@ -53,12 +53,12 @@ def columns_of(name: str) -> Mapping[str, str]:
 
 def fields_of(name: str, source: str, layers: int) -> Mapping[str, Any]:
     """Fields of the Decoder of the model of this name."""
-    found = dict(_known(name)[1])
-    if "windowed" in found:
-        found["windowed"] = int(found["windowed"] * layers)
+    fields = dict(_known(name)[1])
+    if "windowed" in fields:
+        fields["windowed"] = int(fields["windowed"] * layers)
     if re.search(r"deepseek[- ]?v?3", name.lower()) and source in FURTHER and "w/o MTP" not in name:
-        found["predicted"] = 1
-    return found
+        fields["predicted"] = 1
+    return fields
 
 
 def _known(name: str) -> tuple[Mapping[str, int], Mapping[str, Any]]:

@@ -39,7 +39,7 @@ STAGES_PER_RANK = (1, 2, 3, 4, 6, 8, 12)
 
 @dataclass(frozen=True, order=True)
 class Choice:
-    """What is searched of a layout, as a value that can be ordered."""
+    """The choices of a layout that are searched, as a value that can be ordered."""
 
     dp: int
     tp: int
@@ -83,25 +83,25 @@ class Space:
         return replace(self.run.layout, **vars(choice))
 
     def __iter__(self) -> Iterator[Choice]:
-        run, known = self.run, self.published
+        run, published = self.run, self.published
         batch = run.layout.global_batch
         tps = [n for n in divisors(min(run.gpus, run.gpus_per_node)) if run.model.heads % n == 0]
-        for tp, cp, pp in product({*tps, known.tp}, {1, known.cp}, divisors(run.gpus)):
-            dp, left = divmod(run.gpus, tp * cp * pp)
-            if left or pp > run.model.layers or batch % dp:
+        for tp, cp, pp in product({*tps, published.tp}, {1, published.cp}, divisors(run.gpus)):
+            dp, remainder = divmod(run.gpus, tp * cp * pp)
+            if remainder or pp > run.model.layers or batch % dp:
                 continue
-            deeper = {*STAGES_PER_RANK, known.vpp} if pp > 1 else {1}
+            deeper = {*STAGES_PER_RANK, published.vpp} if pp > 1 else {1}
             layers = run.model.layers  # the embedding and the head may count as one each
             stages = [v for v in deeper if v == 1 or 0 in (layers % (pp * v), (layers + 2) % (pp * v))]
             experts = [(1, 1)]
             if run.model.experts:
-                experts = [(ep, etp) for ep in divisors(run.model.experts) for etp in {1, tp, known.expert_tp}
+                experts = [(ep, etp) for ep in divisors(run.model.experts) for etp in {1, tp, published.expert_tp}
                            if (dp * cp * tp) % (ep * etp) == 0]  # fmt: skip
             for microbatch in divisors(batch // dp):
                 for vpp, (ep, etp), zero, recompute, spread in product(
-                    stages, experts, {0, 1, 3, known.zero} if dp * cp > 1 else {0, known.zero},
-                    {"none", "selective", "full", known.recompute},
-                    (False, True) if tp > 1 else (known.sequence_parallel,),
+                    stages, experts, {0, 1, 3, published.zero} if dp * cp > 1 else {0, published.zero},
+                    {"none", "selective", "full", published.recompute},
+                    (False, True) if tp > 1 else (published.sequence_parallel,),
                 ):  # fmt: skip
                     if vpp == 1 or batch // (dp * microbatch) % pp == 0:
                         yield Choice(dp, tp, cp, ep, pp, vpp, microbatch, zero, recompute, spread, etp)
@@ -181,14 +181,14 @@ def compare(row: Row, seconds: float) -> dict[str, Any]:
         return {"id": row["id"], "skipped": error.message}
     # what was run has fitted, whatever is predicted
     memory = max(space.run.cluster().device.memory_bytes, published.claimed_bytes)
-    found = search(
+    result = search(
         space, lambda choice: (choice, prices(choice)), prices, Wanted(1, "time", memory, time.monotonic() + seconds)
     )
-    best = found.ranked[0] if found.ranked else None
+    best = result.ranked[0] if result.ranked else None
     return {
         "id": row["id"], "skipped": None, "published": str(published.layout), "published_s": published.seconds,
         "planned": str(best.layout) if best else None, "planned_s": best.seconds if best else None,
-        "ratio": best.seconds / published.seconds if best else None, "complete": found.complete,
+        "ratio": best.seconds / published.seconds if best else None, "complete": result.complete,
     }  # fmt: skip
 
 
@@ -199,7 +199,7 @@ def summary(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
         if not result["skipped"]:
             for group in ("all", result["id"].partition("-")[0]):
                 ratios[group].append(result["ratio"] if result["ratio"] is not None else float("inf"))
-    return {group: _figures(found) for group, found in sorted(ratios.items())}
+    return {group: _figures(values) for group, values in sorted(ratios.items())}
 
 
 def _figures(ratios: Sequence[float]) -> dict[str, float]:
@@ -218,17 +218,17 @@ def main() -> None:
     options.add_argument("--rows", type=Path, nargs="+", help="CSV files (default: those in benchmarks/data)")
     options.add_argument("--json", action="store_true", help="print JSON and nothing else")
     options.add_argument("--seconds", type=float, default=60.0, help="how long to search for one row")
-    given = options.parse_args()
-    files = given.rows or [DATA / "published_runs.csv", DATA / "published_runs_single_node.csv"]
-    results = [compare(row, given.seconds) for file in files for row in read(file)]
+    args = options.parse_args()
+    files = args.rows or [DATA / "published_runs.csv", DATA / "published_runs_single_node.csv"]
+    results = [compare(row, args.seconds) for file in files for row in read(file)]
     total = summary(results)
-    if given.json:
+    if args.json:
         print(json.dumps({"rows": results, "summary": total}, indent=1))
         return
     print(f"{'source':<10} {'rows':>5} {'slower':>7} {'same':>5} {'median':>8} {'least':>8} {'most':>8}")
-    for group, found in total.items():
-        numbers = " ".join(f"{found[name]:8.3f}" for name in ("median", "least", "most"))
-        print(f"{group:<10} {found['rows']:5} {found['slower']:7} {found['same']:5} {numbers}")
+    for group, group_figures in total.items():
+        numbers = " ".join(f"{group_figures[name]:8.3f}" for name in ("median", "least", "most"))
+        print(f"{group:<10} {group_figures['rows']:5} {group_figures['slower']:7} {group_figures['same']:5} {numbers}")
     print(f"{sum(not r['skipped'] and not r['complete'] for r in results)} searches ran out of time")
 
 

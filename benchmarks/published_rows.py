@@ -94,10 +94,10 @@ def device_of(row: Row) -> str:
     words = [word for word in re.split(r"[^A-Z0-9()]+", name) if word]
     words = [word for word in words if not re.fullmatch(r"NVIDIA|AMD|SXM\d?", word)]
     sizes = [word for word in words if re.fullmatch(r"\d+GB", word)]
-    found = GPU_NAMES.get(" ".join([word for word in words if word not in sizes] + sizes))
-    if found is None:
+    device = GPU_NAMES.get(" ".join([word for word in words if word not in sizes] + sizes))
+    if device is None:
         raise Unmodelled(f"unknown GPU type {row['gpu_type']}")
-    return found
+    return device
 
 
 def decoder_of(row: Row) -> Decoder:
@@ -114,7 +114,7 @@ def decoder_of(row: Row) -> Decoder:
     vocab = -(-vocab // padded) * padded
     old = row.get("flash_attention") in ("0", "") and row["id"].split("-")[0] in OLD_MEGATRON
     bare = not gated and not any(word in name for word in ("mpt", "nemotron"))
-    found = Decoder(
+    decoder = Decoder(
         layers=_int(row, "n_layers"), hidden=hidden, ffn=_int(row, "ffn_hidden", 4 * hidden), heads=heads,
         kv_heads=_int(row, "n_kv_heads", heads), vocab=vocab, seq=_int(row, "seq_len"), gated=gated,
         experts=experts, top_k=_int(row, "top_k", 2) if experts else 0,
@@ -122,7 +122,7 @@ def decoder_of(row: Row) -> Decoder:
         tied=not gated and "nemotron" not in name, biases=bare, dropout=old, rotary=not old and "mpt" not in name,
         learned_positions=_int(row, "seq_len") if bare and "bloom" not in name else 0,
     )  # fmt: skip
-    return replace(found, **fields_of(row["model"], row["id"].split("-")[0], found.layers))
+    return replace(decoder, **fields_of(row["model"], row["id"].split("-")[0], decoder.layers))
 
 
 def shards_of(row: Row, ranks: int) -> int:
@@ -132,9 +132,9 @@ def shards_of(row: Row, ranks: int) -> int:
     Raises:
         Unmodelled: if the ranks do not divide into such groups.
     """
-    found = SHARD_GROUP.search(row.get("notes", ""))
-    stated = next((int(number) for number in found.groups() if number), 0) if found else 0
-    if found and not found[1] and stated == 1:  # FSDP=1: it is on
+    match = SHARD_GROUP.search(row.get("notes", ""))
+    stated = next((int(number) for number in match.groups() if number), 0) if match else 0
+    if match and not match[1] and stated == 1:  # FSDP=1: it is on
         stated = 0
     group = _int(row, "shard_group", stated)
     if group < 1 or group >= ranks:
@@ -199,17 +199,17 @@ def measured_seconds(row: Row, model: Decoder, device: str) -> tuple[float, floa
 
 def unstated(row: Row) -> tuple[str, ...]:
     """Which columns a row leaves open that its layout needs, and that may be several things."""
-    facts, notes, found = facts_of(row["id"]), row.get("notes", ""), []
+    facts, notes, columns = facts_of(row["id"]), row.get("notes", ""), []
     if row.get("recompute", "") == "" and not (
         "sets no recompute override" in notes
         or (facts.assume_none and not any(word in row["model"] for word in ("MaxText", "Paxml")))
     ):
-        found.append("recompute")
+        columns.append("recompute")
     if row.get("micro_batch_seqs", "") == "":
-        found.append("micro_batch_seqs")
+        columns.append("micro_batch_seqs")
     if row.get("vpp", "") == "" and facts.interleaves and _int(row, "pp", 1) > 1 and not VPP.search(notes):
-        found.append("vpp")
-    return tuple(found)
+        columns.append("vpp")
+    return tuple(columns)
 
 
 def run_of(row: Row) -> Run:

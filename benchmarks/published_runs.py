@@ -87,17 +87,17 @@ def summary(
 ) -> dict[str, Any]:
     """Figures per group, for step time, for memory, for ranking and for rows that are intervals; how many others were
     skipped, and for what."""
-    found: dict[str, dict[str, list[float]]] = {"step_time": defaultdict(list), "memory": defaultdict(list)}
+    errors_by_kind: dict[str, dict[str, list[float]]] = {"step_time": defaultdict(list), "memory": defaultdict(list)}
     for row, result in zip(rows, results, strict=True):
-        for kind, errors in found.items():
+        for kind, errors in errors_by_kind.items():
             if result[f"{kind}_error"] is not None:
                 for group in _groups(row):
                     errors[group].append(result[f"{kind}_error"])
     intervals = {each.id for each in open_rows}
-    left = [result for result in results if result["skipped"] and result["id"] not in intervals]
-    skipped = Counter(f"{result['id'].partition('-')[0]}: {result['skipped']}" for result in left)
+    skipped_results = [result for result in results if result["skipped"] and result["id"] not in intervals]
+    skipped = Counter(f"{result['id'].partition('-')[0]}: {result['skipped']}" for result in skipped_results)
     return {
-        **{kind: {group: figures(e) for group, e in errors.items()} for kind, errors in found.items()},
+        **{kind: {group: figures(e) for group, e in errors.items()} for kind, errors in errors_by_kind.items()},
         "ranking": published_ranking.figures(ranked(rows, results)),
         "intervals": published_intervals.figures(open_rows), "skipped": dict(skipped),
     }  # fmt: skip
@@ -131,18 +131,18 @@ def main() -> None:
         "--worst", type=int, default=0, metavar="N", help="list the N groups that are ranked worst, too"
     )
     options.add_argument("--fit", metavar="GPU", choices=sorted(HARDWARE), help="calibrate this kind of GPU first")
-    given = options.parse_args()
-    files = given.rows or [DATA / "published_runs.csv", DATA / "published_runs_single_node.csv"]
+    args = options.parse_args()
+    files = args.rows or [DATA / "published_runs.csv", DATA / "published_runs_single_node.csv"]
     rows = [row for file in files for row in read(file)]
-    hardware = calibrated(given.fit) if given.fit else HARDWARE
+    hardware = calibrated(args.fit) if args.fit else HARDWARE
     results = [predict(row, hardware) for row in rows]
     open_rows = published_intervals.intervals(rows, hardware)
     total = summary(rows, results, open_rows)
-    if given.json:
+    if args.json:
         print(json.dumps({"rows": results, "intervals": list(map(vars, open_rows)), "summary": total}, indent=1))
         return
-    show(total, markdown=given.markdown)
-    for group in published_ranking.worst(ranked(rows, results), given.worst):
+    show(total, markdown=args.markdown)
+    for group in published_ranking.worst(ranked(rows, results), args.worst):
         print(json.dumps(group))
 
 

@@ -25,7 +25,7 @@ class Sheet:
 def sheets(total: Mapping[str, Any]) -> Iterator[Sheet]:
     """All tables of a summary."""
     for kind, title in (("step_time", "step time"), ("memory", "memory")):
-        rows = [_errors(group, found) for group, found in sorted(total[kind].items())]
+        rows = [_errors(group, group_figures) for group, group_figures in sorted(total[kind].items())]
         yield Sheet(f"error of {title}", (title, "rows", *ERRORS), tuple(rows))
     yield Sheet("ranking of layouts", ("ranking", *RANKING), tuple(_ranking(n, f) for n, f in total["ranking"].items()))
     yield Sheet("rows that leave something open", ("open rows", *INTERVALS),
@@ -37,9 +37,9 @@ def sheets(total: Mapping[str, Any]) -> Iterator[Sheet]:
 ERRORS = ("bias %", "mean %", "median %", "p90 %", "max %")
 
 
-def _errors(group: str, found: Mapping[str, float]) -> tuple[str, ...]:
-    sizes = (_percent(found[name]) for name in ("mean", "median", "p90", "max"))
-    return group, str(found["rows"]), f"{100 * found['bias']:+.1f}", *sizes
+def _errors(group: str, group_figures: Mapping[str, float]) -> tuple[str, ...]:
+    sizes = (_percent(group_figures[name]) for name in ("mean", "median", "p90", "max"))
+    return group, str(group_figures["rows"]), f"{100 * group_figures['bias']:+.1f}", *sizes
 
 
 RANKING = (
@@ -48,19 +48,19 @@ RANKING = (
 )  # fmt: skip
 
 
-def _ranking(group: str, found: Mapping[str, float]) -> tuple[str, ...]:
-    counts = (str(found[name]) for name in ("groups", "layouts", "ties"))
-    rates = (_percent(found[f"regret_{name}"]) for name in ("mean", "median", "worst", "random"))
-    right = found["correlation"], found["pairs"], found["pairs_right"]
+def _ranking(group: str, group_figures: Mapping[str, float]) -> tuple[str, ...]:
+    counts = (str(group_figures[name]) for name in ("groups", "layouts", "ties"))
+    rates = (_percent(group_figures[f"regret_{name}"]) for name in ("mean", "median", "worst", "random"))
+    right = group_figures["correlation"], group_figures["pairs"], group_figures["pairs_right"]
     return group, *counts, _number(right[0]), str(right[1]), _percent(right[2]), *rates
 
 
 INTERVALS = ("rows", "within", "width, median %", "too short", "too long", "outside, median %", "outside, max %")
 
 
-def _interval(group: str, found: Mapping[str, float]) -> tuple[str, ...]:
-    counts = [str(found[name]) for name in ("rows", "within", "below", "above")]
-    sizes = [_percent(found[name]) for name in ("width_median", "outside_median", "outside_max")]
+def _interval(group: str, group_figures: Mapping[str, float]) -> tuple[str, ...]:
+    counts = [str(group_figures[name]) for name in ("rows", "within", "below", "above")]
+    sizes = [_percent(group_figures[name]) for name in ("width_median", "outside_median", "outside_max")]
     return group, counts[0], counts[1], sizes[0], counts[2], counts[3], sizes[1], sizes[2]
 
 

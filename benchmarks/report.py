@@ -102,24 +102,24 @@ def _summary(name: str, ranks: Sequence[RankResult]) -> dict[str, Any]:
 
 
 def _ratios(names: Sequence[str], ranks: Sequence[RankResult]) -> dict[str, Any]:
-    """Of every two peers: quartiles over rounds of one's time divided by the other's in the same round.
+    """Return quartiles over rounds of one peer's time divided by another's in the same round, for every two.
 
     Also of CPU time, the busier rank's: it hardly depends on what else runs, but waiting costs nothing in it.
     """
-    found = {}
-    for one, other in combinations(names, 2):
-        low, median, high = _paired(_slowest(one, ranks), _slowest(other, ranks))
-        cpu = _paired(_slowest(one, ranks, "cpu"), _slowest(other, ranks, "cpu"))
-        found[f"{one}/{other}"] = {"median": median, "quartiles": [low, high], "cpu_median": cpu[1]}
-    return found
+    ratios = {}
+    for peer, other in combinations(names, 2):
+        low, median, high = _paired(_slowest(peer, ranks), _slowest(other, ranks))
+        cpu = _paired(_slowest(peer, ranks, "cpu"), _slowest(other, ranks, "cpu"))
+        ratios[f"{peer}/{other}"] = {"median": median, "quartiles": [low, high], "cpu_median": cpu[1]}
+    return ratios
 
 
-def _paired(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    return _quartiles([a / b for a, b in zip(one, other, strict=True)])
+def _paired(times: Sequence[float], others: Sequence[float]) -> list[float]:
+    return _quartiles([a / b for a, b in zip(times, others, strict=True)])
 
 
 def _foreign_cores(ranks: Sequence[RankResult]) -> float | None:
-    """How many cores other processes kept busy while steps were timed: the more, the less wall times mean."""
+    """Return how many cores other processes kept busy during the steps: the more, the less wall times mean."""
     if not ranks or ranks[0].machine_cpu is None:
         return None
     return max(0.0, ranks[0].machine_cpu - sum(rank.own_cpu for rank in ranks)) / ranks[0].elapsed

@@ -162,11 +162,11 @@ def measure(configs: tuple[Config, ...], alone: bool = False) -> list[float]:
             time.sleep(seconds / 2)
         return seconds
 
-    made = [config.compile() for config in configs]
-    taken: list[list[float]] = [[] for _ in made]
+    programs = [config.compile() for config in configs]
+    taken: list[list[float]] = [[] for _ in programs]
     square, products = torch.randn(SIDE, SIDE), []
     for step in range(WARMUP + STEPS):
-        for times, (program, batch) in zip(taken, made, strict=True):
+        for times, (program, batch) in zip(taken, programs, strict=True):
             program.zero_grad()
             start = begin()
             program.step(batch)
@@ -184,25 +184,31 @@ def square_seconds(calibration: Calibration) -> float:
     return next(p.seconds for p in calibration.products if (p.order, p.m, p.k, p.n) == ("nn", SIDE, SIDE, SIDE))
 
 
-def merged(found: list[Calibration]) -> Calibration:
+def merged(calibrations: list[Calibration]) -> Calibration:
     """Each time is the median of those of all calibrations."""
 
     def middle(points: list[tuple[Point, ...]]) -> tuple[Point, ...]:
         return tuple(
-            Point(size=here[0].size, seconds=statistics.median(p.seconds for p in here))
-            for here in zip(*points, strict=True)
+            Point(size=measurements[0].size, seconds=statistics.median(p.seconds for p in measurements))
+            for measurements in zip(*points, strict=True)
         )
 
-    first = found[0]
+    first = calibrations[0]
     products = tuple(
-        MeasuredMatmul(**{**here[0].model_dump(), "seconds": statistics.median(p.seconds for p in here)})
-        for here in zip(*(one.products for one in found), strict=True)
+        MeasuredMatmul(
+            **{**measurements[0].model_dump(), "seconds": statistics.median(p.seconds for p in measurements)}
+        )
+        for measurements in zip(*(calibration.products for calibration in calibrations), strict=True)
     )
     collectives = tuple(
-        MeasuredCollective(name=here[0].name, ranks=here[0].ranks, points=middle([c.points for c in here]))
-        for here in zip(*(one.collectives for one in found), strict=True)
+        MeasuredCollective(
+            name=measurements[0].name, ranks=measurements[0].ranks, points=middle([c.points for c in measurements])
+        )
+        for measurements in zip(*(calibration.collectives for calibration in calibrations), strict=True)
     )
-    operators = {name: middle([one.operators[name] for one in found]) for name in first.operators}
+    operators = {
+        name: middle([calibration.operators[name] for calibration in calibrations]) for name in first.operators
+    }
     changes = {"products": products, "collectives": collectives, "operators": operators}
     return first.model_copy(update=changes)
 
@@ -224,11 +230,11 @@ def main() -> None:
         calibrations.append(calibrate(sorted({2, *(c.ranks for c in configs)}), CalibrationEffort(alone=options.alone)))
         for ranks in sorted({config.ranks for config in configs}):
             group = tuple(config for config in configs if config.ranks == ranks)
-            found = list(zip(*quintnet.launch(measure, ranks, (group, options.alone)), strict=True))
-            for config, times in zip(group, found, strict=False):
+            times_of_ranks = list(zip(*quintnet.launch(measure, ranks, (group, options.alone)), strict=True))
+            for config, times in zip(group, times_of_ranks, strict=False):
                 measured[config].append(max(times))
             crowd = max(1.0, ranks / calibrations[-1].cores) if calibrations[-1].cores else 1.0
-            speeds.append(square_seconds(calibrations[-1]) * crowd / statistics.mean(found[-1]))
+            speeds.append(square_seconds(calibrations[-1]) * crowd / statistics.mean(times_of_ranks[-1]))
     calibration = merged(calibrations)
     if options.save:
         calibration.save(options.save)

@@ -39,10 +39,10 @@ def _peer(model: nn.Module, runs: nn.Module) -> Peer:
         tokens, targets = (x.chunk(ranks)[rank] for x in batch)
         loss = loss_fn(runs(tokens), targets)
         loss.backward()
-        found = loss.detach()
+        total = loss.detach()
         if ranks > 1:
-            dist.all_reduce(found)  # the loss of the whole batch, as the others give it
-        return found / ranks
+            dist.all_reduce(total)  # the loss of the whole batch, as the others give it
+        return total / ranks
 
     def gradients() -> dict[str, Tensor]:
         return {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}

@@ -71,9 +71,9 @@ def build(model: Llama, batch: Batch, *, microbatches: int, schedule: str = "1f1
         runs.step(*inputs, **last, return_outputs=False)
         return torch.stack(losses).sum() if last else None
 
-    found = {name: p for module in modules.values() for name, p in module.named_parameters()}
+    parameters = {name: p for module in modules.values() for name, p in module.named_parameters()}
 
     def gradients() -> dict[str, Tensor]:
-        return {name: dtensor.whole(p.grad) for name, p in found.items() if p.grad is not None}
+        return {name: dtensor.whole(p.grad) for name, p in parameters.items() if p.grad is not None}
 
-    return Peer(step, list(found.values()), gradients)
+    return Peer(step, list(parameters.values()), gradients)

@@ -22,7 +22,7 @@ TAIL = 4000  # characters of what a failed part printed
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part. ``why``: of one that failed; ``tail``: the end of what it printed."""
+    """The outcome of a part. ``why``: the reason of a failure; ``tail``: the end of its output."""
 
     part: Part
     verdict: str  # passed, failed, not run
@@ -33,31 +33,31 @@ class Outcome:
 
     @property
     def checks(self) -> list[Check]:
-        return [one for one in self.entries if isinstance(one, Check)]
+        return [entry for entry in self.entries if isinstance(entry, Check)]
 
     @property
     def not_run(self) -> list[NotRun]:
-        return [one for one in self.entries if isinstance(one, NotRun)]
+        return [entry for entry in self.entries if isinstance(entry, NotRun)]
 
     @property
     def tables(self) -> dict[str, list[Figures]]:
-        found: dict[str, list[Figures]] = {}
-        for one in self.entries:
-            if isinstance(one, Figures):
-                found.setdefault(one.table, []).append(one)
-        return found
+        tables: dict[str, list[Figures]] = {}
+        for entry in self.entries:
+            if isinstance(entry, Figures):
+                tables.setdefault(entry.table, []).append(entry)
+        return tables
 
 
 def run_parts(parts: Sequence[Part], folder: Path, *, emulated: bool, library: Path | None = None) -> list[Outcome]:
     """All of ``parts``; ``folder`` has report.json and index.html of those that are done, and what each printed."""
     folder.mkdir(parents=True, exist_ok=True)
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     for part in parts:
-        found.append(run_part(part, folder, emulated=emulated, library=library))
-        waiting = [Outcome(other, "not run", 0.0, why="it has not begun") for other in parts[len(found) :]]
-        write([*found, *waiting], folder, emulated=emulated)
-        print(f"{part.name:<16}{found[-1].verdict:<10}{found[-1].seconds:6.1f} s  {found[-1].why}", flush=True)
-    return found
+        outcomes.append(run_part(part, folder, emulated=emulated, library=library))
+        waiting = [Outcome(other, "not run", 0.0, why="it has not begun") for other in parts[len(outcomes) :]]
+        write([*outcomes, *waiting], folder, emulated=emulated)
+        print(f"{part.name:<16}{outcomes[-1].verdict:<10}{outcomes[-1].seconds:6.1f} s  {outcomes[-1].why}", flush=True)
+    return outcomes
 
 
 def run_part(part: Part, folder: Path, *, emulated: bool, library: Path | None = None) -> Outcome:
@@ -85,16 +85,16 @@ def run_part(part: Part, folder: Path, *, emulated: bool, library: Path | None =
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = entries.read_text().splitlines() if entries.exists() else []
-    made = tuple(entry_of(line) for line in lines)
+    reported = tuple(entry_of(line) for line in lines)
     tail = log.read_text(errors="replace")[-TAIL:]
     if why:
         why = f"{why}: {last_error(tail)}" if last_error(tail) else why
-    bad = [one.what for one in made if isinstance(one, Check) and not one.good]
+    bad = [entry.what for entry in reported if isinstance(entry, Check) and not entry.good]
     if bad and not why:
-        why = f"{len(bad)} of {sum(isinstance(one, Check) for one in made)} checks"
-    run = any(not isinstance(one, NotRun) for one in made)
+        why = f"{len(bad)} of {sum(isinstance(entry, Check) for entry in reported)} checks"
+    run = any(not isinstance(entry, NotRun) for entry in reported)
     verdict = "failed" if why else "passed" if run else "not run"
-    return Outcome(part, verdict, time.monotonic() - start, made, why, tail if why else "")
+    return Outcome(part, verdict, time.monotonic() - start, reported, why, tail if why else "")
 
 
 def _ended(code: int) -> str:
@@ -116,24 +116,24 @@ def last_error(text: str) -> str:
     return lines[0] if there and lines else ""
 
 
-def write(found: Sequence[Outcome], folder: Path, *, emulated: bool) -> None:
+def write(outcomes: Sequence[Outcome], folder: Path, *, emulated: bool) -> None:
     """report.json and index.html."""
     document = {
         "emulated": emulated,
-        "seconds": sum(one.seconds for one in found),
+        "seconds": sum(outcome.seconds for outcome in outcomes),
         "parts": [
             {
-                **asdict(one.part),
-                "limit": one.part.seconds,
-                "verdict": one.verdict,
-                "seconds": round(one.seconds, 1),
-                "why": one.why,
-                "tail": one.tail,
-                "checks": [asdict(check) for check in one.checks],
-                "tables": {name: [dict(row.cells) for row in rows] for name, rows in one.tables.items()},
-                "not_run": [asdict(what) for what in one.not_run],
+                **asdict(outcome.part),
+                "limit": outcome.part.seconds,
+                "verdict": outcome.verdict,
+                "seconds": round(outcome.seconds, 1),
+                "why": outcome.why,
+                "tail": outcome.tail,
+                "checks": [asdict(check) for check in outcome.checks],
+                "tables": {name: [dict(row.cells) for row in rows] for name, rows in outcome.tables.items()},
+                "not_run": [asdict(what) for what in outcome.not_run],
             }
-            for one in found
+            for outcome in outcomes
         ],
     }
     for name, text in (("report.json", json.dumps(document, indent=1) + "\n"), ("index.html", page(document))):

@@ -48,6 +48,6 @@ def entry_of(line: str) -> Entry:
     >>> entry_of(line_of(NotRun("idle share", "no profiler")))
     NotRun(what='idle share', why='no profiler')
     """
-    told = json.loads(line)
-    name = told.pop("kind")
-    return next(kind for kind in KINDS if kind.__name__ == name)(**told)
+    fields = json.loads(line)
+    name = fields.pop("kind")
+    return next(kind for kind in KINDS if kind.__name__ == name)(**fields)

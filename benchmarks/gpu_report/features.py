@@ -63,8 +63,8 @@ class Linears(nn.Module):
         return x + self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
 
 
-def mean_square(made: Tensor, wanted: Tensor) -> Tensor:
-    return F.mse_loss(made, wanted)
+def mean_square(outputs: Tensor, wanted: Tensor) -> Tensor:
+    return F.mse_loss(outputs, wanted)
 
 
 def run(setting: Setting) -> Iterator[Entry]:
@@ -98,16 +98,16 @@ def run(setting: Setting) -> Iterator[Entry]:
 
 def _judged(what: str, work: Callable[[], Found]) -> Check:
     try:
-        good, found = work()
+        good, details = work()
     except Exception as error:  # whatever it is, the next one runs
         return Check(what, False, f"{type(error).__name__}: {error}"[:1500])
-    return Check(what, good, found)
+    return Check(what, good, details)
 
 
-def off(found: Tensor, wanted: Tensor) -> float:
+def off(computed: Tensor, wanted: Tensor) -> float:
     """The norm of the difference, relative."""
-    found, wanted = found.detach().cpu().double(), wanted.detach().cpu().double()
-    return float((found - wanted).norm() / wanted.norm())
+    computed, wanted = computed.detach().cpu().double(), wanted.detach().cpu().double()
+    return float((computed - wanted).norm() / wanted.norm())
 
 
 def _compared(program: quintnet.CompiledProgram, loss: Tensor, expected: dict[str, Tensor], whole: Tensor) -> float:
@@ -194,8 +194,9 @@ def tokens(setting: Setting, name: str, axes: dict[str, int]) -> Found:
     program = quintnet.compile(
         large_model(name), quintnet.Mesh(**axes), {"input_ids": ids}, training=False, device=setting.device
     )
-    found = program.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0).cpu()
-    return torch.equal(found, expected), f"{int((found == expected).sum())} of {found.numel()} tokens are transformers'"
+    generated = program.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0).cpu()
+    same = int((generated == expected).sum())
+    return torch.equal(generated, expected), f"{same} of {generated.numel()} tokens are transformers'"
 
 
 def checkpoints(setting: Setting, job: Job) -> Found:
@@ -231,14 +232,14 @@ def quantised(setting: Setting, kind: str) -> Found:
     """Gradients of adapters beside the same layers on the CPU."""
     from tests.test_quantized import Adapted, batch, torchao_int4, torchao_int8
 
-    given, grads = batch(), []
+    inputs, grads = batch(), []
     for device in (setting.device, torch.device("cpu")):
         model = Adapted(torchao_int8 if kind == "int8" else torchao_int4)
         quintnet.unpack_quantized(model)
         program = quintnet.compile(
-            model, quintnet.Mesh(dp=2), given, loss_fn=F.mse_loss, device=device, zero=3, check="off"
+            model, quintnet.Mesh(dp=2), inputs, loss_fn=F.mse_loss, device=device, zero=3, check="off"
         )
-        program.step(given)
+        program.step(inputs)
         grads.append([p.grad.full_tensor().cpu() for p in program.parameters() if p.grad is not None])  # type: ignore[attr-defined]
     worst = max(off(x, y) for x, y in zip(*grads, strict=True))
     return worst < 1e-4, f"{worst:.0e}"

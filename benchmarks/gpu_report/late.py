@@ -33,13 +33,13 @@ class LateWorld(LocalWorld):
     def transport(self, rank: int) -> LateTransport:
         if rank not in self.transports:
             self.transports[rank] = LateTransport(self, rank)
-        found = self.transports[rank]
-        assert isinstance(found, LateTransport)
-        return found
+        transport = self.transports[rank]
+        assert isinstance(transport, LateTransport)
+        return transport
 
     @contextlib.contextmanager
     def late(self) -> Iterator[None]:
-        """What is launched inside runs on the side, after what was launched before, and after a pause."""
+        """Run work inside on the side stream, after earlier work and a pause."""
         self.side.wait_stream(torch.accelerator.current_stream())
         with self.side:
             pause(self.setting)
@@ -49,14 +49,14 @@ class LateWorld(LocalWorld):
         with self.late():
             super()._advance(waits, ready)
 
-    def join(self, made: Any) -> Any:
-        """From here on, what is launched may use ``made``."""
-        here = torch.accelerator.current_stream()
-        here.wait_stream(self.side)
-        for x in made if isinstance(made, (tuple, list)) else (made,):
+    def join(self, result: Any) -> Any:
+        """From here on, what is launched may use ``result``."""
+        stream = torch.accelerator.current_stream()
+        stream.wait_stream(self.side)
+        for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, Tensor):
-                x.record_stream(here)  # its memory is the side's
-        return made
+                x.record_stream(stream)  # its memory is the side's
+        return result
 
 
 class LateTransport(LocalTransport):
@@ -70,14 +70,14 @@ class LateTransport(LocalTransport):
     def start(self, collective: str, *args: Any) -> Pending:
         return self._later(super().run(collective, *args), args)
 
-    def _later(self, made: Any, *kept: Any) -> Pending:
-        held = list(kept)
+    def _later(self, result: Any, *alive: Any) -> Pending:
+        held = list(alive)
 
         def wait() -> Any:
             self.world.waited += bool(held)
-            self.world.join(made)
+            self.world.join(result)
             held.clear()
-            return made
+            return result
 
         return wait
 
@@ -85,20 +85,20 @@ class LateTransport(LocalTransport):
         return self._later(super().permute(x, axis, sources, at)(), x)
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
-        made = self._meet("sum", x, ranks, label)
+        total = self._meet("sum", x, ranks, label)
         with self.world.late():
-            x.copy_(made)
-        return self._later(x, made)
+            x.copy_(total)
+        return self._later(x, total)
 
     def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
-        own, made = x.chunk(len(ranks))[ranks.index(self.rank)], self._meet("scatter", x, ranks, label, 0, 1)
+        part, scattered = x.chunk(len(ranks))[ranks.index(self.rank)], self._meet("scatter", x, ranks, label, 0, 1)
         with self.world.late():
-            own.copy_(made)
-        return self._later(own, made, x)
+            part.copy_(scattered)
+        return self._later(part, scattered, x)
 
     def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:
-        made: Tensor = self.world.join(super().broadcast(x, ranks, source, label))
-        return made
+        received: Tensor = self.world.join(super().broadcast(x, ranks, source, label))
+        return received
 
     def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
         with self.world.late():
@@ -126,11 +126,11 @@ def pause(setting: Setting) -> None:
 @contextlib.contextmanager
 def late_worlds(setting: Setting) -> Iterator[list[LateWorld]]:
     """Programs whose first step is inside have late worlds; gives those that were made."""
-    made: list[LateWorld] = []
+    worlds: list[LateWorld] = []
 
     def world(mesh: Mesh, sites: Sequence[str] = ()) -> LateWorld:
-        made.append(LateWorld(mesh, sites, setting))
-        return made[-1]
+        worlds.append(LateWorld(mesh, sites, setting))
+        return worlds[-1]
 
     with mock.patch.object(local, "LocalWorld", world):
-        yield made
+        yield worlds

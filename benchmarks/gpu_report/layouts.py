@@ -95,10 +95,10 @@ def _judged(what: str, work: Any) -> Check:
     """A layout that fails says so, and the others go on."""
     start = time.perf_counter()
     try:
-        good, found = work()
+        good, details = work()
     except (QuintNetError, RuntimeError) as error:
         return Check(what, False, f"{type(error).__name__}: {error}"[:600])
-    return Check(what, good, f"{found}; {time.perf_counter() - start:.1f} s")
+    return Check(what, good, f"{details}; {time.perf_counter() - start:.1f} s")
 
 
 def exact(setting: Setting, job: Job) -> tuple[bool, str]:
@@ -111,8 +111,8 @@ def exact(setting: Setting, job: Job) -> tuple[bool, str]:
     worst = 0.0
     for _ in range(2):
         loss = float(program.step(batch))
-        found, wanted = parts(program, gradients)
-        worst = max(worst, worst_error(found, wanted)[0])
+        computed, wanted = parts(program, gradients)
+        worst = max(worst, worst_error(computed, wanted)[0])
         program.zero_grad()
     off = abs(loss - float(expected)) / max(1.0, abs(float(expected)))
     limit = max(LIMIT, 100 * case.tolerance)
@@ -127,20 +127,22 @@ def narrow_batch(job: Job) -> Any:
 def parts(
     program: quintnet.CompiledProgram, gradients: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What this process has of each gradient, and the same part of those of ``gradients``, on the host. Nothing is
-    communicated for it."""
-    there = {name: p.grad for name, p in program.named_parameters() if p.grad is not None}
-    found: dict[str, Tensor] = {}
+    """Return this process's part of each gradient, and the same part of ``gradients``, on the host.
+
+    Nothing is communicated.
+    """
+    gradients_here = {name: p.grad for name, p in program.named_parameters() if p.grad is not None}
+    local_parts: dict[str, Tensor] = {}
     wanted: dict[str, Tensor] = {}
     for spec, _, positions in program._state().parts(program._primary().program):
-        if spec.name in there:
-            grad = there[spec.name]
-            found[spec.name] = (grad.to_local() if isinstance(grad, DTensor) else grad).detach().cpu()
+        if spec.name in gradients_here:
+            grad = gradients_here[spec.name]
+            local_parts[spec.name] = (grad.to_local() if isinstance(grad, DTensor) else grad).detach().cpu()
             part = gradients[spec.name]
             for dim, index in enumerate(positions):
                 part = part.index_select(dim, index)
             wanted[spec.name] = part
-    return found, wanted
+    return local_parts, wanted
 
 
 def rounded(setting: Setting, job: Job) -> tuple[bool, str]:

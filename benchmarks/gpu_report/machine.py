@@ -25,7 +25,7 @@ def run(setting: Setting) -> Iterator[Entry]:
 
 
 def versions(setting: Setting) -> dict[str, str]:
-    found = {
+    entries = {
         "device": str(setting.device),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -33,7 +33,7 @@ def versions(setting: Setting) -> dict[str, str]:
     }
     if setting.cuda:
         properties = torch.cuda.get_device_properties(setting.device)
-        found |= {
+        entries |= {
             "name": properties.name,
             "compute capability": f"{properties.major}.{properties.minor}",
             "memory, GiB": f"{properties.total_memory / 2**30:.1f}",
@@ -42,7 +42,7 @@ def versions(setting: Setting) -> dict[str, str]:
             "cuDNN": str(torch.backends.cudnn.version()),
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none",
         }
-    return found
+    return entries
 
 
 def product_rate(setting: Setting, side: int, dtype: torch.dtype) -> float:
@@ -54,8 +54,8 @@ def product_rate(setting: Setting, side: int, dtype: torch.dtype) -> float:
 def _product(setting: Setting, side: int) -> Iterator[Entry]:
     a, b = (torch.randn(256, 256, dtype=torch.bfloat16) for _ in range(2))
     exact = a.double() @ b.double()
-    found = (a.to(setting.device) @ b.to(setting.device)).cpu().double()
-    error = float((found - exact).abs().max() / exact.abs().max())
+    product = (a.to(setting.device) @ b.to(setting.device)).cpu().double()
+    error = float((product - exact).abs().max() / exact.abs().max())
     yield Check("a bf16 product is right to bf16's rounding", error < 2**-7, f"relative error {error:.1e}")
     for dtype in (torch.bfloat16, torch.float32):
         rate = product_rate(setting, side, dtype) / 1e12

@@ -51,7 +51,7 @@ def _plan(setting: Setting, size: Size, axes: dict[str, int], options: dict[str,
     predicted = simulate_program(program, costs, None, processes=False).rows[0].peak
     setting.free()
     device = getattr(torch, setting.device.type)
-    before = device.memory_allocated()
+    baseline = device.memory_allocated()
     step = ours(program, program.rank(0), setting.device, size, "eager")
     step()
     setting.wait()
@@ -59,7 +59,7 @@ def _plan(setting: Setting, size: Size, axes: dict[str, int], options: dict[str,
     for _ in range(1 if setting.emulated else STEPS):
         step()
     setting.wait()
-    measured = device.max_memory_allocated() - before
+    measured = device.max_memory_allocated() - baseline
     error = predicted.bytes / measured - 1
     cells: dict[str, str | float] = {
         "plan": what,

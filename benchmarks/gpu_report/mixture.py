@@ -29,7 +29,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Of the experts' products, forward and backward."""
+        """Return the FLOPs of the experts' products, forward and backward."""
         return 3 * 2 * self.rows * self.chosen * self.width * 3 * self.hidden
 
 
@@ -51,8 +51,8 @@ class Layer(nn.Module):
         weights, chosen = torch.topk(torch.softmax(self.router(x), -1), self.shape.chosen)
         rows, ids = x.repeat_interleave(self.shape.chosen, 0), chosen.flatten()
         gate, up = quintnet.expert_linear(rows, ids, self.up).chunk(2, -1)
-        made = quintnet.expert_linear(F.silu(gate) * up, ids, self.down)
-        mixed = (made.view(-1, self.shape.chosen, x.shape[1]) * weights.unsqueeze(-1)).sum(1)
+        outputs = quintnet.expert_linear(F.silu(gate) * up, ids, self.down)
+        mixed = (outputs.view(-1, self.shape.chosen, x.shape[1]) * weights.unsqueeze(-1)).sum(1)
         return (x + mixed - target).float().pow(2).mean()
 
 
@@ -68,8 +68,8 @@ def run(setting: Setting) -> Iterator[Entry]:
     yield from compared(setting, "a layer", builders, ceiling(setting), shape.flops)
     step = _ours(setting, shape, "eager")
     step()
-    found = host_waits(setting, step)
-    yield Figures("host waits of a step", {"count": len(found), "where": ", ".join(dict.fromkeys(found))})
+    waits = host_waits(setting, step)
+    yield Figures("host waits of a step", {"count": len(waits), "where": ", ".join(dict.fromkeys(waits))})
 
 
 def _layer(setting: Setting, shape: Shape, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, Tensor]]:

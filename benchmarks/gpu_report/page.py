@@ -13,7 +13,7 @@ def page(document: dict[str, Any]) -> str:
     source = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=source, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["shown"] = shown
-    counts = {verdict: sum(one["verdict"] == verdict for one in document["parts"]) for verdict in VERDICTS}
+    counts = {verdict: sum(part["verdict"] == verdict for part in document["parts"]) for verdict in VERDICTS}
     return environment.get_template("page.html.jinja").render(report=document, counts=counts)
 
 

@@ -25,9 +25,9 @@ class Part:
     usual: bool = True
 
     def work(self) -> Callable[[Setting], Iterator[Entry]]:
-        """What it does, in this process."""
-        found: Callable[[Setting], Iterator[Entry]] = importlib.import_module(f"{__package__}.{self.name}").run
-        return found
+        """Return the function of this part, which runs in this process."""
+        function: Callable[[Setting], Iterator[Entry]] = importlib.import_module(f"{__package__}.{self.name}").run
+        return function
 
 
 PARTS = (

@@ -22,7 +22,7 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Activity:
-    """What one step launched. ``idle``: the share of the time from its first kernel to its last in which none ran."""
+    """The kernels of one step. ``idle``: the share of time without one, from the first kernel to the last."""
 
     kernels: int
     idle: float | None
@@ -78,7 +78,7 @@ def _row(
 
 
 def _addmm_flops(_: Sequence[int], a: Sequence[int], b: Sequence[int], *__: object, **___: object) -> int:
-    """Of all overloads; torch 2.11 takes the dtype that one of them gets for a shape."""
+    """Count the FLOPs of all overloads; torch 2.11 takes the dtype that one of them gets for a shape."""
     return 2 * a[0] * a[1] * b[1]
 
 

@@ -34,9 +34,9 @@ def run(setting: Setting) -> Iterator[Entry]:
         register()
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{Path(folder) / 'store'}"
-        given = take_accelerator(0)
-        dist.init_process_group(**given, init_method=store, rank=0, world_size=1)
-        yield Check("the group connects when it is made", "device_id" in given, str(given))
+        options = take_accelerator(0)
+        dist.init_process_group(**options, init_method=store, rank=0, world_size=1)
+        yield Check("the group connects when it is made", "device_id" in options, str(options))
         yield from _programs(setting)
         yield from _collectives(setting)
         yield from _digests(setting)
@@ -44,8 +44,8 @@ def run(setting: Setting) -> Iterator[Entry]:
 
 def _programs(setting: Setting) -> Iterator[Entry]:
     for job in JOBS:
-        good, found = exact(setting, job)
-        yield Check(f"{job}, float64", good, found)
+        good, details = exact(setting, job)
+        yield Check(f"{job}, float64", good, details)
     case = CASES["mlp"]
     program = quintnet.compile(build("mlp"), quintnet.Mesh(dp=1), case.batch(8), loss_fn=case.loss_fn)
     program.step(case.batch(8))
@@ -81,13 +81,13 @@ def _collectives(setting: Setting) -> Iterator[Entry]:
 def _digests(setting: Setting) -> Iterator[Entry]:
     """Ranks of one node have devices of their own, and must have one program."""
     what = "programs for device 0 and device 1 are the same"
-    case, found = CASES["gpt"], []
+    case, digests = CASES["gpt"], []
     try:
         for index in (0, 1):
             device = torch.device(setting.device.type, index)
             program = quintnet.compile(build("gpt"), quintnet.Mesh(dp=1), case.batch(8), device=device, check="off")
-            found.append(program._primary().program.digest)
+            digests.append(program._primary().program.digest)
     except RuntimeError as error:
         yield NotRun(what, f"there is no device 1 here: {str(error).splitlines()[0]}")
         return
-    yield Check(what, found[0] == found[1], " ".join(text[:12] for text in found))
+    yield Check(what, digests[0] == digests[1], " ".join(text[:12] for text in digests))

@@ -50,22 +50,22 @@ def _program(setting: Setting, job: Job, dtype: torch.dtype = torch.float32) -> 
 
 def _steps(program: quintnet.CompiledProgram, job: Job) -> list[Tensor]:
     """Loss and gradients of all steps, on the host."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for _ in range(STEPS):
-        found.append(program.step(narrow_batch(job)).detach().cpu())
-        found += [p.grad.full_tensor().cpu() for _, p in program.named_parameters() if p.grad is not None]  # type: ignore[attr-defined]
+        tensors.append(program.step(narrow_batch(job)).detach().cpu())
+        tensors += [p.grad.full_tensor().cpu() for _, p in program.named_parameters() if p.grad is not None]  # type: ignore[attr-defined]
         program.zero_grad()
-    return found
+    return tensors
 
 
 def _late(setting: Setting, job: Job) -> Check:
     expected = _steps(_program(setting, job), job)
     with late_worlds(setting) as worlds:
-        found = _steps(_program(setting, job), job)
-    equal = sum(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        computed = _steps(_program(setting, job), job)
+    equal = sum(torch.equal(x, y) for x, y in zip(computed, expected, strict=True))
     waited = sum(world.waited for world in worlds)
-    told = f"{equal} of {len(expected)} tensors equal bit by bit, {waited} waits for what was started"
-    return Check(f"late communication: {job}", equal == len(expected) and waited > 0, told)
+    details = f"{equal} of {len(expected)} tensors equal bit by bit, {waited} waits for what was started"
+    return Check(f"late communication: {job}", equal == len(expected) and waited > 0, details)
 
 
 def _waits(setting: Setting) -> Iterator[Entry]:
@@ -75,12 +75,12 @@ def _waits(setting: Setting) -> Iterator[Entry]:
     for _ in range(3):
         program.step(batch)
         program.zero_grad()
-    found = host_waits(setting, lambda: program.step(batch))
-    yield Check("the host waits once in a step of a dense model", len(found) == 1, "; ".join(found))
+    waits = host_waits(setting, lambda: program.step(batch))
+    yield Check("the host waits once in a step of a dense model", len(waits) == 1, "; ".join(waits))
 
 
 def host_waits(setting: Setting, work: Callable[[], object]) -> list[str]:
-    """What makes the host wait for the device while ``work`` runs."""
+    """Return the calls that make the host wait for the device while ``work`` runs."""
     if setting.emulated:
         from tests.accelerator.device import install
 

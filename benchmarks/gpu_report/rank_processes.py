@@ -21,8 +21,10 @@ CODE = "from gpu_report.rank_work import main; main()"
 
 @dataclass(frozen=True)
 class Ended:
-    """How ranks ended, in their order. ``codes``: exit codes, None of one that was still running; ``checks``: what each
-    found; ``texts``: what each printed."""
+    """The end of ranks, in their order.
+
+    ``codes``: exit codes, None for one that still ran. ``checks``: of each. ``texts``: the output of each.
+    """
 
     seconds: float
     codes: tuple[int | None, ...]
@@ -62,16 +64,18 @@ class Launcher:
         processes = [self._start(work, rank, size, port) for rank in range(size)]
         try:
             waited_for = [processes[rank] for rank in awaited or range(size)]
-            while any(one.poll() is None for one in waited_for) and time.monotonic() - start < seconds:
+            while any(process.poll() is None for process in waited_for) and time.monotonic() - start < seconds:
                 time.sleep(0.05)
-            codes = tuple(one.poll() for one in processes)
+            codes = tuple(process.poll() for process in processes)
         finally:
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         lines = [self._read(f"{work}.{rank}.jsonl").splitlines() for rank in range(size)]
-        checks = tuple(tuple(one for one in map(entry_of, mine) if isinstance(one, Check)) for mine in lines)
+        checks = tuple(
+            tuple(entry for entry in map(entry_of, own_lines) if isinstance(entry, Check)) for own_lines in lines
+        )
         texts = tuple(self._read(f"{work}.{rank}.log") for rank in range(size))
         return Ended(time.monotonic() - start, codes, checks, texts)
 

@@ -79,24 +79,24 @@ def check_collectives(here: Rank) -> Iterator[Check]:
     """Each collective of the transport, at once and started, beside what it means: equal bit by bit."""
     assert dist.group.WORLD is not None
     group, size = collectives(dist.group.WORLD), here.size
-    given = [torch.arange(64.0 * size).double().view(size, 64) + 1000 * rank for rank in range(size)]
-    mine, total = given[here.rank].to(here.device), sum(given[1:], given[0])
-    joined, own_rows = torch.cat(given), total[here.rank : here.rank + 1]
+    inputs = [torch.arange(64.0 * size).double().view(size, 64) + 1000 * rank for rank in range(size)]
+    mine, total = inputs[here.rank].to(here.device), sum(inputs[1:], inputs[0])
+    joined, own_rows = torch.cat(inputs), total[here.rank : here.rank + 1]
     wanted = {
         "all_reduce": total,
         "add": total,
         "all_gather": joined,
         "reduce_scatter": own_rows,
-        "all_to_all": torch.stack([x[here.rank] for x in given]),
-        "permute": given[(here.rank + 1) % size],
-        "all_gather_each": torch.cat([joined, *(x[:1] for x in given)]),
+        "all_to_all": torch.stack([x[here.rank] for x in inputs]),
+        "permute": inputs[(here.rank + 1) % size],
+        "all_gather_each": torch.cat([joined, *(x[:1] for x in inputs)]),
         "reduce_scatter_each": torch.cat([own_rows, 2 * own_rows]),
     }
     for later in (False, True):
         calls = _calls(group, mine, later)
         wrong = [name for name, want in wanted.items() if not torch.equal(calls[name]().cpu().view_as(want), want)]
-        how = "started" if later else "at once"
-        yield Check(f"{len(wanted)} collectives of {size} ranks, {how}", not wrong, ", ".join(wrong) or "all equal")
+        moment = "started" if later else "at once"
+        yield Check(f"{len(wanted)} collectives of {size} ranks, {moment}", not wrong, ", ".join(wrong) or "all equal")
 
 
 def _calls(group: Native, mine: Tensor, later: bool) -> dict[str, Callable[[], Tensor]]:
@@ -120,8 +120,8 @@ def check_layouts(here: Rank, *, sample: bool = False) -> Iterator[Check]:
     """Models of the tests: loss and gradients in float64 beside the unsplit module on the CPU."""
     for job in JOBS[here.size]:
         if job.sample or not sample:
-            good, found = exact(Setting(here.device, emulated=False), job)
-            yield Check(f"{job}, {here.size} ranks", good, found)
+            good, details = exact(Setting(here.device, emulated=False), job)
+            yield Check(f"{job}, {here.size} ranks", good, details)
 
 
 def check_sample(here: Rank) -> Iterator[Check]:
@@ -153,8 +153,8 @@ def check_other_layout(here: Rank) -> Iterator[Check]:
     """The checkpoint that ranks of ``dp`` wrote, read by ranks of ``tp``."""
     program, batch = here.program({"tp": here.size})
     program.load(here.folder / "checkpoint")
-    loss, before = float(program.step(batch)), float((here.folder / "loss.txt").read_text())
-    off = abs(loss - before) / abs(before)
+    loss, old_loss = float(program.step(batch)), float((here.folder / "loss.txt").read_text())
+    off = abs(loss - old_loss) / abs(old_loss)
     yield Check("a checkpoint of dp, zero 3, read by tp", off < 1e-9, f"loss {off:.0e}")
 
 

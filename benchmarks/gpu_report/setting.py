@@ -29,11 +29,11 @@ class Setting:
 
             install().set_device(0)
             return cls(torch.device(NAME, 0), emulated=True, library=library)
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if found is None:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if accelerator is None:
             raise RuntimeError("torch finds no accelerator on this machine")
         torch.accelerator.set_device_index(0)
-        return cls(torch.device(found.type, 0), emulated=False, library=library)
+        return cls(torch.device(accelerator.type, 0), emulated=False, library=library)
 
     @property
     def cuda(self) -> bool:
@@ -51,11 +51,11 @@ class Setting:
 
     def seconds(self, work: Callable[[], object], times: int = 10, warm: int = 3) -> float:
         """The median of ``times`` runs, each until the device is done, after ``warm`` others."""
-        found = []
+        times_taken = []
         for _ in range(warm + times):
             self.wait()
             start = time.perf_counter()
             work()
             self.wait()
-            found.append(time.perf_counter() - start)
-        return statistics.median(found[warm:])
+            times_taken.append(time.perf_counter() - start)
+        return statistics.median(times_taken[warm:])

@@ -49,15 +49,15 @@ def _on(size: int, jobs: Sequence[Job], setting: Setting) -> Iterator[Entry]:
         pool = ProcessPoolExecutor(size, multiprocessing.get_context("spawn"))
         store = str(Path(folder) / "store")
         ranks = [pool.submit(train, store, rank, size, jobs, emulated=setting.emulated) for rank in range(size)]
-        found = [rank.result() for rank in ranks]
+        results = [rank.result() for rank in ranks]
         for index, job in enumerate(jobs):
-            good = all(rank[index][0] for rank in found)
-            told = " | ".join(dict.fromkeys(rank[index][1] for rank in found))
-            yield Check(f"{job}, {size} processes", good, told)
+            good = all(rank[index][0] for rank in results)
+            details = " | ".join(dict.fromkeys(rank[index][1] for rank in results))
+            yield Check(f"{job}, {size} processes", good, details)
 
 
 def train(store: str, rank: int, size: int, jobs: Sequence[Job], *, emulated: bool) -> list[tuple[bool, str]]:
-    """What one rank finds of each job."""
+    """Return one rank's result of each job."""
     torch.set_num_threads(1)
     setting = Setting.here(emulated=emulated)
     torch.zeros(1, device=setting.device)  # so that nobody chooses another device by the rank

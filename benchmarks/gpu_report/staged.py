@@ -19,7 +19,7 @@ HALF = (torch.float16, torch.bfloat16)  # added up in float32
 
 
 class Later(dist._Work):
-    """What is still to be done when it is waited for; at most once."""
+    """Work that is done when it is waited for, at most once."""
 
     def __init__(self, end: Callable[[], object] | None = None) -> None:
         super().__init__()
@@ -65,55 +65,55 @@ class StagedGroup(dist.ProcessGroup):
         return self.names["desc"]
 
     def allreduce(self, xs: list[Tensor], options: Any = None) -> Later:
-        made = [_host(x).float() if x.dtype in HALF else _host(x) for x in xs]
-        self.gloo.allreduce(made, options or dist.AllreduceOptions()).wait()
-        return _put(xs, made)
+        reduced = [_host(x).float() if x.dtype in HALF else _host(x) for x in xs]
+        self.gloo.allreduce(reduced, options or dist.AllreduceOptions()).wait()
+        return _put(xs, reduced)
 
     def broadcast(self, xs: list[Tensor], options: Any) -> Later:
-        made = [_host(x) for x in xs]
-        self.gloo.broadcast(made, options).wait()
-        return _put(xs, made)
+        received = [_host(x) for x in xs]
+        self.gloo.broadcast(received, options).wait()
+        return _put(xs, received)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None) -> Later:
         return _put(outputs[0], self._gathered(inputs[0]))
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
-        given = _host(x)
-        parts = [torch.empty_like(given) for _ in range(self.size())]
-        self.gloo.allgather([parts], [given]).wait()
+        data = _host(x)
+        parts = [torch.empty_like(data) for _ in range(self.size())]
+        self.gloo.allgather([parts], [data]).wait()
         return parts
 
-    def all_gather_single(self, output: Tensor, given: Tensor, *_: Any, **__: Any) -> Later:
-        return _put([output], [torch.cat([x.reshape(-1) for x in self._gathered(given)])])
+    def all_gather_single(self, output: Tensor, input_: Tensor, *_: Any, **__: Any) -> Later:
+        return _put([output], [torch.cat([x.reshape(-1) for x in self._gathered(input_)])])
 
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, *_: Any, **__: Any) -> Later:
-        total = _host(given).reshape(-1)
+    def reduce_scatter_single(self, output: Tensor, input_: Tensor, *_: Any, **__: Any) -> Later:
+        total = _host(input_).reshape(-1)
         total = total.float() if total.dtype in HALF else total.clone()
         self.gloo.allreduce([total]).wait()
         return _put([output], [total.view(self.size(), -1)[self.rank()]])
 
-    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], given: list[Tensor], *_: Any) -> Later:
-        for output, x in zip(outputs, given, strict=True):
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], *_: Any) -> Later:
+        for output, x in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, x)
         return Later()
 
-    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], given: list[Tensor], *_: Any) -> Later:
-        for output, x in zip(outputs, given, strict=True):
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], *_: Any) -> Later:
+        for output, x in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, x)
         return Later()
 
     def all_to_all_single(
         self,
         output: Tensor,
-        given: Tensor,
+        input_: Tensor,
         receives: Sequence[int] | None = None,
         sends: Sequence[int] | None = None,
         *_: Any,
         **__: Any,
     ) -> Later:
-        made = torch.empty(output.shape, dtype=output.dtype)
-        self.gloo.alltoall_base(made, _host(given), list(receives or []), list(sends or [])).wait()
-        return _put([output], [made])
+        received = torch.empty(output.shape, dtype=output.dtype)
+        self.gloo.alltoall_base(received, _host(input_), list(receives or []), list(sends or [])).wait()
+        return _put([output], [received])
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
@@ -134,8 +134,8 @@ class StagedGroup(dist.ProcessGroup):
         return Later(lambda: (work.wait(), xs[0].copy_(got)))
 
 
-def _put(outputs: Sequence[Tensor], made: Sequence[Tensor]) -> Later:
-    for x, y in zip(outputs, made, strict=True):
+def _put(outputs: Sequence[Tensor], results: Sequence[Tensor]) -> Later:
+    for x, y in zip(outputs, results, strict=True):
         x.copy_(y.view(x.shape))
     return Later()
 

@@ -61,12 +61,12 @@ def _fine(done: Done) -> bool:
 
 
 def _same_losses(done: Done) -> bool:
-    """Of an example that is too short for its accuracy."""
+    """Return whether an example, too short for its accuracy, has equal losses."""
     return "largest relative difference" in done.stdout and "MISSED: losses" not in done.stdout
 
 
 def _command(what: str, arguments: tuple[str, ...], good: Callable[[Done], bool] = _fine) -> Check:
-    """Whether a command of Python ends well."""
+    """Run a Python command, and check that it succeeds."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     try:
         done = subprocess.run(
@@ -104,9 +104,12 @@ def _trainer(folder: Path) -> Iterator[Entry]:
 
     for narrow in (False, True):
         data = {"train_dataset": Texts(22), "eval_dataset": Texts(10, seed=1)}
-        made = dataclasses.asdict(hf_trainer.arguments(str(folder / "trainer"), 4)) | {"use_cpu": False, "bf16": narrow}
+        values = dataclasses.asdict(hf_trainer.arguments(str(folder / "trainer"), 4)) | {
+            "use_cpu": False,
+            "bf16": narrow,
+        }
         names = {f.name for f in dataclasses.fields(transformers.TrainingArguments) if f.init}
-        arguments = {name: value for name, value in made.items() if name in names}
+        arguments = {name: value for name, value in values.items() if name in names}
         if narrow:
             arguments["eval_strategy"] = "no"
         limit = 2e-2 if narrow else 1e-4
