@@ -116,6 +116,45 @@ def test_the_interpreter_tells_of_a_failed_save(tmp_path: Path) -> None:
     assert "CheckpointWarning: QN603" in said and "run: step-00000001 was not written: save_async failed" in said
 
 
+HOOK = """
+import atexit, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from quintnet_compiler.compat.interpreter_exit import run_before_exit
+
+if sys.argv[1] == "no hook":
+    del threading._register_atexit
+pool = ThreadPoolExecutor(1)
+
+def end():
+    try:
+        print("pool:", pool.submit(lambda: "works").result())
+    except RuntimeError:
+        print("pool: refuses")
+
+atexit.register(lambda: print("late:", run_before_exit(print)))
+print("early:", run_before_exit(end))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("hook", ["early: True", "pool: works", "late: False"]),
+        ("no hook", ["early: True", "pool: refuses", "late: True"]),
+    ],
+)
+def test_a_hook_runs_before_thread_pools_refuse_work(how: str, expected: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HOOK, how],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert done.stdout.splitlines() == expected
+
+
 AT_EXIT = f"""
 import atexit, concurrent.futures.thread, sys, threading
 import quintnet

@@ -76,7 +76,7 @@ def threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(cores, _THREADS), "quintnet-checkpoint")
 
 
-def begun(pool: ThreadPoolExecutor, work: Callable[[A], T], argument: A) -> Future[T]:
+def submit_or_run(pool: ThreadPoolExecutor, work: Callable[[A], T], argument: A) -> Future[T]:
     """Have a thread do ``work``, or do it here where none takes any: when the interpreter ends, pools refuse it."""
     try:
         return pool.submit(work, argument)
@@ -96,7 +96,7 @@ def write(sink: FileSink, buffers: Iterable[memoryview]) -> Digest:
         for piece in cut(buffers):
             if len(hashes) >= _AHEAD:
                 hashes[-_AHEAD].result()
-            hashes.append(begun(pool, _hash, piece))
+            hashes.append(submit_or_run(pool, _hash, piece))
             sink.write(piece)
             size += sum(map(len, piece))
     return Digest(size, tuple(one.result() for one in hashes))
@@ -258,7 +258,7 @@ def in_threads(work: Callable[[Sequence[T]], object], items: Sequence[T]) -> Ite
     """
     with threads() as pool:
         parts = [Share(number, _THREADS).share_of(items) for number in range(_THREADS)]
-        running = [begun(pool, work, part) for part in parts if part]
+        running = [submit_or_run(pool, work, part) for part in parts if part]
         try:
             yield
         finally:
