@@ -80,7 +80,7 @@ count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 def dispatch_modes() -> list[TorchDispatchMode]:
     """Return the modes that see operators now, the innermost last; instead: none of them."""
-    modes: list[TorchDispatchMode] = _get_current_dispatch_mode_stack()  # type: ignore[no-untyped-call]
+    modes: list[TorchDispatchMode] = _get_current_dispatch_mode_stack()
     return modes
 
 

@@ -56,13 +56,13 @@ def _target(reference: weakref.ref[Any]) -> list[Any]:
     return [reference()]
 
 
-def dict_of_results(function: CachedFunction) -> dict[Any, Any]:
+def dict_of_results(function: CachedFunction[Any]) -> dict[Any, Any]:
     """Return the dict in which a function keeps its results: of the keys, what the function returned, or holds it."""
     others = reversed(gc.get_referents(function))  # those that are results come before
     return next(x for x in others if type(x) is dict and x is not vars(function))
 
 
-def _kept_by(function: CachedFunction) -> list[Any]:
+def _kept_by(function: CachedFunction[Any]) -> list[Any]:
     """Return the function that keeps its results, and all arguments and results that it keeps."""
     results = dict_of_results(function)
     others = [x for x in gc.get_referents(function) if x is not results and not isinstance(x, type)]
@@ -252,7 +252,7 @@ class Results:
     """The results that a function kept. It may keep others, too: a forward pass asks for those that it asked for."""
 
     label: str
-    function: CachedFunction
+    function: CachedFunction[Any]
     results: dict[Any, Any] = field(init=False)
     then: list[tuple[Any, Any]] = field(init=False)
 

@@ -59,7 +59,7 @@ class StoredModule:
         """
         space = dict(_NAMES)
         exec(compile(check_source(self.code), f"<{self.name}>", "exec"), space)
-        function: Callable[[Any, list[Any]], Any] = space["forward"]  # type: ignore[assignment]
+        function: Callable[[Any, list[Any]], Any] = space["forward"]
         return lambda args: function(None, args)
 
     @property

@@ -123,7 +123,8 @@ class Comm:
         Shapes: ``weight`` [rows, width], ``ids`` [...]; returns [..., width].
         """
         local, outside = self._rows(ids, weight.shape[0], axes, sizes)
-        return SHIPPED.embedding(weight, local).masked_fill_(outside.unsqueeze(-1), 0.0)
+        rows: Tensor = SHIPPED.embedding(weight, local)
+        return rows.masked_fill_(outside.unsqueeze(-1), 0.0)
 
     def embedding_rows_backward(
         self, grad: Tensor, ids: Tensor, rows: int, padding_idx: int, axes: Sequence[str], sizes: Sequence[int], at: int
