@@ -140,7 +140,7 @@ def measure(mib: float, repeats: int, loads: int, folder: Path) -> dict[str, Any
         _settle()
         before = subject.sums()
         for what in ("load", "load from disk"):
-            for number in range(loads):
+            for number in range(loads if counts else 1):
                 for who, (_, load) in both.items():
                     if what == "load from disk":
                         _drop(folder / str(turn) / who)

@@ -80,11 +80,11 @@ def snapshot(
 
 
 def as_stored(extra: Mapping[str, Any]) -> str:
-    """Return what a checkpoint has of ``extra``, a value on each line; or its ``repr`` if no checkpoint can have it."""
+    """Return what a checkpoint has of ``extra``, a value on each line. What JSON cannot hold is refused later."""
     try:
         return json.dumps(plain(extra, "extra"), indent=1, sort_keys=True)
-    except CheckpointError:
-        return repr(extra)
+    except (CheckpointError, ValueError, RecursionError):  # also of a number with too many digits
+        return "what JSON cannot hold"
 
 
 def snapshot_here(
