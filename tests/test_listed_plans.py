@@ -20,6 +20,8 @@ from quintnet_compiler.planner.asking import Questions
 from quintnet_compiler.planner.report import PlanReport
 from quintnet_compiler.planner.search import SearchEffort
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 PINNED = {"microbatches": 1, "recompute": "none"}
 CHUNKS = 8
 

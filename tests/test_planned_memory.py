@@ -13,6 +13,8 @@ import quintnet
 from benchmarks import planned_memory
 from quintnet_compiler.planner.estimate import StageMemory
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gnn", "leaky"])

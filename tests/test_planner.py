@@ -44,6 +44,8 @@ from quintnet_compiler.planner.search import SearchEffort
 
 from .models import CASES, GPT, build
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 torch.set_num_threads(1)
 ROWS = 4
 
