@@ -131,7 +131,7 @@ def test_padded_batches_of_a_transformer(kind: str, axes: dict[str, int], captur
     model = build(kind)
     twin = copy.deepcopy(model)
     program = quintnet.compile(model, Mesh(**axes), _padded(8, 8))
-    batches = [_padded(8, length) for length in (8, 11, 7, 14)]
+    batches = [_padded(8, length) for length in (8, 11, 7)]
     assert _difference(program, twin, batches) < 2e-6  # losses are in float32, see CASES
     assert captures == [False, True]
     whole, filled = program.evaluate(batches[1]), program.evaluate(quintnet.pad_to_bucket(batches[1], 16))
