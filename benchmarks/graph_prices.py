@@ -119,8 +119,10 @@ class Pair:
 
 
 def pair(name: str, layout: str, gpu: str) -> Pair:
-    """Price one model in one layout, both ways, with a host that costs nothing: closed forms list the kernels of
-    layers, and not those that prepare a batch."""
+    """Price one model in one layout both ways.
+
+    The host takes no time: closed forms list the kernels of layers, and not those that prepare a batch.
+    """
     case, plan = CASES[name], dict(LAYOUTS[layout])
     sizes = {axis: plan["mesh"].get(axis, 1) for axis in ("dp", "tp", "pp", "cp")}
     if sizes["cp"] > 1:

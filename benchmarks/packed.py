@@ -144,9 +144,9 @@ def main() -> None:
     sizes = lengths(args.length, args.documents)
     if args.ranks:
         rows = [shuffled(sizes, row + args.shuffled) for row in range(args.rows)]
-        results = uneven(rows, args.ranks, args.runs or runs_of_rank(args.length // args.ranks))
+        imbalance = uneven(rows, args.ranks, args.runs or runs_of_rank(args.length // args.ranks))
         print("most over mean: {in_order:.2f} in order, {mirrored:.2f} mirrored, {assigned:.2f} assigned; "
-              "{leaving:.2f} leaves".format(**asdict(results)))  # fmt: skip
+              "{leaving:.2f} leaves".format(**asdict(imbalance)))  # fmt: skip
         return
     device = torch.device(args.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16

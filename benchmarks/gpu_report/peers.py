@@ -103,7 +103,7 @@ def activity(setting: Setting, step: Step) -> Activity:
 
 
 def idle_share(spans: list[tuple[float, float]]) -> float | None:
-    """The share of the time from the first start to the last end that no span covers.
+    """Return the share of the time from the first start to the last end that no span covers.
 
     >>> idle_share([(0, 2), (1, 3), (5, 10)])
     0.2
@@ -120,7 +120,7 @@ def idle_share(spans: list[tuple[float, float]]) -> float | None:
 
 
 def ceiling(setting: Setting) -> float:
-    """FLOP/s of large bf16 products, measured here: clocks differ from minute to minute."""
+    """Return the FLOP/s of large bf16 products, measured now, since clocks vary from minute to minute."""
     from .machine import SIDE, SMALL, product_rate
 
     return statistics.median(

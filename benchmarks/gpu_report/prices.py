@@ -1,4 +1,4 @@
-"""Operators as they take here, in bf16; and steps as they are predicted from that, beside steps as they take."""
+"""Measure operators in bf16, and compare steps with predictions from these."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def _programs(setting: Setting) -> Iterator[Entry]:
 
 
 def _collectives(setting: Setting) -> Iterator[Entry]:
-    """Each collective of the transport, at once and started, where the result lies in its input and apart from it."""
+    """Check each collective of the transport, at once and started, in place and not."""
     assert dist.group.WORLD is not None
     group = collectives(dist.group.WORLD)
     yield Check("collectives are the backend's own", type(group) is Native, type(group).__name__)
@@ -79,7 +79,7 @@ def _collectives(setting: Setting) -> Iterator[Entry]:
 
 
 def _digests(setting: Setting) -> Iterator[Entry]:
-    """Ranks of one node have devices of their own, and must have one program."""
+    """Check that ranks of one node, which have different devices, have the same program."""
     what = "programs for device 0 and device 1 are the same"
     case, digests = CASES["gpt"], []
     try:

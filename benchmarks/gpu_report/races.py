@@ -1,4 +1,4 @@
-"""Steps whose communication is late, bit by bit beside steps whose communication is not; and what makes hosts wait."""
+"""Compare steps whose communication is late, bit by bit, with other steps; and count what makes hosts wait."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _program(setting: Setting, job: Job, dtype: torch.dtype = torch.float32) -> 
 
 
 def _steps(program: quintnet.CompiledProgram, job: Job) -> list[Tensor]:
-    """Loss and gradients of all steps, on the host."""
+    """Return loss and gradients of all steps, on the host."""
     tensors: list[Tensor] = []
     for _ in range(STEPS):
         tensors.append(program.step(narrow_batch(job)).detach().cpu())
@@ -69,7 +69,7 @@ def _late(setting: Setting, job: Job) -> Check:
 
 
 def _waits(setting: Setting) -> Iterator[Entry]:
-    """A step of a dense model makes the host wait once: for whether all gradients are finite."""
+    """Check that the host waits once in a step of a dense model: to learn whether all gradients are finite."""
     program = _program(setting, DENSE)
     batch = tuple(x.to(setting.device) for x in narrow_batch(DENSE))
     for _ in range(3):

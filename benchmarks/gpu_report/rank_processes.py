@@ -1,4 +1,4 @@
-"""Starts a process for each rank, and collects what they find and how they end."""
+"""Start a process for each rank, and collect their checks and exit codes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Ended:
 
     @property
     def merged(self) -> list[Check]:
-        """One check for each that a rank made, which holds where it holds on all ranks; and that all ended well."""
+        """Return each check, good if it is good on all ranks, and one of how the ranks ended."""
         names = dict.fromkeys(check.what for checks in self.checks for check in checks)
         merged = [self._of_all(name) for name in names]
         if not names or any(self.codes):
@@ -48,15 +48,17 @@ class Ended:
 
 @dataclass(frozen=True)
 class Launcher:
-    """``device``: where all ranks compute; ``environment``: beside this process's; ``folder``: for what they write."""
+    """Starts ranks. ``environment``: in addition to this process's; ``folder``: for the files that ranks write."""
 
     device: str
     environment: Mapping[str, str]
     folder: Path
 
     def run(self, work: str, size: int, seconds: float, *, awaited: Sequence[int] = ()) -> Ended:
-        """Run ``work`` of :mod:`.rank_work` on ``size`` ranks, for ``seconds`` at most. All are ended once those that
-        are ``awaited`` have ended: all of them by default."""
+        """Run ``work`` of :mod:`.rank_work` on ``size`` ranks, for at most ``seconds``.
+
+        All ranks are ended once those that are ``awaited``, by default all, have ended.
+        """
         start = time.monotonic()
         for old in self.folder.glob(f"{work}.*"):
             old.unlink()

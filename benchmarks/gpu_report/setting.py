@@ -1,4 +1,4 @@
-"""Where the parts run: on this machine's accelerator, or on the emulated one of the tests."""
+"""The device of the parts: this machine's accelerator, or the emulated one of the tests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ import torch
 
 @dataclass(frozen=True)
 class Setting:
-    """``device``: what programs are compiled for. ``emulated``: it is host memory (``tests/accelerator``), so times say
-    nothing, and whatever needs CUDA itself is left out. ``library``: an NCCL for several ranks on one device."""
+    """The device of a report.
+
+    ``emulated``: it is host memory (``tests/accelerator``): times mean nothing, and parts that need CUDA are left out.
+    ``library``: an NCCL that supports several ranks on one device.
+    """
 
     device: torch.device
     emulated: bool
@@ -23,7 +26,11 @@ class Setting:
 
     @classmethod
     def here(cls, *, emulated: bool, library: Path | None = None) -> Setting:
-        """Raises: RuntimeError if there is no accelerator."""
+        """Return this machine's accelerator, or the emulated one.
+
+        Raises:
+            RuntimeError: If there is no accelerator.
+        """
         if emulated:
             from tests.accelerator.device import NAME, install
 
@@ -40,17 +47,17 @@ class Setting:
         return self.device.type == "cuda"
 
     def wait(self) -> None:
-        """Until the device has done everything that was launched."""
+        """Wait until the device has done everything that was launched."""
         torch.accelerator.synchronize(self.device)
 
     def free(self) -> None:
-        """Give memory that nothing uses back to the device."""
+        """Give unused memory back to the device."""
         gc.collect()
         if not self.emulated:  # which keeps none
             torch.accelerator.empty_cache()
 
     def seconds(self, work: Callable[[], object], times: int = 10, warm: int = 3) -> float:
-        """The median of ``times`` runs, each until the device is done, after ``warm`` others."""
+        """Return the median of ``times`` runs, each until the device is done, after ``warm`` others."""
         times_taken = []
         for _ in range(warm + times):
             self.wait()

@@ -44,7 +44,7 @@ def run(setting: Setting) -> Iterator[Entry]:
 
 
 def _on(size: int, jobs: Sequence[Job], setting: Setting) -> Iterator[Entry]:
-    """Each of ``jobs`` on ``size`` processes, all ranks beside the unsplit module."""
+    """Check each of ``jobs`` on ``size`` processes against the unsplit module."""
     with tempfile.TemporaryDirectory() as folder:
         pool = ProcessPoolExecutor(size, multiprocessing.get_context("spawn"))
         store = str(Path(folder) / "store")

@@ -40,7 +40,7 @@ def _host(x: Tensor) -> Tensor:
 
 
 class StagedGroup(dist.ProcessGroup):
-    """Collectives end before they return; transfers between two ranks end when they are waited for."""
+    """A process group whose collectives end before they return; transfers of two ranks end when they are waited for."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -141,7 +141,7 @@ def _put(outputs: Sequence[Tensor], results: Sequence[Tensor]) -> Later:
 
 
 def register(kind: str) -> None:
-    """Make it a backend of torch.distributed, for devices of this ``kind``."""
+    """Make the group a backend of torch.distributed, for devices of this ``kind``."""
 
     def group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StagedGroup:
         return StagedGroup(store, rank, size, timeout)

@@ -86,7 +86,7 @@ def _command(what: str, arguments: tuple[str, ...], good: Callable[[Done], bool]
 
 
 def _trainer(folder: Path) -> Iterator[Entry]:
-    """transformers' Trainer in bf16 on a mesh, beside the plain one on this device."""
+    """Compare transformers' Trainer in bf16 on a mesh with the plain one on this device."""
     try:
         import transformers
     except ImportError:

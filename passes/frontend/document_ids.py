@@ -78,13 +78,13 @@ def documents_in(program: Program, leaves: Sequence[Any]) -> tuple[int, ...]:
     ids = known_value(_documents_of(masked[0]), dict(zip(inputs, tensors, strict=True)))
     if ids is None:
         return ()
-    row_lengths: list[int] = []
+    lengths: list[int] = []
     for row in ids:
         row_lengths = run_lengths(row)
-        if row_lengths and len(row_lengths) + len(row_lengths) > MOST_DOCUMENTS:
+        if lengths and len(lengths) + len(row_lengths) > MOST_DOCUMENTS:
             break
-        row_lengths += row_lengths
-    return tuple(row_lengths[:MOST_DOCUMENTS])
+        lengths += row_lengths
+    return tuple(lengths[:MOST_DOCUMENTS])
 
 
 def _with_documents(graph: fx.Graph) -> list[fx.Node]:

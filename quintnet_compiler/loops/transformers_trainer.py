@@ -179,17 +179,14 @@ class TrainerMixin:
                 loss = self.program.evaluate(batch).detach().to(me.args.device)
             if prediction_loss_only:
                 return loss, None, None
-        ignored = ignore_keys
-        if ignored is None:
-            ignored = getattr(getattr(me.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
-        outputs = self.program(**model_inputs(batch, self._loss))
-        if not isinstance(outputs, dict):
-            outputs = dict(enumerate(outputs)) if has_loss else {1: outputs}
-            outputs = {"loss" if key == 0 else str(key): x for key, x in outputs.items()}
+        outputs = _by_name(self.program(**model_inputs(batch, self._loss)), has_loss)
         if loss is None and has_loss:
             loss = outputs.get("loss")
         if prediction_loss_only:
             return loss, None, None
+        ignored = ignore_keys
+        if ignored is None:
+            ignored = getattr(getattr(me.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
         dropped = {*ignored, "loss"} if has_loss else {*ignored}
         logits = tuple(x for name, x in outputs.items() if name not in dropped)
         labels = tuple(batch[name] for name in names) if labelled else None
@@ -270,6 +267,14 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """Return an optimizer without accelerate's wrapper."""
     unwrapped: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return unwrapped
+
+
+def _by_name(outputs: Any, has_loss: bool) -> dict[str, Any]:
+    """Return the outputs of a model by name. Outputs of a tuple are numbered, after a loss if there is one."""
+    if isinstance(outputs, dict):
+        return outputs
+    numbered = dict(enumerate(outputs)) if has_loss else {1: outputs}
+    return {"loss" if number == 0 else str(number): x for number, x in numbered.items()}
 
 
 def _single(items: tuple[Any, ...]) -> Any:

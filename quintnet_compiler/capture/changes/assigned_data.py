@@ -46,15 +46,7 @@ def place_data(graph: fx.Graph) -> None:
         x, value = node.args
         assert isinstance(x, fx.Node) and isinstance(value, fx.Node)
         if _whole(value) is not _whole(x):
-            later = nodes[place + 1 :]
-            read = {source for user in later for source in user.all_input_nodes}
-            writes = {memory[source] for user in later for source in written(user)}
-            old, new = memory[x], memory[value]
-            assert isinstance(x.args[0], fx.Node)
-            tensor = itself(x.args[0])
-            views = {n for n in nodes[:place] if memory[n] is old and itself(n) is not tensor}
-            others = {n for n in read if memory[n] is new}
-            if new.op == "placeholder" or views & read or (others and writes & {old, new}):
+            if _differs(nodes, place, memory):
                 raise CompileError(
                     "QN110",
                     "the forward pass assigns .data, and another tensor has the same memory",
@@ -65,6 +57,19 @@ def place_data(graph: fx.Graph) -> None:
                 copy = graph.call_function(aten.copy_.default, (x, value))
                 copy.meta = {**node.meta, "val": x.meta["val"]}
         graph.erase_node(node)
+
+
+def _differs(nodes: list[fx.Node], place: int, memory: dict[fx.Node, fx.Node]) -> bool:
+    """Return whether a copy would differ from the assignment at ``place``. ``memory``: the first node in a memory."""
+    x, value = nodes[place].args
+    assert isinstance(x, fx.Node) and isinstance(value, fx.Node) and isinstance(x.args[0], fx.Node)
+    old, new, tensor = memory[x], memory[value], itself(x.args[0])
+    later = nodes[place + 1 :]
+    read = {source for user in later for source in user.all_input_nodes}
+    writes = {memory[source] for user in later for source in written(user)}
+    views = {n for n in nodes[:place] if memory[n] is old and itself(n) is not tensor}
+    others = {n for n in read if memory[n] is new}
+    return new.op == "placeholder" or bool(views & read) or bool(others and writes & {old, new})
 
 
 def _whole(node: fx.Node) -> fx.Node:

@@ -36,33 +36,44 @@ def check_backwards(exported: ExportedProgram, reached: Collection[int]) -> None
         source = same_memory(node)
         root[node] = node if source is None else root[source]
     gradients = of_tangents(nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    writers: dict[fx.Node, list[fx.Node]] = {}
-    users: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes:
-        for x in _changed(node):
-            writers.setdefault(root[x], []).append(node)
-        for x in node.all_input_nodes if node.op != "output" else ():
-            users.setdefault(root[x], []).append(node)
+    uses = _Uses(nodes, root)
     for node in nodes:
         number = node.meta.get(BACKWARD)
         if number is None:
             continue
         for x in {root[x] for x in node.all_input_nodes if root[x].name in names}:
             writes = any(root[written_node] is x for written_node in _changed(node))
-            conflicting = users[x] if writes else writers.get(x, [])
-            others = [n for n in conflicting if place[n] > place[node] and n.meta.get(BACKWARD) != number]
             name = names[x.name].removeprefix("model.")
             if writes and node in gradients:
                 _refuse(node, f"a derivative that is your own writes what it sees of gradients into {name!r}")
             if writes and number not in reached:
                 _refuse(node, f"a derivative that is your own changes {name!r}, and the loss does not depend on it")
-            if others:
+            if uses.conflict(node, x, writes):
                 verb = "changes" if writes else "reads"
                 _refuse(
                     node,
                     f"a derivative that is your own {verb} {name!r}, which the forward pass changes or reads later",
                 )
+
+
+class _Uses:
+    """The nodes that read and write each memory of a graph. ``root``: the first node in the memory of a node."""
+
+    def __init__(self, nodes: list[fx.Node], root: dict[fx.Node, fx.Node]) -> None:
+        self._place = {node: i for i, node in enumerate(nodes)}
+        self._writers: dict[fx.Node, list[fx.Node]] = {}
+        self._users: dict[fx.Node, list[fx.Node]] = {}
+        for node in nodes:
+            for x in _changed(node):
+                self._writers.setdefault(root[x], []).append(node)
+            for x in node.all_input_nodes if node.op != "output" else ():
+                self._users.setdefault(root[x], []).append(node)
+
+    def conflict(self, node: fx.Node, x: fx.Node, writes: bool) -> bool:
+        """Return whether nodes after ``node``, of no or another derivative, use ``x``; for a read: write it."""
+        others = self._users[x] if writes else self._writers.get(x, [])
+        number = node.meta[BACKWARD]
+        return any(self._place[n] > self._place[node] and n.meta.get(BACKWARD) != number for n in others)
 
 
 def _changed(node: fx.Node) -> Iterator[fx.Node]:
