@@ -42,10 +42,11 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4)
         self.scale: Scale = type("OwnScale", (Scale,), {})()
+        self.config = types.SimpleNamespace(act=torch.sigmoid)
 
     def forward(self, x: Tensor) -> Tensor:
         x = Same.apply(self.norm(self.first(x).tanh()))  # type: ignore[no-untyped-call]
-        return self.last(x @ torch.eye(8, dtype=x.dtype) * float(self.scale))  # type: ignore[no-any-return]
+        return self.config.act(self.last(x @ torch.eye(8, dtype=x.dtype) * float(self.scale)))  # type: ignore[no-any-return]
 
 
 class Doubled(nn.Linear):
@@ -127,6 +128,7 @@ CHANGES: dict[str, Change] = {
     ),
     "a function of torch": lambda model, patch: patch.setattr(F, "layer_norm", lambda x, *_: x * 2),
     "a method of tensors": lambda model, patch: patch.setattr(Tensor, "tanh", lambda x: x.sin()),
+    "a function that an object holds": lambda model, patch: patch.setattr(model.config, "act", torch.sin),
     "forward of a part by a partial": _partial,
     "forward of the model by a method": _bound,
 }

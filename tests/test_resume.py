@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,52 @@ def test_the_stateful_loader_of_torchdata(tmp_path: Path) -> None:
         losses += _fit({"tp": 2}, lambda n=workers: loader(num_workers=n), folder, 12, 2).losses
         losses += _fit({"pp": 2}, lambda n=workers: loader(num_workers=n), folder, None, 3).losses
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def _shards(folder: Path) -> Any:
+    """Return rows of two files in a tar, in an order that a buffer draws, as a pipeline of WebDataset."""
+    webdataset = pytest.importorskip("webdataset")
+    paths = [str(folder / f"rows-{shard}.tar") for shard in range(2)]
+    for shard, path in enumerate(paths):
+        with webdataset.TarWriter(path) as file:
+            for x, y, index in list(Rows())[shard::2]:
+                file.write({"__key__": str(index), "x.pth": x, "y.pth": y, "index.cls": index})
+    pipeline = webdataset.WebDataset(paths, shardshuffle=2, seed=3).shuffle(8, rng=random.Random(5)).decode()
+    return pipeline.to_tuple("x.pth", "y.pth", "index.cls")
+
+
+def _table(folder: Path) -> Any:
+    """Return rows of a stream of Hugging Face's datasets, in an order that a buffer draws."""
+    datasets = pytest.importorskip("datasets")
+    columns = {name: [row[at].tolist() for row in Rows()] for at, name in enumerate(("x", "y"))}
+    table = datasets.Dataset.from_dict({**columns, "index": list(range(ROWS))})
+    return table.to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=8)
+
+
+def _of_table(rows: list[dict[str, Any]]) -> tuple[Tensor, ...]:
+    return tuple(torch.tensor([row[name] for row in rows]).to(dtype) for name, dtype in TABLE.items())
+
+
+TABLE = {"x": torch.float64, "y": torch.float64, "index": torch.long}
+STREAMS: dict[str, Callable[[Path], DataLoader[Any]]] = {
+    "webdataset": lambda folder: DataLoader(_shards(folder), BATCH),
+    "datasets": lambda folder: DataLoader(_table(folder), BATCH, collate_fn=_of_table),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_streams_of_libraries(kind: str, tmp_path: Path) -> None:
+    """What is read is what an uninterrupted run reads."""
+    def fit(name: str, axes: dict[str, int], steps: int | None, number: int) -> list[float]:
+        loader = STREAMS[kind](tmp_path)
+        (tmp_path / name).mkdir(exist_ok=True)
+        return _fit(axes, lambda: loader, tmp_path / name, steps, number).losses
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", quintnet.CheckpointWarning)
+        expected = fit("whole", {"dp": 2}, None, 1)
+        losses = fit("parts", {"dp": 2}, 4, 1) + fit("parts", {"tp": 2}, 8, 2) + fit("parts", {"pp": 2}, None, 3)
+    assert losses == pytest.approx(expected, rel=1e-9)
 
 
 # -- each data rank reads rows of its own

@@ -1,4 +1,5 @@
-"""A frozen teacher that a loss uses: changes between two steps are followed as in plain PyTorch, or refused by name."""
+"""A frozen teacher that a loss uses, or that a model hides: changes between two steps are followed as in plain PyTorch,
+or refused by name."""
 
 from __future__ import annotations
 
@@ -138,3 +139,71 @@ def test_a_part_that_brings_parameters_is_refused(name: str, holder: str) -> Non
         program.step((X, Y))
     again = quintnet.compile(copy.deepcopy(model), quintnet.Mesh(dp=2), (X, Y), loss_fn=loss)
     assert torch.allclose(again.step((X, Y)), loss(model(X), Y), rtol=1e-9)
+
+
+def test_a_number_of_rows_that_did_not_change_is_no_cause() -> None:
+    model, teacher = Student().double(), _teacher()
+    loss = lambda out, y: F.cross_entropy(out[0], y) + F.mse_loss(out[0], teacher(X))  # noqa: E731
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), (X, Y), loss_fn=loss)
+    REFUSED["another layer"](teacher)
+    with pytest.raises(quintnet.CompileError, match="QN112") as error:
+        program.step((X, Y))
+    assert "rows" not in str(error.value)
+
+
+class Hiding(Student):
+    """Adds what a teacher says that is no part of the model."""
+
+    def __init__(self, teacher: nn.Module, holder: str) -> None:
+        super().__init__()
+        self.teachers: list[nn.Module] = []
+        self.teacher: Any
+        if holder == "list":
+            self.teachers = [teacher]
+        else:
+            object.__setattr__(self, "teacher", teacher)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.teachers[0] if self.teachers else self.teacher
+        return super().forward(x)[0] + hidden(x), x
+
+
+def _of_logits(out: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+    return F.cross_entropy(out[0], y)
+
+
+HIDDEN = {name: change for name, change in (FOLLOWED | REFUSED).items() if "train" not in name}
+HIDDEN_PLACES = [("list", "dp2"), ("list", "pp2"), ("attribute", "tp2")]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("holder", "layout"), HIDDEN_PLACES)
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_change_of_a_hidden_teacher_is_followed(name: str, holder: str, layout: str) -> None:
+    teacher = _teacher()
+    plain = Hiding(teacher, holder).double()
+
+    def backward() -> Tensor:
+        value = _of_logits(plain(X), Y)
+        value.backward()
+        return value
+
+    expected, parameters = _trained(plain, backward, lambda: HIDDEN[name](teacher))
+    ours = _teacher()
+    model = Hiding(ours, holder).double()
+    program = quintnet.compile(model, quintnet.Mesh(**LAYOUTS[layout]), (X, Y), loss_fn=_of_logits)
+    losses, trained = _trained(model, lambda: program.step((X, Y)), lambda: HIDDEN[name](ours))
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(trained, parameters, strict=True))
+
+
+@pytest.mark.parametrize("name", ["training", "a part that trains"])
+def test_a_hidden_teacher_whose_buffers_change_is_refused(name: str) -> None:
+    teacher = _teacher()
+    program = quintnet.compile(Hiding(teacher, "list").double(), quintnet.Mesh(dp=2), (X, Y), loss_fn=_of_logits)
+    program.step((X, Y))
+    FOLLOWED[name](teacher)
+    buffers = [b.clone() for b in teacher.buffers()]
+    with pytest.raises(quintnet.CompileError, match=r"(?s)QN110.*in place that is neither a buffer"):
+        program.step((X, Y))
+    assert all(torch.equal(a, b) for a, b in zip(buffers, teacher.buffers(), strict=True))

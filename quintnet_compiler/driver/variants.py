@@ -284,7 +284,7 @@ class Programs:
         first = self._versions.first(kind)
         like = first or self._versions.first(self.task.primary_kind)
         form = BatchForm.of(batch, flat.rows, None if like is None else like.form)
-        difference = "" if first is None else _difference(form, first)
+        difference = "" if first is None else _difference(form, first, flat.rows)
         try:
             captured = self._traced(kind, batch, form)
         except RowsElsewhere:
@@ -391,10 +391,10 @@ def _no_parameter(name: str, reason: str) -> CompileError:
     )
 
 
-def _difference(form: BatchForm, first: Captured) -> str:
-    """Return in what batches of this form differ from those of the first capture."""
+def _difference(form: BatchForm, first: Captured, rows: int | None) -> str:
+    """Return in what batches of this form and number of rows differ from those of the first capture."""
     difference = form.difference(first.form)
-    if first.only_rows is not None and not difference:
+    if first.only_rows not in (None, rows) and not difference:
         return f"the first batch had {first.only_rows} rows, and the model's code fixes their number"
     return difference
 
