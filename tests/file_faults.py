@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import quintnet
 
-CHILD_SECONDS = 60
+CHILD_SECONDS = 240  # the end of an interpreter takes a second of a processor, and others use it
 OPEN, READ, WRITE, SYNC, RENAME, MAKE, REMOVE, TRUNCATE, CLOSE = (1 << bit for bit in range(9))
 ANY_OPERATION = 0x1FF
 State = str  # a digest of parameters, optimizer and what was saved beside them
