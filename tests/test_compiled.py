@@ -13,6 +13,8 @@ import quintnet
 
 from .models import CASES, GPT, ViT, build, reference, worst_error
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 torch.set_num_threads(1)
 MESH = quintnet.Mesh(pp=2, dp=2, tp=2)
 

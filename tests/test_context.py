@@ -14,6 +14,8 @@ import quintnet
 
 from .models import CASES, GPT, build
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 torch.set_num_threads(1)
 MESHES = [
     (quintnet.Mesh(cp=2), 1),

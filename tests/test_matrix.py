@@ -21,6 +21,8 @@ from quintnet_compiler.equivalence.verify import LIMITS, SLACK
 
 from .models import CASES, EXPERTS, build, reference, worst_error
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 torch.set_num_threads(1)
 ROWS, STEPS = 8, 3
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}  # of sums in another order; a lost term would be about 1

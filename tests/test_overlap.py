@@ -29,6 +29,8 @@ from quintnet_compiler.simulation.work import ActionWork, WorkPart
 from .models import CASES, build
 from .mutations import as_mutant, copied, piece_copied, rebuilt
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 torch.set_num_threads(1)
 
 
