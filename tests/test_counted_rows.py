@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from .each_layout import LAYOUTS, train_as_plain
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 torch.set_num_threads(1)
 Forward = Callable[[Tensor, Tensor], Tensor]
 

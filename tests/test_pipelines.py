@@ -17,6 +17,8 @@ from quintnet_compiler.schedules.schedule import Op
 from .models import CASES, build, reference, worst_error
 from .test_dropout import Dropped
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 torch.set_num_threads(1)
 ROWS = 8
 PIPELINES = [("gpipe", 2), ("gpipe", 3), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)]
