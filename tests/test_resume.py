@@ -222,6 +222,7 @@ STREAMS: dict[str, Callable[[Path], DataLoader[Any]]] = {
 @pytest.mark.parametrize("kind", STREAMS)
 def test_streams_of_libraries(kind: str, tmp_path: Path) -> None:
     """What is read is what an uninterrupted run reads."""
+
     def fit(name: str, axes: dict[str, int], steps: int | None, number: int) -> list[float]:
         loader = STREAMS[kind](tmp_path)
         (tmp_path / name).mkdir(exist_ok=True)
