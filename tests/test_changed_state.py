@@ -121,6 +121,38 @@ def test_what_the_user_writes_between_steps_is_read() -> None:
         _same_buffers(model, twin)
 
 
+class Masked(nn.Module):
+    """Has a buffer that is None at first."""
+
+    mask: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 4)
+        self.register_buffer("mask", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out if self.mask is None else out * self.mask
+
+
+@pytest.mark.parametrize("first", [None, 1.0])
+def test_a_buffer_that_may_be_none_is_assigned_again_but_not_removed(first: float | None) -> None:
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.arange(8) % 4
+    model = Masked().double()
+    model.mask = None if first is None else torch.full((4,), first, dtype=torch.float64)
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), (x, y), loss_fn=F.cross_entropy)
+    program.step((x, y))
+    for factor in (2.0, 3.0, 4.0):
+        model.mask = torch.full((4,), factor, dtype=torch.float64)
+        expected = F.cross_entropy(model(x), y)
+        torch.testing.assert_close(program.step((x, y)).detach(), expected.detach(), rtol=1e-9, atol=0)
+    model.mask = None
+    with pytest.raises(quintnet.RunError, match=r"(?s)QN112.*mask was removed.*fix: compile the changed module"):
+        program.step((x, y))
+
+
 def test_evaluation_and_inference_read_the_statistics_that_training_wrote() -> None:
     model, batch = _built(ResNet)
     twin = copy.deepcopy(model)

@@ -177,8 +177,12 @@ class LocalBackend(WholeState):
                     state[name] = part_of(assigned[name], ready.program.state[name].sharding, ready.program.axes, place)
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
-        for name in new_constants(program, self.tensors):
-            self._take(name, tensors[name], program.state[name])
+        new = {name: program.state[name] for name in new_constants(program, self.tensors)}
+        for name, spec in new.items():
+            self._take(name, tensors[name], spec)
+        self.specs = {**self.specs, **new}
+        if self.slots is not None:
+            self.slots.add(new)
 
     def forget(self, program: DistributedProgram) -> None:
         self.worlds.pop(id(program), None)

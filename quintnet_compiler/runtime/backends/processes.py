@@ -278,10 +278,13 @@ class ProcessBackend:
             self.state[name] = part_of(now[name], program.state[name].sharding, self.axes, self.place)
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
-        new = new_constants(program, self.state)
+        new = {name: program.state[name] for name in new_constants(program, self.state)}
         self.values.see({name: tensors[name] for name in new})
-        for name in new:
-            self._take(tensors[name], program.state[name])
+        for name, spec in new.items():
+            self._take(tensors[name], spec)
+        self.specs = {**self.specs, **new}
+        if self.slots is not None:
+            self.slots.add(new)
         self.values.keep({name: self.state[name] for name in new})
 
     def forget(self, program: DistributedProgram) -> None:

@@ -152,16 +152,26 @@ class Slots:
         self.names: list[str] = []
         self._owners: list[dict[str, Tensor]] = []
         self._keys: list[str] = []
+        self._add_slots(state)
+        self._add_ties()
+        self.look()
+
+    def _add_slots(self, state: Mapping[str, StateSpec]) -> None:
         for name, spec in state.items():
             path, _, key = name.rpartition(".")
-            owner = _owner(modules, path) if spec.kind in ("parameter", "buffer") else None
+            owner = _owner(self.modules, path) if spec.kind in ("parameter", "buffer") else None
             home = None if owner is None else owner._parameters if spec.kind == "parameter" else owner._buffers
             if home is not None and home.get(key) is not None:
                 self.names.append(name)
                 self._owners.append(home)  # type: ignore[arg-type]
                 self._keys.append(key)
-        self._add_ties()
-        self.look()
+
+    def add(self, state: Mapping[str, StateSpec]) -> None:
+        """Add the tensors of a further program, as they are now."""
+        count = len(self.names)
+        self._add_slots(state)
+        added = zip(self._owners[count:], self._keys[count:], strict=True)
+        self._remember([*self._seen, *(owner[key] for owner, key in added)])
 
     def _add_ties(self) -> None:
         """Add the further slots of tied parameters."""
@@ -177,7 +187,10 @@ class Slots:
 
     def look(self) -> None:
         """Remember the present tensors."""
-        self._seen = list(map(getitem, self._owners, self._keys))
+        self._remember(list(map(getitem, self._owners, self._keys)))
+
+    def _remember(self, tensors: list[Tensor]) -> None:
+        self._seen = tensors
         self._locals = [local_of(x) for x in self._seen]
         self._memory = list(map(_ADDRESS, self._locals))
         self._dtensors = [x for x in self._seen if isinstance(x, DTensor)]
@@ -227,7 +240,7 @@ class Slots:
     @property
     def now(self) -> dict[str, Tensor]:
         """Return the present tensors by name."""
-        return {name: owner[key] for name, owner, key in self.places() if key in owner}
+        return {name: owner[key] for name, owner, key in self.places() if owner.get(key) is not None}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
