@@ -16,19 +16,17 @@ from ..core.errors import CompileError
 from ..core.slices import runs
 from ..ops.attention.blocks import Sight
 from ..ops.attention.seen_keys import SeenKeys, seen_by
-from ..ops.catalog import op_spec, spec_of
+from ..ops.catalog import op_spec, priced_as, spec_of
 from ..ops.collectives import (
     all_gather_matmul,
     matmul_reduce_scatter,
 )
 from ..ops.experts.grouped_rows import grouped_linear, grouped_weight_grad
-from ..ops.experts.scaled_groups import scaled_expert_linear, scaled_grouped_linear, scaled_grouped_weight_grad
 from ..ops.filters_of_rows import grouped_convolution, grouped_convolution_weight
 from ..ops.op_spec import Attention
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
 from ..ops.rules.work import work_of
-from ..ops.scaled_products import scaled_matmul
 from .kernels import Kernel, merged_bytes
 
 aten = torch.ops.aten
@@ -119,8 +117,8 @@ SIZES: Mapping[Any, Callable[[fx.Node], ProductSize]] = MappingProxyType(
     {
         all_gather_matmul: _all_gather_matmul,
         matmul_reduce_scatter: _matmul_reduce_scatter,
-        **dict.fromkeys([grouped_linear, scaled_grouped_linear, scaled_expert_linear], _grouped_linear),
-        **dict.fromkeys([grouped_weight_grad, scaled_grouped_weight_grad], _grouped_weight_grad),
+        grouped_linear: _grouped_linear,
+        grouped_weight_grad: _grouped_weight_grad,
         aten.convolution_backward.default: _convolution_backward,
         grouped_convolution: _grouped_convolution,
         grouped_convolution_weight: _grouped_convolution,
@@ -164,8 +162,8 @@ def moved(target: Any, inputs: Sequence[float], written: float) -> float:
 
 
 def _dtype(node: fx.Node) -> str:
-    """Return the dtype in which an operator computes: of its result, or of the 8-bit numbers that it multiplies."""
-    if node.target is scaled_matmul:
+    """Return the dtype in which an operator computes: of its result, or of the numbers that it multiplies."""
+    if op_spec(node).operand_dtype:
         return DTYPES[values(tensor_inputs(node)[0])[0].dtype]
     result = next(v for v in values(node) if isinstance(v, torch.Tensor))
     return DTYPES.get(result.dtype, "fp32")
@@ -289,7 +287,7 @@ def product_size(node: fx.Node) -> ProductSize | None:
 
 def size_of(node: fx.Node) -> Callable[[fx.Node], ProductSize] | None:
     """Return the function that computes the size of a product, where the factors of a rule do not say it."""
-    return _convolution if op_spec(node).convolves else SIZES.get(node.target)
+    return _convolution if op_spec(node).convolves else SIZES.get(priced_as(node))
 
 
 def _unpriced(node: fx.Node) -> CompileError:

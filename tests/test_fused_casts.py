@@ -17,12 +17,14 @@ from torch._inductor.utils import get_code
 import quintnet
 from quintnet_compiler.compat.torch import make_fx
 from quintnet_compiler.compat.torch_inductor import decompositions, kernels
-from quintnet_compiler.ops.scaled_products import CONSISTS_OF, block_max, block_scale, scaled_cast
+from quintnet_compiler.ops.catalog import spec_of
+from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast
 from quintnet_compiler.passes.frontend.eight_bits import RECIPES
 from quintnet_compiler.runtime.execute import engines, executor
 from quintnet_compiler.runtime.execute.segments import Segment, split
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+CONSISTS_OF: dict[Any, Any] = {op: spec_of(op).consists_of for op in (block_max, block_scale, scaled_cast)}
 
 
 def _traced(x: Tensor, block: list[int]) -> fx.GraphModule:

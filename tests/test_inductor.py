@@ -14,7 +14,8 @@ import quintnet
 from quintnet_compiler.compat.torch import make_fx
 from quintnet_compiler.core.annotations import memory_of, num_bytes, values
 from quintnet_compiler.ir.distributed_program import StageProgram
-from quintnet_compiler.ops.scaled_products import CONSISTS_OF, block_max, block_scale, scaled_cast, scaled_matmul
+from quintnet_compiler.ops.catalog import spec_of
+from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from quintnet_compiler.runtime.execute import engines
 from quintnet_compiler.runtime.execute.engines import CompiledSegment, Inductor
 from quintnet_compiler.runtime.execute.segments import MAX_VARIANTS, Segment, Stepper, split
@@ -203,7 +204,9 @@ def test_a_compiler_for_gpus_sees_what_casts_to_8_bits_consist_of(block: list[in
         return x8, scale, scaled_matmul(x8, x8, scale, scale, "mk,nk->mn", torch.bfloat16)
 
     given = (torch.randn(48, 64, dtype=torch.bfloat16),)
-    traced = make_fx(cast, decomposition_table=dict(CONSISTS_OF))(*given)
+    operators = block_max, block_scale, scaled_cast, scaled_matmul
+    table: dict[Any, Any] = {operator: spec_of(operator).consists_of for operator in operators}
+    traced = make_fx(cast, decomposition_table=table)(*given)
     assert not any(getattr(n.target, "namespace", "") == "quintnet" for n in traced.graph.nodes)
     for found, expected in zip(traced(*given), cast(*given), strict=True):
         assert torch.equal(found.float(), expected.float())

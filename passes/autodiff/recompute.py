@@ -12,8 +12,8 @@ from torch import fx
 from ...core.annotations import annotate, copied_from, facts, is_getitem, leaf, memory_of, origin, value
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
+from ...ops.casts import parameter_of
 from ...ops.catalog import op_spec, spec_of
-from ...ops.scaled_products import parameter_of
 from .recompute_budget import Budget, within_budget
 from .recompute_cut import cheap_values, fused_values
 

@@ -7,7 +7,7 @@ order, and return as they came (``combine``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ from ...ops.catalog import op_spec
 from ...ops.collectives import combine, dispatch, dispatch_plan
 from ...ops.experts.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
 from ...ops.rank_local import local_experts, pick_experts
-from .rewrites.scaled_experts import LayerError, ScaledLayer
+from .extensions import LayerError
 
 aten = torch.ops.aten
 PlanParts = tuple[fx.Node, fx.Node]  # the two results of a plan
 Move = tuple[str, AxisType, AxisType]  # an axis, and the types before and after
+ReadProduct = Callable[[fx.Node], tuple[fx.Node, fx.Node]]  # of a product: its rows, and the end of each expert's
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _splits_rows(kind: AxisType) -> bool:
 
 
 def check_expert_layer(
-    result: fx.Node, reads: Sequence[fx.Node], route: ExpertRoute, transposed: bool, scaled: ScaledLayer | None = None
+    result: fx.Node, reads: Sequence[fx.Node], route: ExpertRoute, transposed: bool, read: ReadProduct | None = None
 ) -> None:
     """Check that ``result`` is what an expert layer makes of ``reads``.
 
@@ -117,7 +118,7 @@ def check_expert_layer(
         reads: the rows, their experts' ids, and the weights, as a rank has them.
         route: how the layer is split.
         transposed: whether the weights are [experts, in, out].
-        scaled: the layer, if it multiplies 8-bit numbers.
+        read: reads a product that is no plain grouped matmul, see :class:`.extensions.ExpertProductCheck`.
 
     Raises:
         LayerError: with what differs.
@@ -127,14 +128,14 @@ def check_expert_layer(
     if ungrouped.target is not ungroup_rows or not isinstance(ungrouped.args[0], fx.Node):
         raise LayerError(f"{ungrouped.name} is no product of grouped rows")
     product, leaving = _undo_moves(ungrouped.args[0])
-    if leaving != route.leaving or (scaled is None and product.target is not grouped_linear):
+    if leaving != route.leaving or (read is None and product.target is not grouped_linear):
         raise LayerError(f"{ungrouped.name} is no product of grouped rows, moved by {route.leaving}")
-    grouped, ends = tensor_inputs(product)[:2] if scaled is None else scaled.read_product(product)
+    grouped, ends = tensor_inputs(product)[:2] if read is None else read(product)
     grouped, arriving = _undo_moves(grouped)
     if arriving != route.arriving:
         raise LayerError(f"{product.name} reads rows that {arriving} moved, and not {route.arriving}")
     plan = _check_grouping(product, grouped, ends, ungrouped, dispatches.rows)
-    if scaled is None:
+    if read is None:
         _check_weights(product, reads[2:], route, dispatches.hot, transposed)
     elif dispatches.hot:
         raise LayerError(f"{product.name} does not support hot experts")

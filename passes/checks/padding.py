@@ -19,11 +19,7 @@ from ...core.sharding import AxisType, Shard, parse_type
 from ...ir.program import Axis, LocalProgram
 from ...ops.catalog import op_spec
 from ...ops.cross_entropy import nll_terms, row_nll
-from ...ops.derivatives.user_derivatives import declare_gradient
-from ...ops.experts.scaled_groups import EXPERT_LAYERS
-from ...ops.rank_local import embedding_rows
 from ...ops.rules.notation import Dims, Factors
-from ...ops.scaled_products import block_max, scaled_cast
 from .failure import check_failure
 from .padding_nodes import Fill, Resize, dims_with_padding, fills_of, local_shapes, peel, without_fill
 from .strategies import Reading, Rules
@@ -32,7 +28,6 @@ _fail = partial(check_failure, "padding check")
 aten = torch.ops.aten
 Value = tuple[fx.Node, int]
 Numbers = dict[int, float]  # dim: the number that is in its padding, where that is certain
-_NAMED_ROWS = EXPERT_LAYERS | {aten.embedding.default, embedding_rows}  # read rows that ids name
 # 0 where all that they read is 0, and so is the derivative times a gradient of 0
 _ZERO_OF_ZEROS = frozenset(
     {
@@ -98,12 +93,17 @@ def _check_node(local: LocalProgram, node: fx.Node, rule: Factors, fills: dict[V
             fills[node, index] = zeros | fills_of(local.parts[node, index])
 
 
+def _reads_padding(node: fx.Node) -> bool:
+    """Return whether an operator that settles a factor over ranks takes padding for data, as others do not."""
+    return op_spec(node).user_derivative == "declaration" or op_spec(node).cast_step == "largest"
+
+
 def _keeps_zeros(
     local: LocalProgram, read: Sequence[Numbers], node: fx.Node, rule: Factors, padded: Iterable[str]
 ) -> bool:
     """Return whether an operator works on each index of padding alone, reads zeros there, and makes zeros of zeros."""
     sharded = local.staged.sharded
-    if node.target is scaled_cast:  # 0 times any scale
+    if op_spec(node).cast_step == "cast":  # 0 times any scale
         read = read[:1]
     elif not _makes_zeros_of_zeros(node, rule):
         return False
@@ -296,7 +296,7 @@ class _FactorUse:
 
 def _check_factor(local: LocalProgram, read: Sequence[Numbers], node: fx.Node, rule: Factors, name: str) -> None:
     """Check that a factor with padding is in every operand, or is zeros in those that have it."""
-    if name in rule.settled and node.target not in (declare_gradient, block_max):
+    if name in rule.settled and not _reads_padding(node):
         return _check_classes(local, node)
     inputs = rule.inputs[:1] if op_spec(node).user_derivative == "end" else rule.inputs  # others have no value
     use = _FactorUse(rule, [_dim(dims, name) for dims in inputs], [_dim(dims, name) for dims in rule.outputs])
@@ -326,7 +326,7 @@ def _check_operand(
     elif number != 0:
         raise _fail(f"{x.name} has padding in dim {dim}, over which {node.name} or its backward adds up", node)
     alone = sum(d is not None for d in use.inputs) < 2
-    if use.is_summed and alone and node.target not in _NAMED_ROWS:
+    if use.is_summed and alone and not op_spec(node).reads_named_rows:
         _check_stored(local, node, position, dim, x)
 
 

@@ -105,7 +105,7 @@ def _fill(node: fx.Node) -> tuple[fx.Node, Fill] | None:
 
 
 def _masked(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
-    """Return the value, the mask and the number of a masked fill; 8-bit values have an operator of their own."""
+    """Return the value, the mask and the number of a masked fill; floats of 8 bits have an operator of their own."""
     if node.target is aten.masked_fill.Scalar:
         x, mask, number = node.args[:3]
     elif node.target is aten.where.ScalarSelf:

@@ -32,13 +32,12 @@ from ...core.annotations import (
 from ...core.sharding import AxisType, I, P, R, Shard, parse_type
 from ...ir.program import Axis, LocalProgram, ShardedProgram, Strategy, outputs
 from ...ops.catalog import op_spec
-from ...ops.experts.scaled_groups import scaled_expert_linear
+from ...ops.extensions import extension
 from ...ops.rules.notation import Factors
-from ...ops.scaled_products import block_max
 from .expert_layers import check_expert_layer, expert_route
+from .extensions import ExpertProductCheck, LayerError, LocalFormCheck
 from .failure import check_failure
 from .padding_nodes import peel, without_fill
-from .rewrites.scaled_experts import LayerError, ScaledLayer, largest_over
 from .strategies import Reading, Rules
 from .tables import bare
 
@@ -105,9 +104,9 @@ def _check_strategies(sharded: ShardedProgram, node: fx.Node, rule: Factors) -> 
 
 
 def _communicates(node: fx.Node, rule: Factors, axis: Axis, strategy: Strategy, split: frozenset[str]) -> bool:
-    """Return whether an operator that exchanges nothing else gathers slices, settles sums or agrees on scales."""
-    scales = bool(split) and node.target is scaled_expert_linear and axis.role != "time"
-    return scales or strategy.inside is not None or bool(split & rule.settled)
+    """Return whether an operator that exchanges nothing else gathers slices, settles sums or says that it does."""
+    says_so = bool(split) and op_spec(node).exchanges and axis.role != "time"
+    return says_so or strategy.inside is not None or bool(split & rule.settled)
 
 
 # -- leaves
@@ -221,8 +220,9 @@ def _local_inputs(local: LocalProgram, node: fx.Node, own_axes: frozenset[str]) 
     if not results or node not in local.reads:
         return None
     reads = local.reads[node]
-    if node.target is block_max:
-        _check_largest(local, node, results[0], own_axes)
+    form = extension(node.target, LocalFormCheck)
+    if form is not None:
+        _check_form(local, form, node, results[0], own_axes)
     if op_spec(node).by_expert:
         _check_experts(local, node, results[0], reads)
     _check_inside(node, results, reads, own_axes)
@@ -249,22 +249,23 @@ def _check_inside(node: fx.Node, results: list[fx.Node], reads: Sequence[fx.Node
 def _check_experts(local: LocalProgram, node: fx.Node, result: fx.Node, reads: Sequence[fx.Node]) -> None:
     axes, strategies = local.staged.sharded.axes, local.staged.sharded.strategies[node]
     route = expert_route(axes, strategies, experts=shape(tensor_inputs(node)[2])[0])
-    scaled = ScaledLayer(node, reads[2:], axes, strategies) if node.target is scaled_expert_linear else None
+    product = extension(node.target, ExpertProductCheck)
+    read = None if product is None else partial(product.read, node, reads[2:], axes, strategies)
     try:
-        check_expert_layer(result, reads, route, bool(node.args[4]), scaled)
+        check_expert_layer(result, reads, route, bool(node.args[4]), read)
     except LayerError as error:
         raise _fail(f"{node.name}: {error}", node) from None
 
 
-def _check_largest(local: LocalProgram, node: fx.Node, result: fx.Node, own_axes: frozenset[str]) -> None:
-    """Check that the largest number of a block is that of all ranks with parts of it, of one microbatch."""
-    expected = sorted(a.name for a in local.staged.sharded.axes if a.name in own_axes and a.role != "time")
+def _check_form(
+    local: LocalProgram, form: LocalFormCheck, node: fx.Node, result: fx.Node, own_axes: frozenset[str]
+) -> None:
+    """Check an operator that runs as something else on a rank, in one microbatch."""
+    axes = sorted(a.name for a in local.staged.sharded.axes if a.name in own_axes and a.role != "time")
     try:
-        largest, axes = largest_over(result)
+        form.check(node, result, axes)
     except LayerError as error:
         raise _fail(str(error), node) from None
-    if largest.target is not block_max or sorted(axes) != expected:
-        raise _fail(f"{node.name} is the largest over {axes} where ranks over {expected} have parts", node)
 
 
 # -- moves

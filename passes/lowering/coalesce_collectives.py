@@ -13,9 +13,9 @@ from ...compat.torch import operator_name
 from ...core.annotations import annotate, facts, leaf, num_bytes, value
 from ...ir.program import BUCKET_MIB, DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
+from ...ops.casts import parameter_of
 from ...ops.catalog import op_spec
 from ...ops.collectives import CollectiveSpec
-from ...ops.scaled_products import parameter_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class _Coalescing:
     def _emit_with_inputs(self, node: fx.Node) -> None:
         """Emit a node after the inputs that are not emitted yet.
 
-        The copy of a parameter that operators read, and its 8-bit numbers with the nodes that compute them, stand right
+        The copy of a parameter that operators read, and its casts with the nodes that compute them, stand right
         before the parameter's own gather.
         """
         todo = [node]

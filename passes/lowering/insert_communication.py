@@ -19,7 +19,7 @@ from ...ir.program import TILE_BYTES, LocalProgram, ShardedProgram, StagedProgra
 from ...ops.attention.operator import attention
 from ...ops.catalog import op_spec
 from ...ops.cross_entropy import row_nll
-from ...ops.experts.scaled_groups import EXPERT_LAYERS
+from ...ops.extensions import extension
 from ...ops.rank_local import (
     MICROBATCHES,
     dropout,
@@ -31,15 +31,14 @@ from ...ops.rank_local import (
     padding_of,
 )
 from ...ops.rules.notation import Rule
-from ...ops.scaled_products import CASTS, block_max
 from ..strategies.hot_experts import hot_experts
 from ..strategies.rule_book import RuleBook
 from .conversions import Conversions
+from .extensions import LocalForm
 from .lower_attention import LowerAttention
 from .lower_cross_entropy import LowerCrossEntropy
 from .lower_experts import LowerExperts
 from .padding import Padding, PaddingFills, padded_dims, padding_fills
-from .scales import largest_of_ranks
 
 aten = torch.ops.aten
 
@@ -240,8 +239,13 @@ class _CommunicationLowering:
     def _emit(self, node: fx.Node, inputs: dict[int, fx.Node]) -> list[fx.Node | None]:
         """Emit the operator on local inputs, with local sizes for its literals; return a node per output in use."""
         args, kwargs = _substitute(node, inputs)
-        lower = _LOWERINGS.get(node.target, _CommunicationLowering._call)
-        new = lower(self, node, args, kwargs)
+        form = extension(node.target, LocalForm)
+        if form is not None:
+            new = form.emit(self.builder, args, self.sharded.wanted(node, 0), self.axes)
+        elif op_spec(node).by_expert:
+            new = self.experts(node, self.staged.stage.get(node), *args)
+        else:
+            new = _LOWERINGS.get(node.target, _CommunicationLowering._call)(self, node, args, kwargs)
         if isinstance(facts(node).value, tuple):
             used = {user.args[1] for user in node.users if is_getitem(user)}
             return [self.builder.getitem(new, i) if i in used else None for i in range(len(values(node)))]
@@ -279,12 +283,6 @@ class _CommunicationLowering:
             partial(self._on_host, stage), partial(self._shared, stage),
         )  # fmt: skip
         return lower(node, self.reads[node])
-
-    def _experts(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-        return self.experts(node, self.staged.stage.get(node), *args)
-
-    def _block_max(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-        return largest_of_ranks(self.builder, args[0], args[1], self.sharded.wanted(node, 0), self.axes)
 
     def _noise(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
         size = list(self._result_shape(node))
@@ -376,8 +374,6 @@ _LOWERINGS: Mapping[Any, _Lowering] = {
     aten.split_with_sizes.default: _CommunicationLowering._split,
     aten.embedding.default: _CommunicationLowering._embedding,
     attention: _CommunicationLowering._attention,
-    **dict.fromkeys(EXPERT_LAYERS, _CommunicationLowering._experts),
-    block_max: _CommunicationLowering._block_max,
     row_nll: _CommunicationLowering._cross_entropy,
     dropout: _CommunicationLowering._dropout,
     noise: _CommunicationLowering._noise,
@@ -385,10 +381,10 @@ _LOWERINGS: Mapping[Any, _Lowering] = {
 
 
 def _casts(node: fx.Node) -> bool:
-    """Return whether a node belongs to a cast to 8 bits, which begins with a detach."""
+    """Return whether a node belongs to a cast with scales, which begins with a detach."""
     if node.target is aten.detach.default:
-        return bool(node.users) and all(user.target in CASTS for user in node.users)
-    return node.target in CASTS
+        return bool(node.users) and all(op_spec(user).cast_step for user in node.users)
+    return op_spec(node).cast_step is not None
 
 
 def _parameter(node: fx.Node) -> bool:

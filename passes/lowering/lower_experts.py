@@ -16,9 +16,10 @@ from ...ir.program import Axis, ShardedProgram
 from ...ops.collectives import combine, convert, dispatch, dispatch_plan
 from ...ops.experts.expert_linear import counts_on_host
 from ...ops.experts.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
+from ...ops.extensions import extension
 from ...ops.rank_local import local_experts, pick_experts
 from ..strategies.expert_axes import hops, row_conversions
-from .scaled_experts import ScaledExperts
+from .extensions import ExpertProduct
 
 aten = torch.ops.aten
 Plan = tuple[fx.Node, ...]
@@ -69,7 +70,7 @@ class LowerExperts:
 
     def __call__(
         self, node: fx.Node, stage: int | None, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None,
-        transposed: bool, *scaled: Any,
+        transposed: bool, *others: Any,
     ) -> fx.Node:  # fmt: skip
         """Emit ``node``, which belongs to ``stage``, on local inputs."""
         strategies = self.strategies[node]
@@ -84,10 +85,10 @@ class LowerExperts:
         arriving, leaving = row_conversions(self.axes, strategies)
         for conversion in arriving:
             rows = self._shared(stage, convert, rows, *conversion)
-        if scaled:
-            weight8, scale, back8, back_scale, *options = scaled
-            product = ScaledExperts(self.builder, self.axes, strategies, *options)
-            rows = product(rows, grouped[1], weight, bias, transposed, (weight8, scale), (back8, back_scale))
+        product = extension(node.target, ExpertProduct)
+        if product is not None:
+            arguments = rows, weight, bias, transposed, *others
+            rows = product.emit(self.builder, self.axes, strategies, grouped[1], arguments)
         else:
             rows = self.builder.call(grouped_linear, rows, grouped[1], weight, bias, transposed)
         for conversion in leaving:

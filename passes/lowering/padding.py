@@ -22,7 +22,6 @@ from ...ops.catalog import op_spec
 from ...ops.derivatives.user_derivatives import arrives
 from ...ops.rank_local import padding_of
 from ...ops.rules.notation import Dims, Factors
-from ...ops.scaled_products import block_max, scaled_cast
 from ..strategies.rule_book import refine
 
 aten = torch.ops.aten
@@ -121,7 +120,7 @@ class _FillCollector:
         self.everywhere = self.everywhere and factor.in_all_tensors
         if op_spec(node).user_derivative == "declaration":  # the gradient of a parameter's padding is zeros anyway
             self.inputs[1].update(dim for dim in factor.inputs[1:] if dim is not None)
-        elif name not in factors.settled or node.target is block_max:  # other operators mask settled factors themselves
+        elif name not in factors.settled or op_spec(node).cast_step == "largest":  # others mask settled factors
             self._add_inputs(factors, factor)
             self._add_outputs(factor)
 
@@ -212,7 +211,7 @@ class Padding:
         filled = x
         for dim in sorted(dims):
             mask = self._mask(x, sizes, sharding, dim)
-            if value(x).is_floating_point() and value(x).itemsize == 1:  # masked_fill does not support fp8
+            if value(x).is_floating_point() and value(x).itemsize == 1:  # masked_fill does not support these
                 filled = self.builder.call(aten.where.ScalarSelf, mask, fill, filled)
             else:
                 filled = self.builder.call(aten.masked_fill.Scalar, filled, mask, fill)
@@ -279,7 +278,7 @@ class Padding:
         """
         linear = factors.linear == ((0,),) and len(factors.inputs) == 1
         linear = linear and op_spec(node).user_derivative != "tangent"  # returns a gradient, too
-        if node.target is scaled_cast:  # the scale does not matter
+        if op_spec(node).cast_step == "cast":  # the scale does not matter
             linear, inputs = True, list(inputs)[:1]
         adds_tensors = node.target in _SUMS and len(factors.inputs) == 2
         return (linear or adds_tensors or op_spec(node).keeps_zero) and all(

@@ -11,8 +11,8 @@ from torch import fx
 from ...core.annotations import is_getitem
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import Block, block_of
+from ...ops.casts import parameter_of
 from ...ops.catalog import op_spec
-from ...ops.scaled_products import parameter_of
 from ..autodiff.recompute_cut import takes_long
 from .copies import with_copies
 from .items import HIDING_MARGIN, Item, Seconds, Start, node_of, source_of, stored_in

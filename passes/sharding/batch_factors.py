@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from torch import fx
 
 from ...core.annotations import is_getitem, leaf, origin, tensor_inputs
+from ...ops.catalog import op_spec
 from ...ops.derivatives.user_derivatives import arrives
 from ...ops.rules.notation import Dims, Factors
-from ...ops.scaled_products import block_max
 
 Value = tuple[fx.Node, int]
 
@@ -41,7 +41,7 @@ def _outermost(dims: Dims, chosen: frozenset[int] | set[int]) -> set[str]:
 
 
 def batch_dependent(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Return operators that depend on the batch and on a parameter, and those that find 8-bit scales of the batch.
+    """Return operators that depend on the batch and on a parameter, and those that find scales of the batch.
 
     A scale is only a number, and each microbatch takes its own, so operators that read only scales do not count.
     """
@@ -56,7 +56,7 @@ def batch_dependent(graph: fx.Graph) -> frozenset[fx.Node]:
                 trained.add(node)
         elif node.op == "call_function":
             for dependents in (batched, trained):
-                if any(source in dependents for source in arrives(node) if source.target is not block_max):
+                if any(source in dependents for source in arrives(node) if op_spec(source).cast_step != "largest"):
                     dependents.add(node)
-    dependent = {node for node in batched if node in trained or node.target is block_max}
+    dependent = {node for node in batched if node in trained or op_spec(node).cast_step == "largest"}
     return frozenset(node for node in dependent if node.op == "call_function")

@@ -1,4 +1,4 @@
-"""Parameters that only 8-bit products read: ranks cast the slices that they store, and gather 8-bit numbers."""
+"""Parameters that are only read cast, with scales: ranks cast the slices that they store, and gather the casts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from ...core.annotations import shape, tensor_inputs
 from ...core.sharding import AxisType, Shard, plain, shard_shape
 from ...ir.program import ShardedProgram, Strategy
 from ...ops.catalog import op_spec
-from ...ops.scaled_products import block_max, block_scale, scaled_cast
 from ..strategies.rule_book import RuleBook, refine, strategies
 
 aten = torch.ops.aten
-_CASTING_OPS = frozenset({aten.detach.default, block_max, block_scale, scaled_cast})
 
 
 def slice_cast_strategies(
@@ -48,13 +46,14 @@ def _casts(node: fx.Node) -> list[fx.Node]:
     while todo:
         source = todo.pop()
         for user in source.users:
-            if user.target in _CASTING_OPS:
-                if user not in casts and user.target is not scaled_cast:
+            step = op_spec(user).cast_step
+            if step is not None or user.target is aten.detach.default:
+                if user not in casts and step != "cast":
                     todo.append(user)
                 casts.add(user)
-            elif op_spec(user).user_derivative != "declaration" and source.target is not block_scale:
+            elif op_spec(user).user_derivative != "declaration" and op_spec(source).cast_step != "scale":
                 return []  # products read scales
-    if all(cast.target is not scaled_cast for cast in casts):
+    if all(op_spec(cast).cast_step != "cast" for cast in casts):
         return []
     return [cast for cast in node.graph.nodes if cast in casts]
 

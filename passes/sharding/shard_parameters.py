@@ -28,8 +28,8 @@ class ShardParameters:
 
     The conversion S -> R is an all-gather, and its transpose the reduce-scatter of the gradient: ``zero`` only says
     where the two stand. 3 (and 0, for what the plan fixes): both in each microbatch. 2: the gather at the start of the
-    step. 1: and the reduce-scatter at its end (ZeRO, Rajbhandari et al. 2019). Where only 8-bit products read a
-    parameter, ranks cast their slices, and gather 8-bit numbers.
+    step. 1: and the reduce-scatter at its end (ZeRO, Rajbhandari et al. 2019). Where a parameter is only
+    read cast, with scales, ranks cast their slices, and gather the casts.
 
     Attributes:
         axes: over which to slice all parameters; where no dim divides, the last ranks have less.

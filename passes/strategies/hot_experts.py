@@ -16,7 +16,6 @@ from ...core.annotations import facts, leaf, shape, tensor_inputs
 from ...core.errors import CompileError
 from ...ir.expert_load import ExpertLoad
 from ...ops.catalog import op_spec
-from ...ops.experts.expert_linear import expert_linear
 
 
 def hot_experts(graph: fx.Graph, asked: Mapping[str, Sequence[int]]) -> dict[fx.Node, tuple[int, ...]]:
@@ -56,8 +55,9 @@ def _check_layer(node: fx.Node, hot: tuple[int, ...]) -> None:
     num_experts = shape(tensor_inputs(node)[2])[0]
     if len(set(hot)) < len(hot) or not all(0 <= expert < num_experts for expert in hot):
         raise _refused(node, f"hot experts {list(hot)} are not numbers of {num_experts} experts, each once")
-    if node.target is not expert_linear:
-        raise _refused(node, "hot experts of a layer that multiplies 8-bit numbers", 'use precision="bf16"')
+    reason = op_spec(node).no_hot_experts
+    if reason:
+        raise _refused(node, f"hot experts of a layer that {reason}", 'use precision="bf16"')
 
 
 def expert_loads(

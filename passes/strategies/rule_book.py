@@ -21,20 +21,11 @@ from ...core.annotations import facts, is_float, is_getitem, leaf, needs_grad, s
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R, S, Shard, gradient, plain
 from ...ir.program import Strategy
-from ...ops.attention.paged import paged_attention
-from ...ops.experts.scaled_groups import scaled_expert_linear
-from ...ops.filled_rows import fill_rows
+from ...ops.catalog import op_spec
 from ...ops.rules.node_factors import argument, opaque
 from ...ops.rules.notation import Dims, Factors, Rule, rule
-from ...ops.scaled_products import scaled_matmul
 
 aten = torch.ops.aten
-_UNPADDED_OPS = frozenset(
-    {
-        paged_attention, aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, fill_rows, scaled_matmul,
-        scaled_expert_linear, aten.histc.default,
-    }
-)  # fmt: skip
 # raise for some values; norms and cross products do not
 _RAISING_OPS = re.compile(
     "linalg_(?!vector_norm|cross)|cholesky|lu_|ormqr|geqrf|ctc_loss|binary_cross_entropy|triangular"
@@ -260,7 +251,9 @@ def may_pad(node: fx.Node) -> bool:
     values for which it raises (a singular matrix).
     """
     name, op = str(node.target).removeprefix("aten.").lstrip("_"), node.target
-    if _RAISING_OPS.match(name) or op in _UNPADDED_OPS or (op in _NORM_OPS and not argument(node, "eps")):
+    if _RAISING_OPS.match(name) or op_spec(node).unpadded:
+        return False
+    if op in _NORM_OPS and not argument(node, "eps"):
         return False
     return op not in _INTEGER_DIVISION_OPS or any(map(is_float, values(node)))
 

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
-DTYPES = MappingProxyType(
-    {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    | {"fp8": torch.bfloat16}  # everything but products of linear layers
-)
+from .errors import CompileError
+
+_COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE_DTYPES = MappingProxyType(_COMPUTE_DTYPES)  # by what plans call precisions; features add some
+SUM_DTYPES = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
+
+
+def add_precisions(dtypes: Mapping[str, torch.dtype]) -> None:
+    """Add precisions of a feature, with the dtype in which everything else computes.
+
+    Raises:
+        ValueError: if there is one of the same name.
+    """
+    if repeated := dtypes.keys() & COMPUTE_DTYPES.keys():
+        raise ValueError(f"there is a precision {', '.join(sorted(repeated))} already")
+    _COMPUTE_DTYPES.update(dtypes)
+
+
+def check_precision(name: str) -> None:
+    """Check that a plan's precision is there.
+
+    Raises:
+        CompileError: QN207 for a precision of a feature that is not installed.
+    """
+    if name not in ("model", *COMPUTE_DTYPES):
+        raise CompileError(
+            "QN207",
+            f"precision={name!r} belongs to a feature that is not installed",
+            fix=f"use one of {', '.join(COMPUTE_DTYPES)}, or leave precision out",
+        )
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:

@@ -20,6 +20,7 @@ from ..core.sharding import AxisType
 from ..cost_models.cluster import Cluster
 from ..cost_models.cluster_costs import ClusterCosts
 from ..cost_models.roofline import Roofline
+from ..features import FEATURES
 from ..ir.distributed_program import DistributedProgram
 from ..ir.invariants import verify
 from ..ir.plan import Plan
@@ -27,7 +28,6 @@ from ..ir.program import Captured, DifferentiatedProgram, ShardedProgram, Staged
 from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.codegen.generate_ranks import GenerateRanks
-from ..passes.frontend.eight_bits import wide_layers
 from ..passes.lowering.coalesce_collectives import CoalesceCollectives
 from ..passes.sharding.axis_view import stores_state
 from ..passes.sharding.replicated import unsplit
@@ -74,7 +74,7 @@ class Runner:
 class Compiled:
     """A compiled program and the plan that it follows, complete.
 
-    ``unsplit``, ``wide``: what is not split, and what is not in 8 bits, and why.
+    ``unsplit``, ``wide``: what is not split, and what features leave as it is, and why.
 
     Kept are the program and the graphs that it was made from (``program.source``: captured, canonical, local,
     differentiated), which reports and the search for a NaN read. What was between them is not: ``again`` makes it.
@@ -175,7 +175,8 @@ def _compiled(captured: Captured, request: Request, runner: Runner, *, training:
     whole += stored_whole(sharded, plan.zero_axes if plan.zero else ())
     again = partial(compile_program, captured, request, training=training)
     complete = _complete(plan, mesh, sharded, staged, program)
-    wide = wide_layers(sharded.program, plan.fp8_recipe, plan.fp8_skip) if plan.precision == "fp8" else ()
+    rewrites = [rewrite for feature in FEATURES for rewrite in feature.rewrites if rewrite.make(plan) is not None]
+    wide = tuple(line for rewrite in rewrites for line in rewrite.notes(sharded.program, plan))
     return Compiled(program, complete, runner.seconds, _stages(staged), whole, wide, again)
 
 

@@ -16,6 +16,7 @@ from ..core.axes import DATA_AXES, SHARDED
 from ..core.mesh import Mesh
 from ..core.sharding import AxisType
 from ..equivalence.dry_run import check_ranks
+from ..features import FEATURES, Rewrite
 from ..ir.cost_protocol import CostModel, RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan, fixed_types, precision_of
@@ -39,7 +40,6 @@ from ..passes.checks.reductions import check_reductions
 from ..passes.checks.rewrites.chunked import check_chunked
 from ..passes.checks.rewrites.early import check_early
 from ..passes.checks.rewrites.early_loss_gradients import check_early_loss_gradients
-from ..passes.checks.rewrites.eight_bits import check_eight_bits
 from ..passes.checks.rewrites.fused import check_fused
 from ..passes.checks.rewrites.in_place import check_in_place
 from ..passes.checks.rewrites.joined import check_joined
@@ -52,7 +52,6 @@ from ..passes.checks.rewrites.token_dispatch import check_token_dispatch
 from ..passes.checks.slices import check_slices
 from ..passes.checks.types import check_types
 from ..passes.codegen.generate_ranks import GenerateRanks
-from ..passes.frontend.eight_bits import RECIPES, EightBits
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize
 from ..passes.lowering.chunk_losses import ChunkLosses
@@ -312,6 +311,12 @@ def _typed(s: PassSetting, old: Any, new: Any) -> list[Check]:
     ]
 
 
+def _rewrite(rewrite: Rewrite) -> PassSpec:
+    """Return the pass of a feature."""
+    make, checks = (lambda s, p: rewrite.make(s.plan)), (lambda s, before, after: rewrite.checks(before, after))
+    return PassSpec(rewrite.kind, "Program", rewrite.decides, make, checks)
+
+
 PIPELINE: tuple[PassSpec, ...] = (
     PassSpec(
         Normalize, "Program", "concrete global shapes, few canonical operators, no mutation",
@@ -332,11 +337,7 @@ PIPELINE: tuple[PassSpec, ...] = (
             (check_experts, (after.graph, s.plan.experts)), (check_hot_experts, (after.graph, s.plan.hot_experts)),
         ],
     ),
-    PassSpec(
-        EightBits, "Program", "which linear layers and experts multiply 8-bit numbers, and what has a scale",
-        lambda s, p: EightBits(RECIPES[s.plan.fp8_recipe], s.plan.fp8_skip) if s.plan.precision == "fp8" else None,
-        lambda s, before, after: [(check_eight_bits, (before, after))] if after is not before else [],
-    ),
+    *(_rewrite(rewrite) for feature in FEATURES for rewrite in feature.rewrites),
     PassSpec(
         ChooseSharding, "ShardedProgram", "how each operator runs on each mesh axis: an integer program per axis",
         _choose,
@@ -356,9 +357,7 @@ PIPELINE: tuple[PassSpec, ...] = (
     PassSpec(
         FuseTokenDispatch, "LocalProgram", "tokens that would be combined and dispatched again stay where they are",
         lambda s, p: _planned(FuseTokenDispatch, s, s.request.rules),
-        lambda s, before, after: (
-            [(check_token_dispatch, (before, after, s.request.rules))] if after is not before else []
-        ),
+        lambda s, old, new: [(check_token_dispatch, (old, new, s.request.rules))] if new is not old else [],
     ),
     PassSpec(
         FuseNorms, "LocalProgram", "which operators are one RMS norm, for which GPUs have a kernel",

@@ -18,7 +18,7 @@ from ..core.files import open_folder, write_file
 from ..core.html import table
 from ..core.mesh import Mesh
 from ..core.names import MAX_PATH_LENGTH, one_line
-from ..core.precision import DTYPES, Precision
+from ..core.precision import COMPUTE_DTYPES, SUM_DTYPES, Precision, check_precision
 from ..core.sharding import AxisType, parse_type
 from ..schedules.synthesis import check_schedule
 from .program import BUCKET_MIB, TILE_BYTES
@@ -114,10 +114,8 @@ class Plan(BaseModel):
             8-bit numbers with scales, forward and backward.
         fp8_recipe: for ``"fp8"``: what has one scale. ``"tensorwise"``: a tensor; ``"rowwise"``: a row, along the dim
             that a product sums over; ``"rowwise_with_gw_hp"``: likewise, and gradients of weights are 16-bit products;
-            ``"blockwise"``: 128 numbers of a row, and 128 x 128 of a weight; ``"mxfp8"``: 32 numbers of a row. See
-            :mod:`..passes.frontend.eight_bits`.
-        fp8_skip: for ``"fp8"``: names or globs of linear layers, or of their weights, that stay in 16 bits, beside
-            those that cannot be in 8.
+            ``"blockwise"``: 128 numbers of a row, and 128 x 128 of a weight; ``"mxfp8"``: 32 numbers of a row.
+        fp8_skip: for ``"fp8"``: names or globs of linear layers, or of their weights, that stay in 16 bits.
         loss_scale: for ``"fp16"``: the initial loss scale. It halves with every step that overflows (which is then
             skipped) and doubles after 2000 good steps.
         reduce_dtype: the dtype in which ranks add up gradients of parameters: ``"parameter"``, the parameter's own;
@@ -343,6 +341,7 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
             "QN207", f"the plan is for {Mesh(**plan.mesh)}, and the mesh is {mesh}", fix="compile on the plan's mesh"
         )
     check_schedule(plan.schedule, plan.virtual_stages)
+    check_precision(plan.precision)
     if (plan.recompute == "auto") != (plan.activation_memory_budget is not None):
         raise CompileError(
             "QN207", f"recompute={plan.recompute!r} with activation_memory_budget={plan.activation_memory_budget}",
@@ -376,7 +375,8 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
 
 def precision_of(plan: Plan) -> Precision:
     """Return the dtypes of a plan."""
-    compute, reduce, sums = (DTYPES.get(word) for word in (plan.precision, plan.reduce_dtype, plan.sum_dtype))
+    compute = COMPUTE_DTYPES.get(plan.precision)
+    reduce, sums = (SUM_DTYPES.get(word) for word in (plan.reduce_dtype, plan.sum_dtype))
     return Precision(compute, reduce, sums, plan.loss_scale if plan.precision == "fp16" else None)
 
 

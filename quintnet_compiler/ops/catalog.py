@@ -28,6 +28,7 @@ from typing import Any, cast
 from torch import fx
 
 from ..compat.torch import operator_name
+from .extensions import extension
 from .op_spec import FUSED, OpSpec
 from .rules.notation import Work
 from .traits import TRAITS
@@ -35,11 +36,12 @@ from .traits import TRAITS
 _NAMESPACES = ("aten", "quintnet")  # a user's own operator of the same name is another
 
 
-@cache
 def spec_of(target: Any) -> OpSpec:
-    """Return the spec of an operator (an overload); the default one if nothing is declared of it."""
-    spec = _WITH_TRAITS.get(target)
-    return spec if spec is not None else _of_name(target)
+    """Return the spec of an operator (an overload), from where it is defined or from the tables of this package.
+
+    It is the default one if nothing is declared of the operator.
+    """
+    return extension(target, OpSpec) or _of_tables(target)
 
 
 def op_spec(node: fx.Node) -> OpSpec:
@@ -49,9 +51,19 @@ def op_spec(node: fx.Node) -> OpSpec:
     return spec_of(node.target)
 
 
+def priced_as(node: fx.Node) -> Any:
+    """Return the operator as which that of a node is priced: another of the same form, or itself."""
+    return op_spec(node).priced_as or node.target
+
+
 def name_of(target: Any) -> str | None:
     """Return the name of an operator of torch or of this package, without its overload; None for others."""
     return str(target.overloadpacket.__name__) if getattr(target, "namespace", None) in _NAMESPACES else None
+
+
+@cache
+def _of_tables(target: Any) -> OpSpec:
+    return _WITH_TRAITS.get(target) or _of_name(target)
 
 
 def _of_name(target: Any) -> OpSpec:
@@ -84,8 +96,6 @@ OPERATORS = _read(
     convolution_backward                                  matmul     -   -
     grouped_linear                                        matmul     -   keep
     grouped_weight_grad                                   matmul     -   -
-    scaled_grouped_linear                                 matmul     -   keep
-    scaled_grouped_weight_grad                            matmul     -   -
     matmul_reduce_scatter                                 matmul     -   -
     _trilinear                                            matmul     -   -
     ring_attention                                        attention  -   -
@@ -131,8 +141,6 @@ OPERATORS = _read(
     _fused_rms_norm_backward                              memory     -   -
     group_plan                                            memory     -   save
     group_rows                                            memory     -   -
-    group_cast                                            memory     -   -
-    group_max                                             memory     -   -
     grouped_bias_grad                                     memory     -   -
     index_put_                                            memory     -   -
     keep_mask                                             memory     -   -

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
+from torch import Tensor
 
 from ..compat.torch import OpOverload
 from .collectives import CollectiveSpec
@@ -12,6 +14,7 @@ from .copies import Way
 from .derivatives.user_derivatives import End
 from .rules.notation import Work
 
+CastStep = Literal["largest", "scale", "cast"]
 FusedAs = Literal["pointwise", "reduction"]
 FUSED: tuple[FusedAs, ...] = get_args(FusedAs)
 
@@ -71,10 +74,17 @@ class OpSpec:
 
     Attributes:
         work: what it is priced as; None where a rule or torch's tags say it (:func:`.rules.work.work_of`).
+        priced_as: the operator as which it is priced, if it is not its own: it reads and writes rows, experts and
+            features as that one does.
+        operand_dtype: whether it computes in the dtype of its first input, and not in that of its result.
         autocast: the bits in which mixed precision computes it, 16 or 32; None: those of its inputs.
         keep: whether recomputing it takes longer than a few passes over memory.
         save: whether it is never recomputed, as it is small and the host may have to wait for it.
         fused_as: what compilers take it apart into and fuse, beyond what torch's tags say.
+        consists_of: the same in operators of torch, for compilers that make one kernel of several operators.
+        cast_step: its step of a cast to fewer bits, with scales: ``"largest"`` finds the largest number of each block,
+            ``"scale"`` makes a scale of it, ``"cast"`` divides by scales and rounds. All numbers of a block count, so
+            padding has to be zeros; zeros stay zeros, whatever the scale.
         casts: whether it copies its input to another dtype or device, and computes nothing.
         user_derivative: which end of a derivative that the user wrote it is (:mod:`.derivatives.user_derivatives`):
             ``"tangent"`` brings the gradient that arrives, ``"declaration"`` says what the gradient of its input is and
@@ -84,6 +94,9 @@ class OpSpec:
         shares: whether it makes an equal term of a sum, for each rank, of what all ranks have.
         by_expert: whether each row is multiplied by the weights of the expert that it names, so that rows may travel to
             the ranks of their experts. Its inputs: rows, numbers of experts, then what has a part for each expert.
+        no_hot_experts: why such a layer can have no experts that every rank holds; empty if it can.
+        exchanges: whether its ranks communicate wherever an axis splits it.
+        unpadded: whether a rank's part of its inputs may have no padding.
         routing: what it does with the rows of such layers: ``"plan"`` says to which ranks they go, ``"dispatch"`` sends
             them (or begins to), ``"combine"`` returns them.
         product: where its operands are, if it multiplies rows by a matrix.
@@ -126,16 +139,23 @@ class OpSpec:
     """
 
     work: Work | None = None
+    priced_as: OpOverload | None = None
+    operand_dtype: bool = False
     autocast: int | None = None
     keep: bool = False
     save: bool = False
     fused_as: FusedAs | None = None
+    consists_of: Callable[..., Tensor] | None = None
+    cast_step: CastStep | None = None
     casts: bool = False
     user_derivative: End | None = None
     converts: bool = False
     cuts_microbatch: bool = False
     shares: bool = False
     by_expert: bool = False
+    no_hot_experts: str = ""
+    exchanges: bool = False
+    unpadded: bool = False
     routing: Literal["plan", "dispatch", "combine"] | None = None
     product: Product | None = None
     permutes: Literal["two", "any"] | None = None

@@ -15,15 +15,14 @@ None of them has a derivative: :mod:`..passes.frontend.eight_bits` says what the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from ..compat.torch import OpOverload
-from ..core.annotations import copied_from, leaf
 from .define import define_operator
+from .extensions import extend
+from .op_spec import OpSpec
 from .scaled_kernels import kernel_for, multiply
 
 aten = torch.ops.aten
@@ -38,17 +37,6 @@ def blocks_of(size: Sequence[int], block: Sequence[int]) -> list[int]:
     ([1, 2], [6, 1])
     """
     return [-(-n // b) if b else min(n, 1) for n, b in zip(size, block, strict=True)]
-
-
-def parameter_of(node: fx.Node) -> fx.Node | None:
-    """The parameter that ``node`` is, in the bits in which ranks store it, in those that operators read, or in 8; or of
-    which it is a scale."""
-    here = node
-    while here.target in _CASTING:
-        here = here.all_input_nodes[0]
-    here = copied_from(here) or here
-    known = leaf(here)
-    return here if known is not None and known.kind == "parameter" else None
 
 
 def _block_max(x: Tensor, block: Sequence[int]) -> Tensor:
@@ -159,11 +147,7 @@ scaled_matmul = define_operator(
     _of_product,
     _scaled_matmul,
 )
-
-# What each consists of, for compilers that make one kernel of several operators.
-CONSISTS_OF: Mapping[OpOverload, Callable[..., Tensor]] = MappingProxyType(
-    {block_max: _block_max, block_scale: _block_scale, scaled_cast: _cast_in_kernels, scaled_matmul: _scaled_matmul}
-)
-
-CASTS = frozenset({block_max, block_scale, scaled_cast})  # of what casts a tensor to 8 bits
-_CASTING = CASTS | {aten.detach.default, aten.unsqueeze.default}
+extend(block_max, OpSpec(cast_step="largest", consists_of=_block_max))
+extend(block_scale, OpSpec(cast_step="scale", consists_of=_block_scale))
+extend(scaled_cast, OpSpec(cast_step="cast", consists_of=_cast_in_kernels))
+extend(scaled_matmul, OpSpec(operand_dtype=True, unpadded=True, consists_of=_scaled_matmul))

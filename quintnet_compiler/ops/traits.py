@@ -29,7 +29,8 @@ from .collectives import (
 from .copies import WAY_OF
 from .derivatives.inner_gradients import gradient, start
 from .derivatives.user_derivatives import ENDS
-from .experts.scaled_groups import EXPERT_LAYERS
+from .experts.expert_linear import expert_linear
+from .filled_rows import fill_rows
 from .op_spec import Attention, Product
 from .rank_local import RANKED, microbatch
 
@@ -54,7 +55,10 @@ _FLAGS: Mapping[str, Iterable[Any]] = {
     "converts": [convert],
     "cuts_microbatch": [microbatch],
     "shares": [share],
-    "by_expert": EXPERT_LAYERS,
+    "by_expert": [expert_linear],
+    "unpadded": [
+        paged_attention, aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, fill_rows, aten.histc.default,
+    ],
     "adds": [aten.add.Tensor],
     "reshapes": [aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default],
     "slices": [aten.slice.Tensor],

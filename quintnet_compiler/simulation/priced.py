@@ -19,7 +19,7 @@ from ..cost_models.operators import leaving_runs, ring_steps
 from ..ir.cost_protocol import RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram, StageProgram
 from ..ir.expert_load import ExpertLoad
-from ..ops.catalog import op_spec
+from ..ops.catalog import op_spec, priced_as
 from ..ops.collectives import (
     COLLECTIVES,
     STARTS,
@@ -32,7 +32,6 @@ from ..ops.collectives import (
 )
 from ..ops.copies import WAYS
 from ..ops.experts.grouped_rows import grouped_bias_grad, grouped_weight_grad
-from ..ops.experts.scaled_groups import group_max, scaled_grouped_weight_grad
 from ..runtime.state.buckets import Bucket
 from ..runtime.state.gradients import GradientStore, shared_by
 from ..runtime.transport.local import LocalTransport, LocalWorld
@@ -348,9 +347,7 @@ class ProgramPrices:
 
 
 # operators whose results have no rows of experts any more
-_ENDS = frozenset(
-    {combine, STARTS[combine], grouped_weight_grad, grouped_bias_grad, group_max, scaled_grouped_weight_grad}
-)
+_ENDS = frozenset({combine, STARTS[combine], grouped_weight_grad, grouped_bias_grad})
 
 
 _EXPERT_EXCHANGES = (COLLECTIVES["dispatch"], COLLECTIVES["combine"])
@@ -366,7 +363,7 @@ def expert_loads(program: DistributedProgram) -> dict[fx.Node, ExpertLoad]:
             load = ExpertLoad.of(program.expert_imbalance, program.hot_rows, len(hot), experts)  # type: ignore[arg-type]
         if load is not None and load != ExpertLoad():
             loads[node] = load
-            if node.target not in _ENDS:
+            if priced_as(node) not in _ENDS:
                 rows[node] = load
     return loads
 

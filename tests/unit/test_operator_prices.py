@@ -16,8 +16,7 @@ from quintnet_compiler.core.annotations import Facts, annotate, is_float, is_get
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.kernels import Kernel
 from quintnet_compiler.cost_models.operators import SIZES, guessed, kernel_of, traffic
-from quintnet_compiler.ops.catalog import OPERATORS
-from quintnet_compiler.ops.experts.scaled_groups import EXPERT_LAYERS
+from quintnet_compiler.ops.catalog import OPERATORS, spec_of
 from quintnet_compiler.ops.filters_of_rows import grouped_convolution, grouped_convolution_weight
 from quintnet_compiler.ops.rules.notation import rule
 from quintnet_compiler.ops.rules.table import RULES
@@ -131,7 +130,7 @@ def test_sizes_of_products_are_those_that_torch_counts(sample: Sample) -> None:
     counted = counter.get_total_flops() or by_hand.get(sample.target)
     if sample.target == aten.matmul.default and not counted:  # with a vector
         counted = {(12,): 24, (6,): 96}[sample.inputs[1].shape]
-    if sample.target in EXPERT_LAYERS:
+    if spec_of(sample.target).by_expert:
         rows, (_, *weight) = sample.inputs[0].shape[0], sample.inputs[2].shape
         counted = 2 * rows * weight[0] * weight[1]
     if sample.target in (grouped_convolution, grouped_convolution_weight):

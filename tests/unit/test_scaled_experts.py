@@ -13,6 +13,7 @@ import quintnet
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.driver import pipeline
+from quintnet_compiler.driver.compiler import Runner
 from quintnet_compiler.ir.program import Axis, LocalProgram, Strategy
 from quintnet_compiler.ops.derivatives.user_derivatives import after_gradients, declare_gradient
 from quintnet_compiler.ops.experts.scaled_groups import (
@@ -23,8 +24,9 @@ from quintnet_compiler.ops.experts.scaled_groups import (
     scaled_grouped_weight_grad,
 )
 from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast
+from quintnet_compiler.passes.checks.extensions import LayerError
 from quintnet_compiler.passes.checks.rewrites.eight_bits import check_eight_bits
-from quintnet_compiler.passes.checks.rewrites.scaled_experts import LayerError, ScaledLayer
+from quintnet_compiler.passes.checks.rewrites.scaled_experts import ScaledLayer
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.lowering.scaled_experts import ScaledExperts
 
@@ -213,7 +215,12 @@ def test_what_is_no_product_of_8_bits_is_none_of_a_layer() -> None:
 def _programs() -> tuple[Any, Any]:
     seen: list[Any] = []
     x, y = batch()
-    with mock.patch.object(pipeline, "check_eight_bits", lambda before, after: seen.append((before, after))):
+
+    def keep(runner: Runner, check: Any, *arguments: Any) -> None:
+        if check is check_eight_bits:
+            seen.append(arguments)
+
+    with mock.patch.object(Runner, "check", keep):
         quintnet.compile(Mixture(), quintnet.Mesh(), (x.float(), y), precision="fp8", fp8_recipe="rowwise")
     before, after = seen[0]
     return before, after

@@ -21,13 +21,10 @@ from ....ops.derivatives.user_derivatives import after_gradients, declare_gradie
 from ....ops.experts.grouped_rows import grouped_bias_grad, grouped_weight_grad
 from ....ops.experts.scaled_groups import group_cast, group_max, scaled_grouped_linear, scaled_grouped_weight_grad
 from ....ops.scaled_products import block_max, block_scale, scaled_cast
+from ..extensions import LayerError
 
 aten = torch.ops.aten
 Granularity = Literal["rows", "all", "columns"]  # what has a scale of its own (or each block of it)
-
-
-class LayerError(Exception):
-    """A part of an expert layer that is not what the layer needs; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -231,3 +228,25 @@ def _attached(node: fx.Node) -> fx.Node:
 def _expect(holds: bool, node: fx.Node, message: str) -> None:
     if not holds:
         raise LayerError(f"{node.name} {message}")
+
+
+def read_product(
+    node: fx.Node, weights: Sequence[fx.Node], axes: Sequence[Axis], strategies: Sequence[Strategy], product: fx.Node
+) -> tuple[fx.Node, fx.Node]:
+    """Return the rows that the product of a layer multiplies, and the node with the end of each expert's rows.
+
+    Raises:
+        LayerError: if it is another product, or has other gradients.
+    """
+    return ScaledLayer(node, weights, axes, strategies).read_product(product)
+
+
+def check_largest(node: fx.Node, result: fx.Node, axes: Sequence[str]) -> None:
+    """Check that the largest number of a block is that of all ranks with parts of it.
+
+    Raises:
+        LayerError: if it is another number, or that of other ranks.
+    """
+    largest, gathered_over = largest_over(result)
+    if largest.target is not block_max or sorted(gathered_over) != sorted(axes):
+        raise LayerError(f"{node.name} is the largest over {gathered_over} where ranks over {axes} have parts")

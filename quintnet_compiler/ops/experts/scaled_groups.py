@@ -20,9 +20,21 @@ import torch
 from torch import Tensor
 
 from ..define import define_operator
+from ..extensions import extend
+from ..op_spec import OpSpec
 from ..scaled_products import block_max, block_scale, product, scaled_cast, spread
-from .expert_linear import counts_on_host, expert_linear
-from .grouped_rows import expert_runs, experts_of_rows, group_plan, group_rows, ungroup_rows, zeros_of_no_rows
+from .expert_linear import counts_on_host
+from .grouped_rows import (
+    expert_runs,
+    experts_of_rows,
+    group_plan,
+    group_rows,
+    grouped_bias_grad,
+    grouped_linear,
+    grouped_weight_grad,
+    ungroup_rows,
+    zeros_of_no_rows,
+)
 
 aten = torch.ops.aten
 LOW = torch.bfloat16  # has all 8-bit numbers, and grouped products on GPUs
@@ -148,4 +160,17 @@ scaled_expert_linear = define_operator(
     ),
     _expert_linear,
 )
-EXPERT_LAYERS = frozenset({expert_linear, scaled_expert_linear})
+extend(group_max, OpSpec("memory", priced_as=grouped_bias_grad))
+extend(group_cast, OpSpec("memory"))
+extend(scaled_grouped_linear, OpSpec("matmul", keep=True, priced_as=grouped_linear))
+extend(scaled_grouped_weight_grad, OpSpec("matmul", priced_as=grouped_weight_grad))
+extend(
+    scaled_expert_linear,
+    OpSpec(
+        priced_as=grouped_linear,
+        by_expert=True,
+        no_hot_experts="multiplies 8-bit numbers",
+        exchanges=True,
+        unpadded=True,
+    ),
+)

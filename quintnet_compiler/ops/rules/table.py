@@ -18,16 +18,13 @@ from ..cross_entropy import row_nll
 from ..ctc import ctc_rows
 from ..derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ..experts.expert_linear import expert_linear
-from ..experts.scaled_groups import scaled_expert_linear
 from ..filled_rows import alike, fill_rows
 from ..filters_of_rows import grouped_convolution, grouped_convolution_weight
 from ..rank_local import dropout, noise
-from ..scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from ..traits import CONVOLUTIONS
 from . import contractions as c
 from . import lookups as look
 from . import reductions as red
-from . import scaled_products as scaled
 from . import user_derivatives as own
 from . import views as v
 from .backward_operators import BACKWARD_RULES
@@ -64,7 +61,7 @@ def _cast(node: fx.Node) -> Factors:
     return (_EXACT_CAST if exact else _CAST).factors(node)
 
 
-RULES = MappingProxyType(
+_TABLE = (
     table(
         # elementwise, not linear
         _elementwise(
@@ -287,13 +284,8 @@ RULES = MappingProxyType(
         # lookups
         _each([aten.embedding.default], look.embedding, "memory"),
         _each([row_nll], look.row_nll, "memory"),
-        _each([block_max], scaled.block_max, "memory"),
-        _elementwise([block_scale]),
-        _each([scaled_cast], scaled.scaled_cast, "memory"),
-        _each([scaled_matmul], scaled.scaled_matmul, "matmul"),
         rule(ctc_rows, "t n c, n s, n, n -> n, n u a", whole="t c s u a", work="memory"),
         _each([expert_linear], look.expert_linear, "matmul"),
-        _each([scaled_expert_linear], scaled.scaled_expert_linear, "matmul"),
         _each([aten.nll_loss_forward.default, aten.nll_loss2d_forward.default], look.label_loss, "memory"),
         _each([aten.index.Tensor, aten._unsafe_index.Tensor], look.index, "memory"),
         _each([aten.index_select.default], look.index_select, "memory"),
@@ -350,3 +342,16 @@ RULES = MappingProxyType(
         ),
     )
 )  # fmt: skip
+RULES = MappingProxyType(_TABLE)
+
+
+def add_rules(rules: Iterable[Rule]) -> None:
+    """Add the rules of a feature's operators to the table.
+
+    Raises:
+        ValueError: if an operator has one already.
+    """
+    added = table(rules)
+    if repeated := added.keys() & RULES.keys():
+        raise ValueError(f"two rules for {', '.join(map(str, repeated))}")
+    _TABLE.update(added)

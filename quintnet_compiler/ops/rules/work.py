@@ -28,4 +28,7 @@ def work_of(target: Any) -> Work | None:
         return None
     if name in _OF_RULES:
         return _OF_RULES[name]
+    rule = RULES.get(target)  # of a feature's operator
+    if rule is not None:
+        return rule.work
     return spec_of(target).work or ("memory" if _TAGS.intersection(target.tags) else None)

@@ -17,7 +17,7 @@ from ...compat.torch_inductor import decompositions, kernels
 from ...core.annotations import value
 from ...core.errors import BackendWarning, CompileError
 from ...ir.generated import GeneratedModule
-from ...ops.scaled_products import CASTS, CONSISTS_OF
+from ...ops.catalog import op_spec
 from .cudagraphs import CudaGraphs, Graphs
 from .layouts import ByLayout
 from .pointwise_losses import POINTWISE_LOSSES
@@ -58,7 +58,7 @@ class Inductor:
     def of_parameters(self, module: GeneratedModule, name: str) -> Function:
         """Return what runs a function that prepares parameters for all microbatches.
 
-        It runs once a step, so only casts to 8 bits, which read a parameter several times, are worth compiling. Each
+        It runs once a step, so only casts with scales, which read a parameter several times, are worth compiling. Each
         parameter's casts are a segment, because many of those are equal.
         """
         graph = module.graph
@@ -89,7 +89,7 @@ def engine_of_parameters(engine: Engine) -> Engine:
 
 
 def _casts(node: fx.Node) -> bool:
-    return node.target in CASTS
+    return op_spec(node).cast_step is not None
 
 
 @dataclass(frozen=True)
@@ -131,15 +131,21 @@ def compiled(module: fx.GraphModule, args: Sequence[Tensor]) -> Function | None:
         results: tuple[Any, ...] = module(list(tensors))
         return results
 
-    # on GPUs, scales and casts to 8 bits, which read a value several times, are fused with the operator before them
-    fused_casts = CONSISTS_OF if any(x.is_cuda for x in args) else {}
-    table = {**decompositions(), **POINTWISE_LOSSES, **fused_casts}
+    # on GPUs, scales and casts, which read a value several times, are fused with the operator before them
+    own = _consists_of(module.graph) if any(x.is_cuda for x in args) else {}
+    table = {**decompositions(), **POINTWISE_LOSSES, **own}
     with torch.no_grad():
         traced = make_fx(flat, decomposition_table=table, tracing_mode="fake")(*args)
     if not can_fuse(traced.graph):
         return None
     fakes = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
     return kernels(traced, fakes)
+
+
+def _consists_of(graph: fx.Graph) -> dict[Any, Callable[..., Tensor]]:
+    """Return, by operator of the graph, the operators of torch that make its result, where its definition says them."""
+    functions = ((node.target, op_spec(node).consists_of) for node in graph.nodes)
+    return {target: function for target, function in functions if function is not None}
 
 
 def can_fuse(graph: fx.Graph) -> bool:

@@ -1,0 +1,12 @@
+"""Features, a folder each: the operators, rewrites, lowering and checks that only it needs.
+
+Nothing else imports such a folder: other packages ask operators what they are (:mod:`..ops.extensions`), and this list
+for passes. Without its folder and its line a feature is gone, and the compiler is as it was before.
+"""
+
+from .feature import Feature, Rewrite, add_feature
+from .fp8 import FP8
+
+__all__ = ["FEATURES", "Feature", "Rewrite"]
+
+FEATURES: tuple[Feature, ...] = tuple(map(add_feature, (FP8,)))
