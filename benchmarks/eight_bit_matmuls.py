@@ -18,8 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quintnet_compiler.ops.scaled_kernels import kernel_for
-from quintnet_compiler.ops.scaled_products import (
+from quintnet_compiler.features.fp8.eight_bits import RECIPES, Operand
+from quintnet_compiler.features.fp8.ops.scaled_kernels import kernel_for
+from quintnet_compiler.features.fp8.ops.scaled_products import (
     FORWARD,
     OF_INPUT,
     OF_WEIGHT,
@@ -29,7 +30,6 @@ from quintnet_compiler.ops.scaled_products import (
     scaled_cast,
     scaled_matmul,
 )
-from quintnet_compiler.passes.frontend.eight_bits import RECIPES, Operand
 
 E4M3, TIMES, WARM = torch.float8_e4m3fn, 20, 3
 EXPERTS = ((16384, 8, 14336, 4096), (32768, 64, 1536, 7168), (65536, 128, 768, 2048))  # rows, experts, out, features

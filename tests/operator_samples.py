@@ -17,15 +17,15 @@ import torch
 from torch import Generator, Tensor
 
 from quintnet_compiler.compat.torch import OLD_CHOLESKY
+from quintnet_compiler.features.fp8.ops.scaled_groups import scaled_expert_linear
+from quintnet_compiler.features.fp8.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from quintnet_compiler.ops.attention.operator import attention
 from quintnet_compiler.ops.attention.paged import paged_attention
 from quintnet_compiler.ops.cross_entropy import row_nll
 from quintnet_compiler.ops.ctc import ctc_rows
 from quintnet_compiler.ops.experts.expert_linear import expert_linear
-from quintnet_compiler.ops.experts.scaled_groups import scaled_expert_linear
 from quintnet_compiler.ops.filled_rows import alike, fill_rows
 from quintnet_compiler.ops.filters_of_rows import grouped_convolution, grouped_convolution_weight
-from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 
 from .one_operator import Input, Sample, call
 

@@ -15,6 +15,13 @@ import torch
 
 import quintnet
 from quintnet_compiler.checkpoint.staging import Staging
+from quintnet_compiler.features.fp8.ops.scaled_groups import (
+    group_cast,
+    group_max,
+    scaled_grouped_linear,
+    scaled_grouped_weight_grad,
+)
+from quintnet_compiler.features.fp8.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from quintnet_compiler.ops.experts.grouped_rows import (
     group_plan,
     group_rows,
@@ -23,13 +30,6 @@ from quintnet_compiler.ops.experts.grouped_rows import (
     grouped_weight_grad,
     ungroup_rows,
 )
-from quintnet_compiler.ops.experts.scaled_groups import (
-    group_cast,
-    group_max,
-    scaled_grouped_linear,
-    scaled_grouped_weight_grad,
-)
-from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from quintnet_compiler.runtime.transport.host_copies import HostCopies
 
 from .accelerator.build import missing

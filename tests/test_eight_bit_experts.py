@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quintnet
-from quintnet_compiler.passes.frontend.eight_bits import RECIPES, Recipe
+from quintnet_compiler.features.fp8.eight_bits import RECIPES, Recipe
 
 from .test_eight_bits import assert_equal, otherwise_exact
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import quintnet
 from quintnet_compiler.core.annotations import is_getitem, num_bytes, origin, value
+from quintnet_compiler.features.fp8.eight_bits import RECIPES
 from quintnet_compiler.ops.collectives import all_gather, gather_together
-from quintnet_compiler.passes.frontend.eight_bits import RECIPES
 from quintnet_compiler.passes.sharding import shard_parameters
 
 from .test_eight_bit_experts import Mixture

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import quintnet
 from quintnet_compiler.core.precision import Precision
 from quintnet_compiler.driver import pipeline
-from quintnet_compiler.passes.frontend.eight_bits import RECIPES, Recipe
+from quintnet_compiler.features.fp8.eight_bits import RECIPES, Recipe
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
 

@@ -17,9 +17,9 @@ from torch._inductor.utils import get_code
 import quintnet
 from quintnet_compiler.compat.torch import make_fx
 from quintnet_compiler.compat.torch_inductor import decompositions, kernels
+from quintnet_compiler.features.fp8.eight_bits import RECIPES
+from quintnet_compiler.features.fp8.ops.scaled_products import block_max, block_scale, scaled_cast
 from quintnet_compiler.ops.catalog import spec_of
-from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast
-from quintnet_compiler.passes.frontend.eight_bits import RECIPES
 from quintnet_compiler.runtime.execute import engines, executor
 from quintnet_compiler.runtime.execute.segments import Segment, split
 

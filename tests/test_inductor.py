@@ -13,9 +13,9 @@ from torch import Tensor, fx
 import quintnet
 from quintnet_compiler.compat.torch import make_fx
 from quintnet_compiler.core.annotations import memory_of, num_bytes, values
+from quintnet_compiler.features.fp8.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from quintnet_compiler.ir.distributed_program import StageProgram
 from quintnet_compiler.ops.catalog import spec_of
-from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from quintnet_compiler.runtime.execute import engines
 from quintnet_compiler.runtime.execute.engines import CompiledSegment, Inductor
 from quintnet_compiler.runtime.execute.segments import MAX_VARIANTS, Segment, Stepper, split

@@ -15,11 +15,11 @@ from quintnet_compiler.core.annotations import leaf
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.sharding import I, R, S
 from quintnet_compiler.driver import pipeline
+from quintnet_compiler.features.fp8 import scales
+from quintnet_compiler.features.fp8.ops.scaled_products import block_max, scaled_cast
 from quintnet_compiler.ops.casts import parameter_of
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.ops.scaled_products import block_max, scaled_cast
 from quintnet_compiler.passes.checks.types import check_types
-from quintnet_compiler.passes.lowering import scales
 from quintnet_compiler.passes.sharding import shard_parameters
 from quintnet_compiler.passes.sharding.cast_slices import slice_cast_strategies
 from quintnet_compiler.passes.strategies.rule_book import RuleBook

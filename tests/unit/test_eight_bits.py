@@ -14,12 +14,12 @@ import quintnet
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.sharding import I, S
 from quintnet_compiler.driver.compiler import Runner
+from quintnet_compiler.features.fp8.checks.eight_bits import check_eight_bits
+from quintnet_compiler.features.fp8.eight_bits import RECIPES, EightBits, kept_wide
+from quintnet_compiler.features.fp8.ops.scaled_products import block_max, scaled_cast, scaled_matmul
+from quintnet_compiler.features.fp8.scales import largest_of_ranks
 from quintnet_compiler.ir.program import Axis
 from quintnet_compiler.ops.collectives import convert
-from quintnet_compiler.ops.scaled_products import block_max, scaled_cast, scaled_matmul
-from quintnet_compiler.passes.checks.rewrites.eight_bits import check_eight_bits
-from quintnet_compiler.passes.frontend.eight_bits import RECIPES, EightBits, kept_wide
-from quintnet_compiler.passes.lowering.scales import largest_of_ranks
 
 from .graphs import builder, leaf
 

@@ -14,11 +14,11 @@ from quintnet_compiler.driver.pipeline import PIPELINE
 from quintnet_compiler.features import FEATURES
 from quintnet_compiler.features.feature import Feature, add_feature
 from quintnet_compiler.features.fp8.feature import FP8
+from quintnet_compiler.features.fp8.ops.scaled_groups import scaled_expert_linear
 from quintnet_compiler.ir.plan import Plan, check_plan
 from quintnet_compiler.ops.catalog import OPERATORS, name_of, op_spec, priced_as, spec_of
 from quintnet_compiler.ops.experts.expert_linear import expert_linear
 from quintnet_compiler.ops.experts.grouped_rows import grouped_linear
-from quintnet_compiler.ops.experts.scaled_groups import scaled_expert_linear
 from quintnet_compiler.ops.extensions import extend, extension
 from quintnet_compiler.ops.op_spec import OpSpec
 from quintnet_compiler.ops.rules.table import RULES, add_rules

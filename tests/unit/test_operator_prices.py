@@ -16,12 +16,12 @@ from quintnet_compiler.core.annotations import Facts, annotate, is_float, is_get
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.kernels import Kernel
 from quintnet_compiler.cost_models.operators import SIZES, guessed, kernel_of, traffic
+from quintnet_compiler.features.fp8.ops.scaled_products import scaled_matmul
 from quintnet_compiler.ops.catalog import OPERATORS, spec_of
 from quintnet_compiler.ops.filters_of_rows import grouped_convolution, grouped_convolution_weight
 from quintnet_compiler.ops.rules.notation import rule
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.rules.work import work_of
-from quintnet_compiler.ops.scaled_products import scaled_matmul
 
 from ..one_operator import Sample, lowered, operator_program, reference, sharded
 from ..operator_samples import SAMPLES

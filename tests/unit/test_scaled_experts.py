@@ -14,21 +14,21 @@ from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.driver import pipeline
 from quintnet_compiler.driver.compiler import Runner
-from quintnet_compiler.ir.program import Axis, LocalProgram, Strategy
-from quintnet_compiler.ops.derivatives.user_derivatives import after_gradients, declare_gradient
-from quintnet_compiler.ops.experts.scaled_groups import (
+from quintnet_compiler.features.fp8.checks.eight_bits import check_eight_bits
+from quintnet_compiler.features.fp8.checks.scaled_experts import ScaledLayer
+from quintnet_compiler.features.fp8.ops.scaled_groups import (
     group_cast,
     group_max,
     scaled_expert_linear,
     scaled_grouped_linear,
     scaled_grouped_weight_grad,
 )
-from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast
+from quintnet_compiler.features.fp8.ops.scaled_products import block_max, block_scale, scaled_cast
+from quintnet_compiler.features.fp8.scaled_experts import ScaledExperts
+from quintnet_compiler.ir.program import Axis, LocalProgram, Strategy
+from quintnet_compiler.ops.derivatives.user_derivatives import after_gradients, declare_gradient
 from quintnet_compiler.passes.checks.extensions import LayerError
-from quintnet_compiler.passes.checks.rewrites.eight_bits import check_eight_bits
-from quintnet_compiler.passes.checks.rewrites.scaled_experts import ScaledLayer
 from quintnet_compiler.passes.checks.types import check_types
-from quintnet_compiler.passes.lowering.scaled_experts import ScaledExperts
 
 from ..test_eight_bit_experts import Mixture, batch
 from .graphs import builder, leaf

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintnet_compiler.ops.experts.scaled_groups import (
+from quintnet_compiler.features.fp8.eight_bits import RECIPES
+from quintnet_compiler.features.fp8.ops.scaled_groups import (
     group_cast,
     group_max,
     scaled_expert_linear,
     scaled_grouped_linear,
     scaled_grouped_weight_grad,
 )
-from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast, spread
-from quintnet_compiler.passes.frontend.eight_bits import RECIPES
+from quintnet_compiler.features.fp8.ops.scaled_products import block_max, block_scale, scaled_cast, spread
 
 E4M3 = torch.float8_e4m3fn
 SIZES = [5, 0, 33, 16, 2]  # rows of each expert; rows of none are behind

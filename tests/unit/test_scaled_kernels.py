@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from quintnet_compiler.ops import scaled_kernels
-from quintnet_compiler.ops.scaled_kernels import kernel_for, kernels_of, multiply, swizzled
-from quintnet_compiler.ops.scaled_products import (
+from quintnet_compiler.features.fp8.eight_bits import RECIPES, Operand
+from quintnet_compiler.features.fp8.ops import scaled_kernels
+from quintnet_compiler.features.fp8.ops.scaled_kernels import kernel_for, kernels_of, multiply, swizzled
+from quintnet_compiler.features.fp8.ops.scaled_products import (
     FORWARD,
     OF_INPUT,
     OF_WEIGHT,
@@ -21,7 +22,6 @@ from quintnet_compiler.ops.scaled_products import (
     scaled_cast,
     scaled_matmul,
 )
-from quintnet_compiler.passes.frontend.eight_bits import RECIPES, Operand
 
 E4M3 = torch.float8_e4m3fn
 

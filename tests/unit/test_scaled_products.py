@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintnet_compiler.ops import scaled_kernels
-from quintnet_compiler.ops.rules import scaled_products as rules
-from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.ops.scaled_products import (
+from quintnet_compiler.features.fp8.eight_bits import RECIPES
+from quintnet_compiler.features.fp8.ops import rules, scaled_kernels
+from quintnet_compiler.features.fp8.ops.scaled_products import (
     FORWARD,
     OF_INPUT,
     OF_WEIGHT,
@@ -22,7 +21,7 @@ from quintnet_compiler.ops.scaled_products import (
     scaled_cast,
     scaled_matmul,
 )
-from quintnet_compiler.passes.frontend.eight_bits import RECIPES
+from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.runtime.transport.narrow import as_bytes, is_narrow, moved_as_bytes
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -12,18 +12,18 @@ from ...core.sharding import Sharding
 from ...ir.builder import GraphBuilder
 from ...ir.plan import Plan
 from ...ir.program import Axis, Program, Strategy
-from ...ops.experts.scaled_groups import scaled_expert_linear
-from ...ops.rules import scaled_products as rules
 from ...ops.rules.notation import Rule, rule
-from ...ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from ...passes.checks.extensions import ExpertProductCheck, LocalFormCheck
-from ...passes.checks.rewrites.eight_bits import check_eight_bits
-from ...passes.checks.rewrites.scaled_experts import check_largest, read_product
-from ...passes.frontend.eight_bits import RECIPES, EightBits, wide_layers
 from ...passes.lowering.extensions import ExpertProduct, LocalForm
-from ...passes.lowering.scaled_experts import ScaledExperts
-from ...passes.lowering.scales import largest_of_ranks
 from ..feature import Feature, Rewrite
+from .checks.eight_bits import check_eight_bits
+from .checks.scaled_experts import check_largest, read_product
+from .eight_bits import RECIPES, EightBits, wide_layers
+from .ops import rules
+from .ops.scaled_groups import scaled_expert_linear
+from .ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
+from .scaled_experts import ScaledExperts
+from .scales import largest_of_ranks
 
 
 def _eight_bits(plan: Plan) -> EightBits | None:

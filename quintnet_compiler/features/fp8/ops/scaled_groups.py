@@ -1,11 +1,11 @@
-"""Products of 8-bit numbers of rows in the order of their experts (:mod:`.grouped_rows`), and layers of experts that
-multiply these.
+"""Products of 8-bit numbers of rows in the order of their experts (:mod:`....ops.experts.grouped_rows`), and layers of
+experts that multiply these.
 
 On GPUs a product is a grouped one of 16-bit numbers, which have all 8-bit ones: on an H200 (PyTorch 2.11)
 ``torch._scaled_grouped_mm`` took 0.6 to 0.9 of the time for 8 large experts, 1.9 to 2.6 times as long for 64 and 128,
 and the copies that it asks for came on top (``benchmarks/eight_bit_matmuls.py --experts``).
 
-Scales, as :mod:`..scaled_products` has them: of rows [N, F], one for each ([N, 1]) or for B numbers of it ([N, F / B]),
+Scales, as :mod:`.scaled_products` has them: of rows [N, F], one for each ([N, 1]) or for B numbers of it ([N, F / B]),
 or one for all ([1, 1]); of matrices [E, O, I], one for each expert and row of its matrix ([E, O, 1]) or column
 ([E, 1, I]), or for B numbers of these ([E, O, I / B], [E, O / B, I]), or for squares ([E, O / B, I / B]), or one for
 each expert ([E, 1, 1]). A gradient of weights adds up over the rows of an expert, of which there may be any number:
@@ -19,12 +19,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..define import define_operator
-from ..extensions import extend
-from ..op_spec import OpSpec
-from ..scaled_products import block_max, block_scale, product, scaled_cast, spread
-from .expert_linear import counts_on_host
-from .grouped_rows import (
+from ....ops.define import define_operator
+from ....ops.experts.expert_linear import counts_on_host
+from ....ops.experts.grouped_rows import (
     expert_runs,
     experts_of_rows,
     group_plan,
@@ -35,6 +32,9 @@ from .grouped_rows import (
     ungroup_rows,
     zeros_of_no_rows,
 )
+from ....ops.extensions import extend
+from ....ops.op_spec import OpSpec
+from .scaled_products import block_max, block_scale, product, scaled_cast, spread
 
 aten = torch.ops.aten
 LOW = torch.bfloat16  # has all 8-bit numbers, and grouped products on GPUs

@@ -19,9 +19,9 @@ from ....ir.program import Axis, Strategy
 from ....ops.collectives import convert
 from ....ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ....ops.experts.grouped_rows import grouped_bias_grad, grouped_weight_grad
-from ....ops.experts.scaled_groups import group_cast, group_max, scaled_grouped_linear, scaled_grouped_weight_grad
-from ....ops.scaled_products import block_max, block_scale, scaled_cast
-from ..extensions import LayerError
+from ....passes.checks.extensions import LayerError
+from ..ops.scaled_groups import group_cast, group_max, scaled_grouped_linear, scaled_grouped_weight_grad
+from ..ops.scaled_products import block_max, block_scale, scaled_cast
 
 aten = torch.ops.aten
 Granularity = Literal["rows", "all", "columns"]  # what has a scale of its own (or each block of it)

@@ -18,9 +18,9 @@ from ...ir.builder import GraphBuilder
 from ...ir.program import Program, outputs
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ...ops.experts.expert_linear import expert_linear
-from ...ops.experts.scaled_groups import scaled_expert_linear
 from ...ops.rules.work import work_of
-from ...ops.scaled_products import (
+from .ops.scaled_groups import scaled_expert_linear
+from .ops.scaled_products import (
     FORWARD,
     OF_INPUT,
     OF_WEIGHT,
@@ -54,7 +54,7 @@ class Recipe:
 
     def block(self, operand: Operand, size: Sequence[int], summed: int, *, rows: int = 1) -> list[int]:
         """The size of a block in each dim of an operand of shape ``size``; ``summed``: the dim that is summed over, the
-        first of ``rows`` that stand for one. As :mod:`...ops.scaled_products` has it."""
+        first of ``rows`` that stand for one. As :mod:`.ops.scaled_products` has it."""
         if self.along is None:
             each = len(size) - 2 if operand == "weight" else 0  # of experts, a matrix each
             return [1] * each + [0] * (len(size) - each)
@@ -213,7 +213,7 @@ class _Lowering:
         return made if bias is None else call(aten.add.Tensor, made, bias)
 
     def _experts(self, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool) -> fx.Node:
-        """Ranks scale rows that have arrived, and gradients: see :mod:`..lowering.scaled_experts`."""
+        """Ranks scale rows that have arrived, and gradients: see :mod:`.scaled_experts`."""
         recipe, (outside, inside) = self.recipe, (2, 1) if transposed else (1, 2)
         ends: tuple[tuple[Operand, int], ...] = ("input", inside), ("gradient", outside)
         blocks = [recipe.block(one, (1, shape(weight)[dim]), 1)[1] for one, dim in ends if recipe.along is not None]

@@ -11,7 +11,7 @@ from ...core.sharding import Shard, Sharding
 from ...ir.builder import GraphBuilder
 from ...ir.program import Axis
 from ...ops.collectives import convert
-from ...ops.scaled_products import block_max
+from .ops.scaled_products import block_max
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ the dims of what it scales, with one index for each block.
     x8 = scaled_cast(x, scale, float8)
     y = scaled_matmul(x8, w8, scale, scale_w, "mk,nk->mn", bfloat16)
 
-None of them has a derivative: :mod:`..passes.frontend.eight_bits` says what the gradient of a product is.
+None of them has a derivative: :mod:`..eight_bits` says what the gradient of a product is.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .define import define_operator
-from .extensions import extend
-from .op_spec import OpSpec
+from ....ops.define import define_operator
+from ....ops.extensions import extend
+from ....ops.op_spec import OpSpec
 from .scaled_kernels import kernel_for, multiply
 
 aten = torch.ops.aten
@@ -125,7 +125,7 @@ def _of_product(
     return a.new_empty([*a.shape[:-1], b.shape[0 if equation == FORWARD else 1]], dtype=dtype)
 
 
-# of parts that ranks have, the largest is that of all: see :mod:`..passes.lowering.scales`
+# of parts that ranks have, the largest is that of all: see :mod:`..scales`
 block_max = define_operator(
     "block_max(Tensor x, int[] block) -> Tensor",
     lambda x, block: x.new_empty(blocks_of(x.shape, block), dtype=torch.float32),

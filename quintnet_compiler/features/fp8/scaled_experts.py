@@ -14,8 +14,8 @@ from ...ir.builder import GraphBuilder
 from ...ir.program import Axis, Strategy
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ...ops.experts.grouped_rows import grouped_bias_grad, grouped_weight_grad
-from ...ops.experts.scaled_groups import group_cast, group_max, scaled_grouped_linear, scaled_grouped_weight_grad
-from ...ops.scaled_products import block_max, block_scale, scaled_cast
+from .ops.scaled_groups import group_cast, group_max, scaled_grouped_linear, scaled_grouped_weight_grad
+from .ops.scaled_products import block_max, block_scale, scaled_cast
 from .scales import largest_over
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ class ScaledExperts:
     Ensures: a scale of numbers that ranks split (features of a row, rows of an expert, all rows) is that of their
     largest on any rank.
 
-    ``blocks``, ``gradient``, ``power_of_two`` and ``of_weight``: see :mod:`...ops.experts.scaled_groups`.
+    ``blocks``, ``gradient``, ``power_of_two`` and ``of_weight``: see :mod:`.ops.scaled_groups`.
     """
 
     builder: GraphBuilder

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from .define import define_operator
+from ....ops.define import define_operator
 
 aten = torch.ops.aten
 Kernel = Literal["rows", "128", "32"]  # the numbers that share a scale

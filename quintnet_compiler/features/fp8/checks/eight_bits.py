@@ -13,9 +13,9 @@ from ....ir.program import Program, outputs
 from ....ir.value_numbers import NumberRead, ValueNumbers
 from ....ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ....ops.experts.expert_linear import expert_linear
-from ....ops.experts.scaled_groups import scaled_expert_linear
-from ....ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
-from ..failure import check_failure
+from ....passes.checks.failure import check_failure
+from ..ops.scaled_groups import scaled_expert_linear
+from ..ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 
 _fail = partial(check_failure, "8-bit check")
 aten = torch.ops.aten

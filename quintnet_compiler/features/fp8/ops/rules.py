@@ -1,4 +1,4 @@
-"""Rules of :mod:`...ops.scaled_products`: blocks of a dim are one factor, and the numbers in a block another."""
+"""Rules of :mod:`.scaled_products`: blocks of a dim are one factor, and the numbers in a block another."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ...core.annotations import shape, tensor_inputs
-from .node_factors import argument
-from .notation import Dims, Factors
+from ....core.annotations import shape, tensor_inputs
+from ....ops.rules.node_factors import argument
+from ....ops.rules.notation import Dims, Factors
 
 Sizes = dict[str, int]
 

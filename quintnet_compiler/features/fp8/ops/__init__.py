@@ -1,0 +1,1 @@
+"""Operators of 8-bit numbers with scales, and how they may be sharded."""
