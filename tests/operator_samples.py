@@ -17,8 +17,6 @@ import torch
 from torch import Generator, Tensor
 
 from quintnet_compiler.compat.torch import OLD_CHOLESKY
-from quintnet_compiler.features.fp8.ops.scaled_groups import scaled_expert_linear
-from quintnet_compiler.features.fp8.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from quintnet_compiler.ops.attention.operator import attention
 from quintnet_compiler.ops.attention.paged import paged_attention
 from quintnet_compiler.ops.cross_entropy import row_nll
@@ -30,8 +28,6 @@ from quintnet_compiler.ops.filters_of_rows import grouped_convolution, grouped_c
 from .one_operator import Input, Sample, call
 
 aten = torch.ops.aten
-E4M3, E5M2, WIDE = torch.float8_e4m3fn, torch.float8_e5m2, torch.float64
-FORWARD, OF_INPUT, OF_WEIGHT = "mk,nk->mn", "mn,nk->mk", "mn,mk->nk"
 
 
 # -- arguments
@@ -49,11 +45,6 @@ def f(*shape: int) -> Input:
 def const(*shape: int) -> Input:
     """As :func:`f`, without a gradient."""
     return Input(shape, _normal, grad=False)
-
-
-def eight(*shape: int) -> Input:
-    """Numbers of 8 bits, which have no gradient."""
-    return Input(shape, lambda g, s: _normal(g, s).to(torch.float8_e4m3fn), grad=False)
 
 
 def cplx(*shape: int) -> Input:
@@ -510,14 +501,6 @@ def _pools() -> list[Sample]:
 # -- lookups and constants
 
 
-def _experts(
-    rows: Input, ids: Input, weight: Input, bias: Input | None, transposed: bool, scale: tuple[int, ...],
-    back: tuple[int, ...], blocks: list[int],
-) -> Sample:  # fmt: skip
-    copies = eight(*weight.shape), const_pos(*scale), eight(*weight.shape), const_pos(*back)
-    return call(scaled_expert_linear, rows, ids, weight, bias, transposed, *copies, blocks, E5M2, True, True)
-
-
 def _lookups() -> list[Sample]:
     return [
         call(aten.embedding.default, f(12, 4), ints(12, 4, 6)),
@@ -525,26 +508,10 @@ def _lookups() -> list[Sample]:
         call(aten.embedding.default, f(6, 4), ints(6, 4, 6), -1, True),
         call(row_nll, f(4, 6), ints(6, 4), -100),
         call(row_nll, f(6, 12), ints(12, 6), 2),
-        *(call(block_max, const(4, 6, 12), block) for block in ([0, 0, 0], [1, 1, 0], [0, 0, 1], [1, 1, 3], [1, 3, 0])),
-        call(block_scale, const_pos(4, 6), E4M3, True),
-        call(block_scale, const_pos(6, 1), E5M2, False),
-        call(scaled_cast, const(4, 6), const_pos(1, 1), E4M3),
-        call(scaled_cast, const(4, 6), const_pos(4, 1), E5M2),
-        call(scaled_cast, const(4, 12), const_pos(4, 4), E4M3),
-        call(scaled_matmul, eight(4, 3, 6), eight(12, 6), const_pos(1, 1, 1), const_pos(1, 1), FORWARD, WIDE),
-        call(scaled_matmul, eight(4, 3, 6), eight(12, 6), const_pos(4, 3, 1), const_pos(12, 1), FORWARD, WIDE),
-        call(scaled_matmul, eight(4, 12), eight(6, 12), const_pos(4, 4), const_pos(2, 4), FORWARD, WIDE),
-        call(scaled_matmul, eight(4, 3, 12), eight(12, 6), const_pos(4, 3, 1), const_pos(1, 6), OF_INPUT, WIDE),
-        call(scaled_matmul, eight(2, 4, 6), eight(2, 4, 12), const_pos(1, 1, 6), const_pos(1, 1, 12), OF_WEIGHT, WIDE),
-        call(scaled_matmul, eight(2, 6, 4), eight(2, 6, 12), const_pos(2, 2, 4), const_pos(2, 2, 12), OF_WEIGHT, WIDE),
         call(expert_linear, f(12, 4), ints(4, 12), f(4, 6, 4), None, False),
         call(expert_linear, f(12, 4), ints(4, 12), f(4, 6, 4), f(4, 6), False),
         call(expert_linear, f(8, 4), ints(2, 8), f(4, 4, 6), f(4, 6), True),  # experts that nobody chose
         call(expert_linear, f(7, 4), ints(6, 7), f(5, 6, 4), f(5, 6), False),  # a row of no expert
-        _experts(const(12, 4), ints(4, 12), const(4, 6, 4), None, False, (4, 6, 1), (4, 1, 4), [0, 0]),
-        _experts(const(12, 4), ints(4, 12), const(4, 4, 6), const(4, 6), True, (4, 1, 1), (4, 1, 1), []),
-        _experts(const(12, 8), ints(4, 12), const(4, 12, 8), None, False, (4, 12, 2), (4, 3, 8), [4, 4]),
-        _experts(const(12, 4), ints(4, 12), const(4, 4, 8), const(4, 8), True, (4, 1, 2), (4, 1, 2), [0, 4]),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), None, 0, -100),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), const(6), 0, 2),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), const_pos(6), 1, 2),
@@ -740,7 +707,7 @@ def _constants() -> list[Sample]:
     ]
 
 
-def _by_target(samples: Iterable[Sample]) -> dict[Any, list[Sample]]:
+def by_target(samples: Iterable[Sample]) -> dict[Any, list[Sample]]:
     found: dict[Any, list[Sample]] = defaultdict(list)
     for sample in samples:
         found[sample.target].append(sample)
@@ -777,7 +744,7 @@ def _backwards() -> Iterable[Sample]:
     yield call(aten.diagonal_scatter.default, f(4, 4), f(4))
 
 
-ELEMENTWISE = _by_target([*_elementwise(), *_binary()])
-SAMPLES = ELEMENTWISE | _by_target(
+ELEMENTWISE = by_target([*_elementwise(), *_binary()])
+SAMPLES = ELEMENTWISE | by_target(
     [*_contractions(), *_views(), *_reductions(), *_lookups(), *_constants(), *_backwards()]
 )

@@ -33,9 +33,9 @@ from quintnet_compiler.passes.autodiff.vector_jacobian import VectorJacobian
 from quintnet_compiler.planner.places import PricedCluster
 from quintnet_compiler.planner.planning import Planner
 
+from .all_samples import SAMPLES
 from .models import WIDTH, Mixture
 from .one_operator import Input, Sample
-from .operator_samples import SAMPLES
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
 VOCABULARY, FEATURES, HEADS, GROUPS = 64, 64, 4, 2

@@ -18,13 +18,14 @@ import quintnet
 from quintnet_compiler.compat.torch import make_fx
 from quintnet_compiler.compat.torch_inductor import decompositions, kernels
 from quintnet_compiler.features.fp8.eight_bits import RECIPES
-from quintnet_compiler.features.fp8.ops.scaled_products import block_max, block_scale, scaled_cast
+from quintnet_compiler.features.fp8.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from quintnet_compiler.ops.catalog import spec_of
 from quintnet_compiler.runtime.execute import engines, executor
 from quintnet_compiler.runtime.execute.segments import Segment, split
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-CONSISTS_OF: dict[Any, Any] = {op: spec_of(op).consists_of for op in (block_max, block_scale, scaled_cast)}
+OPERATORS = block_max, block_scale, scaled_cast, scaled_matmul
+CONSISTS_OF: dict[Any, Any] = {op: spec_of(op).consists_of for op in OPERATORS}
 
 
 def _traced(x: Tensor, block: list[int]) -> fx.GraphModule:
@@ -66,6 +67,22 @@ def test_what_kernels_compute_is_the_operator_to_the_bit(dtype: torch.dtype, of:
     for scale in (torch.ones(1, 1), torch.tensor([[0.7], [3.1]])):
         mine, theirs = CONSISTS_OF[scaled_cast](x, scale, dtype), scaled_cast(x, scale, dtype)
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("block", [[0, 0], [1, 0], [1, 32]], ids=str)
+def test_a_compiler_for_gpus_sees_what_casts_to_8_bits_consist_of(block: list[int]) -> None:
+    """So that a scale and a cast become a part of the kernel that makes the value; on CPUs they are calls."""
+
+    def cast(x: Tensor) -> tuple[Tensor, ...]:
+        scale = block_scale(block_max(x, block), E4M3, block[0] == 1)
+        x8 = scaled_cast(x, scale, E4M3)
+        return x8, scale, scaled_matmul(x8, x8, scale, scale, "mk,nk->mn", torch.bfloat16)
+
+    given = (torch.randn(48, 64, dtype=torch.bfloat16),)
+    traced = make_fx(cast, decomposition_table=CONSISTS_OF)(*given)
+    assert not any(getattr(n.target, "namespace", "") == "quintnet" for n in traced.graph.nodes)
+    for found, expected in zip(traced(*given), cast(*given), strict=True):
+        assert torch.equal(found.float(), expected.float())
 
 
 class Layers(nn.Module):

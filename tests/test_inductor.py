@@ -11,11 +11,8 @@ import torch
 from torch import Tensor, fx
 
 import quintnet
-from quintnet_compiler.compat.torch import make_fx
 from quintnet_compiler.core.annotations import memory_of, num_bytes, values
-from quintnet_compiler.features.fp8.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from quintnet_compiler.ir.distributed_program import StageProgram
-from quintnet_compiler.ops.catalog import spec_of
 from quintnet_compiler.runtime.execute import engines
 from quintnet_compiler.runtime.execute.engines import CompiledSegment, Inductor
 from quintnet_compiler.runtime.execute.segments import MAX_VARIANTS, Segment, Stepper, split
@@ -25,7 +22,6 @@ from .models import CASES, build, reference, worst_error
 torch.set_num_threads(1)
 # float64: kernels that inductor fuses add up in another order and keep what eager rounds, as any other layout does
 LIMIT = 1e-9
-E4M3 = torch.float8_e4m3fn
 BACKENDS = ("eager", "inductor")
 
 
@@ -192,24 +188,6 @@ def test_sizes_that_never_stay_the_same_are_not_compiled_for_ever(monkeypatch: p
     with pytest.warns(quintnet.BackendWarning, match="more than 8 sizes"):
         assert torch.equal(kernel([torch.zeros(20)])[0], 2 * torch.ones(20))
     assert torch.equal(kernel([torch.zeros(3)])[0], torch.ones(3))  # those that it knows stay compiled
-
-
-@pytest.mark.parametrize("block", [[0, 0], [1, 0], [1, 32]], ids=str)
-def test_a_compiler_for_gpus_sees_what_casts_to_8_bits_consist_of(block: list[int]) -> None:
-    """So that a scale and a cast become a part of the kernel that makes the value; on CPUs they are calls."""
-
-    def cast(x: Tensor) -> tuple[Tensor, ...]:
-        scale = block_scale(block_max(x, block), E4M3, block[0] == 1)
-        x8 = scaled_cast(x, scale, E4M3)
-        return x8, scale, scaled_matmul(x8, x8, scale, scale, "mk,nk->mn", torch.bfloat16)
-
-    given = (torch.randn(48, 64, dtype=torch.bfloat16),)
-    operators = block_max, block_scale, scaled_cast, scaled_matmul
-    table: dict[Any, Any] = {operator: spec_of(operator).consists_of for operator in operators}
-    traced = make_fx(cast, decomposition_table=table)(*given)
-    assert not any(getattr(n.target, "namespace", "") == "quintnet" for n in traced.graph.nodes)
-    for found, expected in zip(traced(*given), cast(*given), strict=True):
-        assert torch.equal(found.float(), expected.float())
 
 
 def test_an_unknown_backend_is_refused() -> None:

@@ -18,8 +18,8 @@ from quintnet_compiler.ops.attention.operator import attention
 from quintnet_compiler.ops.attention.paged import paged_attention
 from quintnet_compiler.ops.rules.table import RULES
 
+from .all_samples import SAMPLES
 from .one_operator import FORMATS, check
-from .operator_samples import SAMPLES
 
 torch.set_num_threads(1)
 # Their backward kernels, or their own, read contiguous memory; and the most used ones.

@@ -29,8 +29,9 @@ from quintnet_compiler.ops.rules.reductions import reduction
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.runtime.execute.comm import Comm
 
+from .all_samples import SAMPLES
 from .one_operator import Sample, Wrong, call, check
-from .operator_samples import ELEMENTWISE, SAMPLES, bools, const_pos, f, ints
+from .operator_samples import ELEMENTWISE, bools, const_pos, f, ints
 
 torch.set_num_threads(1)
 TARGETS = sorted(SAMPLES, key=str)

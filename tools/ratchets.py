@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = ROOT / "tests/ratchets.toml"
+FEATURES = ROOT / "quintnet_compiler/features"
 FOLDERS = ("quintnet", "quintnet_compiler", "passes", "cost_models")
 
 MAX_DECISIONS = 14  # of a function that is not listed
@@ -148,6 +149,24 @@ def operator_identity(files: list[SourceFile]) -> Counts:
     return counts
 
 
+def feature_names(files: list[SourceFile]) -> Counts:
+    """Count lines that name a feature elsewhere than in its folder: the folder's name, its operators, its classes."""
+    counts = Counter[str]()
+    for folder in sorted(path.parent for path in FEATURES.glob("*/__init__.py")):
+        names = sorted(_names_of_feature([file for file in files if folder in file.path.parents]))
+        pattern = re.compile(rf"(?<![A-Za-z0-9])(?i:{folder.name})(?![A-Za-z0-9])|\\b({'|'.join(names)})\\b")
+        for file in files:
+            if FEATURES not in file.path.parents and (lines := list(filter(pattern.search, file.text.splitlines()))):
+                counts[f"{file.name} {folder.name}"] = len(lines)
+    return counts
+
+
+def _names_of_feature(files: list[SourceFile]) -> Iterator[str]:
+    for file in files:
+        yield from (node.name for node in file.tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_")
+        yield from re.findall(r'define_operator\(\s*"(\w+)\(', file.text)
+
+
 def long_files(files: list[SourceFile]) -> Counts:
     """Count lines of files that have more than ``MAX_FILE_LINES``."""
     lengths = {file.name: len(file.text.splitlines()) for file in files}
@@ -184,8 +203,8 @@ def lint(files: list[SourceFile]) -> Counts:
 MEASURES: Mapping[str, Callable[[list[SourceFile]], Counts]] = {
     measure.__name__: measure
     for measure in (
-        complexity, vague_names, fragments, public_names, operator_identity, long_files, package_lines, page_words,
-        lint,
+        complexity, vague_names, fragments, public_names, operator_identity, feature_names, long_files, package_lines,
+        page_words, lint,
     )
 }  # fmt: skip
 

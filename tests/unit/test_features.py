@@ -13,8 +13,6 @@ from quintnet_compiler.core.precision import COMPUTE_DTYPES, add_precisions
 from quintnet_compiler.driver.pipeline import PIPELINE
 from quintnet_compiler.features import FEATURES
 from quintnet_compiler.features.feature import Feature, add_feature
-from quintnet_compiler.features.fp8.feature import FP8
-from quintnet_compiler.features.fp8.ops.scaled_groups import scaled_expert_linear
 from quintnet_compiler.ir.plan import Plan, check_plan
 from quintnet_compiler.ops.catalog import OPERATORS, name_of, op_spec, priced_as, spec_of
 from quintnet_compiler.ops.experts.expert_linear import expert_linear
@@ -46,8 +44,6 @@ def test_a_spec_comes_from_a_definition_or_from_the_tables() -> None:
     assert spec_of(expert_linear).by_expert and spec_of(expert_linear).autocast == 16 and spec_of(expert_linear).keep
     assert spec_of(aten.linear.default).autocast == 16 and not spec_of(aten.linear.default).by_expert
     assert work_of(expert_linear) == "matmul"
-    assert spec_of(scaled_expert_linear).by_expert and spec_of(scaled_expert_linear).no_hot_experts
-    assert work_of(scaled_expert_linear) == "matmul"
     for feature in FEATURES:
         for operator in (*feature.operators, *(rule.target for rule in feature.rules)):
             assert operator not in TRAITS and name_of(operator) not in OPERATORS, operator
@@ -55,8 +51,9 @@ def test_a_spec_comes_from_a_definition_or_from_the_tables() -> None:
 
 def test_an_operator_is_priced_as_another_of_its_form_or_as_itself() -> None:
     graph = fx.Graph()
-    product, linear = graph.call_function(scaled_expert_linear), graph.call_function(aten.linear.default)
-    assert priced_as(product) is grouped_linear and op_spec(product).unpadded
+    own_form, linear = graph.call_function(lambda: None), graph.call_function(aten.linear.default)
+    extend(own_form.target, OpSpec(priced_as=grouped_linear, unpadded=True))
+    assert priced_as(own_form) is grouped_linear and op_spec(own_form).unpadded
     assert priced_as(linear) is aten.linear.default and not op_spec(linear).unpadded
 
 
@@ -69,10 +66,6 @@ def test_no_feature_says_a_thing_twice() -> None:
     assert COMPUTE_DTYPES["bf16"] is torch.bfloat16
     with pytest.raises(ValueError, match="two rules"):
         add_feature(Feature("another linear", rules=(linear,)))
-
-
-def test_features_are_listed_by_the_names_of_their_folders() -> None:
-    assert [feature.name for feature in FEATURES] == ["fp8"] and FEATURES[0] is FP8
 
 
 def test_a_feature_is_complete() -> None:

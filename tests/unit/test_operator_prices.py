@@ -16,15 +16,14 @@ from quintnet_compiler.core.annotations import Facts, annotate, is_float, is_get
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.kernels import Kernel
 from quintnet_compiler.cost_models.operators import SIZES, guessed, kernel_of, traffic
-from quintnet_compiler.features.fp8.ops.scaled_products import scaled_matmul
 from quintnet_compiler.ops.catalog import OPERATORS, spec_of
 from quintnet_compiler.ops.filters_of_rows import grouped_convolution, grouped_convolution_weight
 from quintnet_compiler.ops.rules.notation import rule
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.rules.work import work_of
 
+from ..all_samples import SAMPLES
 from ..one_operator import Sample, lowered, operator_program, reference, sharded
-from ..operator_samples import SAMPLES
 
 aten = torch.ops.aten
 # torch differentiates these once
@@ -139,7 +138,7 @@ def test_sizes_of_products_are_those_that_torch_counts(sample: Sample) -> None:
         with FlopCounterMode(display=False) as counter:
             aten.convolution(x.flatten(1, 2), weight.flatten(0, 1), None, *options, x.shape[1])
         counted = counter.get_total_flops()
-    if sample.target is scaled_matmul:
+    if spec_of(sample.target).operand_dtype:
         a, b = (given.shape for given in sample.inputs[:2])
         counted = 2 * math.prod(a) * b[0 if sample.args[4] == "mk,nk->mn" else -1]
     assert _kernel(sample).flops == (counted or 0)

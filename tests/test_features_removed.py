@@ -1,0 +1,102 @@
+"""Without the folder of a feature, and its line in the list of features, the rest of the compiler is as it was."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quintnet_compiler.features import FEATURES
+
+ROOT = Path(__file__).parents[1]
+PRODUCT = ROOT / "quintnet_compiler"
+
+PROGRAM = """
+import copy
+import importlib.util
+import sys
+
+import torch
+from torch import nn
+
+import quintnet
+import quintnet_compiler
+from quintnet_compiler.features import FEATURES
+
+name, folder = sys.argv[1:]
+assert quintnet_compiler.__file__.startswith(folder), quintnet_compiler.__file__
+assert name not in [feature.name for feature in FEATURES]
+assert importlib.util.find_spec(f"quintnet_compiler.features.{name}") is None
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.weight = nn.Linear(16, 2), nn.Parameter(torch.randn(2, 16, 16, dtype=torch.float64) / 4)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x, y):
+        probabilities, ids = self.gate(x).softmax(-1).max(-1)
+        x = quintnet.expert_linear(x, ids, self.weight) * probabilities[:, None]
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+torch.manual_seed(0)
+model, batch = Mixture().double(), (torch.randn(8, 16).double(), torch.randint(0, 4, (8,)))
+reference = copy.deepcopy(model)
+plain = torch.optim.SGD(reference.parameters(), lr=0.5)
+program = quintnet.compile(model, quintnet.Mesh(dp=2, ep=2, tp=2), batch, zero=3)
+optimizer = torch.optim.SGD(program.parameters(), lr=0.5)
+for _ in range(3):
+    plain.zero_grad()
+    expected = reference(*batch)
+    expected.backward()
+    plain.step()
+    torch.testing.assert_close(program.step(batch).detach(), expected.detach(), rtol=1e-10, atol=0)
+    optimizer.step()
+    program.zero_grad()
+program = quintnet.compile(model.float(), quintnet.Mesh(tp=2), (batch[0].float(), batch[1]), precision="bf16")
+program.step((batch[0].float(), batch[1]))
+for precision in sys.stdin.read().split():
+    try:
+        quintnet.compile(model, quintnet.Mesh(), (batch[0].float(), batch[1]), precision=precision)
+    except quintnet.CompileError as error:
+        assert "QN207" in str(error) and "belongs to a feature that is not installed" in str(error), error
+    else:
+        raise AssertionError(f"{precision} is compiled")
+assert not [module for module in sys.modules if module.startswith(f"quintnet_compiler.features.{name}")]
+print("as before")
+"""
+
+
+def _without(feature: str, folder: Path) -> None:
+    """Link the packages of the product in ``folder``, with a list of features that lacks one."""
+    package = folder / "quintnet_compiler"
+    (package / "features").mkdir(parents=True)
+    for path in PRODUCT.iterdir():
+        if path.name not in ("features", "__pycache__"):
+            (package / path.name).symlink_to(path.resolve())
+    for path in (PRODUCT / "features").iterdir():
+        if path.name not in (feature, "__init__.py", "__pycache__"):
+            (package / "features" / path.name).symlink_to(path)
+    text = (PRODUCT / "features/__init__.py").read_text()
+    line = f"from .{feature} import {feature.upper()}\n"
+    assert line in text and f"{feature.upper()}," in text
+    text = text.replace(line, "").replace(f"{feature.upper()},", "")
+    assert feature not in text.lower()
+    (package / "features/__init__.py").write_text(text)
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=[feature.name for feature in FEATURES])
+def test_a_feature_can_be_removed(feature: object, tmp_path: Path) -> None:
+    name, precisions = feature.name, feature.precisions  # type: ignore[attr-defined]
+    _without(name, tmp_path)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, name, str(tmp_path)], input=" ".join(precisions), text=True,
+        env=environment, cwd=tmp_path, capture_output=True, timeout=600,
+    )  # fmt: skip
+    assert result.returncode == 0 and result.stdout == "as before\n", result.stderr[-3000:]
