@@ -40,10 +40,15 @@ Operand = Literal["input", "weight", "gradient"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How operands are scaled. ``along``: how many numbers have one scale, along the dim that a product sums over; 0:
-    all of it; None: there is one scale for a tensor. ``square``: a weight has one for that many rows and columns.
-    ``gradient``: the format of gradients of results, all else is E4M3. ``power_of_two``: scales are powers of two.
-    ``of_weight``: whether the gradient of a weight is an 8-bit product, too.
+    """How operands are scaled.
+
+    Attributes:
+        along: how many numbers have one scale, along the dim that a product sums over; 0: all of it; None: there is one
+            scale for a tensor.
+        square: whether a weight has one for ``along`` rows and columns.
+        gradient: the format of gradients of results; all else is E4M3.
+        power_of_two: whether scales are powers of two.
+        of_weight: whether the gradient of a weight is an 8-bit product, too.
     """
 
     along: int | None = None
@@ -53,19 +58,21 @@ class Recipe:
     of_weight: bool = True
 
     def block(self, operand: Operand, size: Sequence[int], summed: int, *, rows: int = 1) -> list[int]:
-        """The size of a block in each dim of an operand of shape ``size``; ``summed``: the dim that is summed over, the
-        first of ``rows`` that stand for one. As :mod:`.ops.scaled_products` has it."""
+        """Return the size of a block in each dim of an operand of shape ``size`` (:mod:`.ops.scaled_products`).
+
+        ``summed``: the dim that is summed over, the first of ``rows`` that stand for one.
+        """
         if self.along is None:
             each = len(size) - 2 if operand == "weight" else 0  # of experts, a matrix each
             return [1] * each + [0] * (len(size) - each)
-        found = [1] * len(size)
+        blocks = [1] * len(size)
         if self.square and operand == "weight":
-            found[-2:] = [self.along] * 2
+            blocks[-2:] = [self.along] * 2
         elif self.along == 0:
-            found[summed : summed + rows] = [0] * rows
+            blocks[summed : summed + rows] = [0] * rows
         else:
-            found[summed + rows - 1] = self.along
-        return [0 if 1 < block >= count else block for block, count in zip(found, size, strict=True)]
+            blocks[summed + rows - 1] = self.along
+        return [0 if 1 < block >= count else block for block, count in zip(blocks, size, strict=True)]
 
 
 # what each name means; the first three as torchao's recipes of the same names
@@ -102,30 +109,35 @@ class EightBits:
     wide: tuple[str, ...] = ()
 
     def __call__(self, program: Program, /) -> Program:
+        """Return the rewritten program."""
         _check_patterns(program, self.wide)
         return _Lowering(program, self.recipe, kept_wide(program, self.recipe, self.wide)).run()
 
 
 def kept_wide(program: Program, recipe: Recipe, patterns: Sequence[str] = ()) -> dict[fx.Node, str]:
-    """The linear layers that keep their bits, and why."""
+    """Return the linear layers that keep their bits, and why."""
     nodes = list(program.graph.nodes)
     feeds: set[fx.Node] = set()  # what a product depends on
     for node in reversed(nodes):
         if node in feeds or (node.op == "call_function" and work_of(node.target) in ("matmul", "attention")):
             feeds.update(node.all_input_nodes)
-    found = {}
+    reasons = {}
     for node in (n for n in nodes if n.target in LAYERS):
         reason = _reason(node, recipe, patterns)
         if not reason and node not in feeds:
             reason = "no further product reads its result: it is a head, such as logits"
         if reason:
-            found[node] = reason
-    return found
+            reasons[node] = reason
+    return reasons
 
 
 def _check_patterns(program: Program, patterns: Sequence[str]) -> None:
-    """Raises: CompileError QN204 for a pattern that names nothing: what it was meant for would be rounded."""
-    names = [known.name for known in program.leaves.values() if known.kind == "parameter"]
+    """Check that every pattern names something: what it was meant for would be rounded.
+
+    Raises:
+        CompileError: QN204 for a pattern that names nothing.
+    """
+    names = [info.name for info in program.leaves.values() if info.kind == "parameter"]
     names += [name.rpartition(".")[0] for name in names]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -138,27 +150,29 @@ def _check_patterns(program: Program, patterns: Sequence[str]) -> None:
 
 
 def wide_layers(program: Program, recipe: str, patterns: Sequence[str]) -> tuple[str, ...]:
-    """What :func:`kept_wide` says of a program in which all other layers have 8 bits, in lines."""
-    found = kept_wide(program, RECIPES[recipe], patterns)
-    return tuple(f"{facts(node).where.module or _weight_of(node) or 'the loss'}: {why}" for node, why in found.items())
+    """Return, in lines, what :func:`kept_wide` says of a program in which all other layers have 8 bits."""
+    reasons = kept_wide(program, RECIPES[recipe], patterns)
+    return tuple(
+        f"{facts(node).where.module or _weight_of(node) or 'the loss'}: {why}" for node, why in reasons.items()
+    )
 
 
 def _weight_of(node: fx.Node) -> str:
-    """The name of a layer's weight; empty if it is computed."""
+    """Return the name of a layer's weight; empty if it is computed."""
     weight = node.args[LAYERS[node.target]]
-    known = leaf(weight) if isinstance(weight, fx.Node) else None
-    return known.name if known is not None and known.kind == "parameter" else ""
+    info = leaf(weight) if isinstance(weight, fx.Node) else None
+    return info.name if info is not None and info.kind == "parameter" else ""
 
 
 def _reason(node: fx.Node, recipe: Recipe, patterns: Sequence[str]) -> str:
     experts = node.target is expert_linear
     weight = node.args[LAYERS[node.target]]
     assert isinstance(weight, fx.Node)
-    known = leaf(weight)
-    if known is None or known.kind != "parameter":
+    info = leaf(weight)
+    if info is None or info.kind != "parameter":
         return "its weight is computed"
-    module = known.name.rpartition(".")[0]
-    if taken := [p for p in patterns if fnmatchcase(known.name, p) or fnmatchcase(module, p)]:
+    module = info.name.rpartition(".")[0]
+    if taken := [p for p in patterns if fnmatchcase(info.name, p) or fnmatchcase(module, p)]:
         return f"the plan keeps {taken[0]!r} wide"
     out, inside = shape(weight)[-2:]
     sizes = {"in": out, "out": inside} if experts and node.args[4] else {"in": inside, "out": out}
@@ -186,10 +200,10 @@ class _Lowering:
 
     def _node(self, node: fx.Node) -> fx.Node:
         if node.op == "placeholder":
-            known = facts(node)
-            return self.builder.placeholder(node.name, value(node), known.leaf, needs_grad=known.needs_grad)
-        given: Any = fx.map_arg((node.args, node.kwargs), self.env.__getitem__)
-        args, kwargs = given
+            info = facts(node)
+            return self.builder.placeholder(node.name, value(node), info.leaf, needs_grad=info.needs_grad)
+        arguments: Any = fx.map_arg((node.args, node.kwargs), self.env.__getitem__)
+        args, kwargs = arguments
         if is_getitem(node):
             return self.builder.getitem(args[0], int(args[1]))
         if node.target in LAYERS and node not in self.wide:
@@ -199,24 +213,25 @@ class _Lowering:
 
     def _linear(self, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> fx.Node:
         call, rank = self.builder.call, len(shape(x))
-        made = self._product(FORWARD, (x, "input", rank - 1, 1), (weight, "weight", 1, 1), value(x).dtype)
+        result = self._product(FORWARD, (x, "input", rank - 1, 1), (weight, "weight", 1, 1), value(x).dtype)
         if needs_grad(x) or needs_grad(weight):
-            both = call(with_tangent, made, True)
-            made, tangent = (self.builder.getitem(both, i) for i in range(2))
+            both = call(with_tangent, result, True)
+            result, tangent = (self.builder.getitem(both, i) for i in range(2))
             done = []
             if needs_grad(x):
                 back = (tangent, "gradient", rank - 1, 1), (weight, "weight", 0, 1)
                 done.append(self._declared(x, self._product(OF_INPUT, *back, value(x).dtype)))  # type: ignore[arg-type]
             if needs_grad(weight):
                 done.append(self._declared(weight, self._of_weight(tangent, x, value(weight).dtype)))
-            made = call(after_gradients, made, done)
-        return made if bias is None else call(aten.add.Tensor, made, bias)
+            result = call(after_gradients, result, done)
+        return result if bias is None else call(aten.add.Tensor, result, bias)
 
     def _experts(self, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool) -> fx.Node:
-        """Ranks scale rows that have arrived, and gradients: see :mod:`.scaled_experts`."""
+        """Emit a layer of experts, whose rows ranks scale where they arrive: see :mod:`.scaled_experts`."""
         recipe, (outside, inside) = self.recipe, (2, 1) if transposed else (1, 2)
         ends: tuple[tuple[Operand, int], ...] = ("input", inside), ("gradient", outside)
-        blocks = [recipe.block(one, (1, shape(weight)[dim]), 1)[1] for one, dim in ends if recipe.along is not None]
+        sizes = {operand: (1, shape(weight)[dim]) for operand, dim in ends}
+        blocks = [] if recipe.along is None else [recipe.block(operand, size, 1)[1] for operand, size in sizes.items()]
         back = self._cast(weight, "weight", outside, 1) if needs_grad(rows) else (None, None)
         casts = *self._cast(weight, "weight", inside, 1), *back
         how = blocks, recipe.gradient, recipe.power_of_two, recipe.of_weight
@@ -238,11 +253,11 @@ class _Lowering:
         self, equation: str, a: tuple[fx.Node, Operand, int, int], b: tuple[fx.Node, Operand, int, int],
         dtype: torch.dtype,
     ) -> fx.Node:  # fmt: skip
-        (a8, scale_a), (b8, scale_b) = (self._cast(*one) for one in (a, b))
+        (a8, scale_a), (b8, scale_b) = (self._cast(*operand) for operand in (a, b))
         return self.builder.call(scaled_matmul, a8, b8, scale_a, scale_b, equation, dtype, self.recipe.power_of_two)
 
     def _cast(self, x: fx.Node, operand: Operand, summed: int, rows: int) -> tuple[fx.Node, fx.Node]:
-        """``x`` in 8 bits and its scale; layers that read the same share it."""
+        """Return ``x`` in 8 bits and its scale, which layers that read the same share."""
         block = self.recipe.block(operand, shape(x), summed, rows=rows)
         key = x, tuple(block)
         if key not in self.cast:

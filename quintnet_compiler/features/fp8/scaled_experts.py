@@ -50,6 +50,7 @@ class ScaledExperts:
         self, rows: fx.Node, ends: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool, forward: Cast,
         back: tuple[fx.Node | None, fx.Node | None],
     ) -> fx.Node:  # fmt: skip
+        """Emit the product, with the gradients that its inputs need."""
         call, dtype = self.builder.call, value(rows).dtype
         x, added = self._detached(rows), None if bias is None else self._detached(bias)
         x8 = self._cast_rows(x, ends, value(forward[0]).dtype, 0)

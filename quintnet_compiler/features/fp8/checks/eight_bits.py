@@ -21,54 +21,59 @@ _fail = partial(check_failure, "8-bit check")
 aten = torch.ops.aten
 
 
-def check_eight_bits(before: Program, after: Program) -> None:
-    """Outputs of ``after`` are those of ``before``, where linear layers may be products of 8-bit numbers: of the
-    layer's own input and weight, scaled by the largest numbers of these, with the gradients of a linear layer.
+def check_eight_bits(source: Program, rewritten: Program) -> None:
+    """Check that outputs of the rewritten program are those of ``source``.
+
+    Linear layers may be products of 8-bit numbers: of the layer's own input and weight, scaled by the largest numbers
+    of these, with the gradients of a linear layer.
 
     Raises:
         CompileError: QN209 with what differs.
     """
     numbers = ValueNumbers()
-    old, new = _numbered(before, numbers), _numbered(after, numbers)
-    for left, right in zip(outputs(before.graph), outputs(after.graph), strict=True):
+    old, new = _numbered(source, numbers), _numbered(rewritten, numbers)
+    for left, right in zip(outputs(source.graph), outputs(rewritten.graph), strict=True):
         if old[left] != new[right]:
             raise _fail(f"{right.name} is not what {left.name} was", right)
-    impure = [[known[n] for n in known if n.is_impure() and n.op != "placeholder"] for known in (old, new)]
+    impure = [[numbered[n] for n in numbered if n.is_impure() and n.op != "placeholder"] for numbered in (old, new)]
     if impure[0] != impure[1]:
         raise _fail("calls that nobody reads are other ones", None)
 
 
 def _numbered(program: Program, numbers: ValueNumbers) -> dict[fx.Node, int]:
-    """What each node stands for. A layer's bias counts as added afterwards."""
-    known: dict[fx.Node, int] = {}
+    """Return a number for what each node stands for. A layer's bias counts as added afterwards."""
+    node_numbers: dict[fx.Node, int] = {}
     number = numbers.number
     for node in program.graph.nodes:
         if node.op == "output":
             continue
         if node.op == "placeholder":
-            found = leaf(node)
-            known[node] = number("leaf", node.name, found.name if found is not None else "", str(value(node).dtype))
+            info = leaf(node)
+            name = info.name if info is not None else ""
+            node_numbers[node] = number("leaf", node.name, name, str(value(node).dtype))
         elif is_getitem(node):
-            known[node] = number("part", known[origin(node)[0]], int(node.args[1]))
+            node_numbers[node] = number("part", node_numbers[origin(node)[0]], int(node.args[1]))
         elif node.target is scaled_expert_linear:
             _check_experts(node)
-            known[node] = numbers.call(None, expert_linear, (node.args[:5], {}), known.__getitem__)
+            node_numbers[node] = numbers.call(None, expert_linear, (node.args[:5], {}), node_numbers.__getitem__)
         elif (layer := _layer(node)) is not None:
-            known[node] = number("linear", *(known[one] for one in layer))
+            node_numbers[node] = number("linear", *(node_numbers[n] for n in layer))
         elif node.target is aten.linear.default:
-            x, weight, *bias = (known[n] for n in tensor_inputs(node))
-            known[node] = number("linear", x, weight)
+            x, weight, *bias = (node_numbers[n] for n in tensor_inputs(node))
+            node_numbers[node] = number("linear", x, weight)
             if bias:
-                added: Any = (NumberRead(known[node]), NumberRead(bias[0])), {}
-                known[node] = numbers.call(None, aten.add.Tensor, added, known.__getitem__)
+                added: Any = (NumberRead(node_numbers[node]), NumberRead(bias[0])), {}
+                node_numbers[node] = numbers.call(None, aten.add.Tensor, added, node_numbers.__getitem__)
         else:
-            known[node] = numbers.call(None, node.target, (node.args, node.kwargs), known.__getitem__)
-    return known
+            node_numbers[node] = numbers.call(None, node.target, (node.args, node.kwargs), node_numbers.__getitem__)
+    return node_numbers
 
 
 def _layer(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The input and the weight of the layer for which ``node`` stands; None if it is no product of 8-bit numbers, or
-    a gradient."""
+    """Return the input and the weight of the layer for which ``node`` stands.
+
+    None if it is no product of 8-bit numbers, or a gradient.
+    """
     if node.target is scaled_matmul:
         if node.args[4] == "mk,nk->mn" and not any(user.target is with_tangent for user in node.users):
             return _operands(node)
@@ -78,22 +83,27 @@ def _layer(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     both, index = origin(tensor_inputs(node)[0])
     if both.target is not with_tangent or both.args[0].target is not scaled_matmul:  # type: ignore[union-attr]
         return None
-    made: Any = both.args[0]
-    x, weight = _operands(made)
-    if value(made).dtype is not value(x).dtype or made.args[4] != "mk,nk->mn" or index != 0 or both.args[1] is not True:
-        raise _fail(f"{made.name} is not the product of a linear layer", node)
+    product: Any = both.args[0]
+    x, weight = _operands(product)
+    if (
+        value(product).dtype is not value(x).dtype
+        or product.args[4] != "mk,nk->mn"
+        or index != 0
+        or both.args[1] is not True
+    ):
+        raise _fail(f"{product.name} is not the product of a linear layer", node)
     left = [n for n in (x, weight) if needs_grad(n)]
     for done in tensor_inputs(node)[1:]:
         says = origin(done)[0]
         if says.target is not declare_gradient or says.args[0] not in left:
-            raise _fail(f"{says.name} is no gradient that {made.name} has", node)
+            raise _fail(f"{says.name} is no gradient that {product.name} has", node)
         of, gradient = tensor_inputs(says)
         left.remove(of)
         _check_gradient(gradient, both, of is x, (x, weight))
         if value(gradient).dtype is not value(of).dtype:
             raise _fail(f"{gradient.name} has another dtype than {of.name}", node)
     if left:
-        raise _fail(f"{left[0].name} gets no gradient of {made.name}", node)
+        raise _fail(f"{left[0].name} gets no gradient of {product.name}", node)
     return x, weight
 
 
@@ -113,16 +123,16 @@ def _check_gradient(gradient: fx.Node, both: fx.Node, of_input: bool, layer: tup
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """What a product multiplies, before it was cast: each by the largest numbers that it has itself."""
+    """Return what a product multiplies, before it was cast, each operand by the largest numbers that it has itself."""
     a, b, scale_a, scale_b = tensor_inputs(node)
-    found = _scaled(node, a, scale_a), _scaled(node, b, scale_b)
+    operands = _scaled(node, a, scale_a), _scaled(node, b, scale_b)
     if len(node.args) > 6 and node.args[6] and not all(scale.args[2] is True for scale in (scale_a, scale_b)):
         raise _fail(f"{node.name} takes scales for powers of two, which they need not be", node)
-    return found
+    return operands
 
 
 def _scaled(node: fx.Node, cast: fx.Node, scale: fx.Node) -> fx.Node:
-    """What an operand of ``node`` was before it was cast."""
+    """Return what an operand of ``node`` was before it was cast."""
     largest = scale.args[0]
     kinds = (cast.target, scale.target, getattr(largest, "target", None))
     if kinds != (scaled_cast, block_scale, block_max) or cast.args[1] is not scale:
@@ -134,8 +144,10 @@ def _scaled(node: fx.Node, cast: fx.Node, scale: fx.Node) -> fx.Node:
 
 
 def _check_experts(node: fx.Node) -> None:
-    """Both 8-bit copies of the weight are its own: with a scale for each expert, or for blocks of its matrix that are
-    as those of rows along the dim that the product sums over, and single numbers or as those of rows along the other.
+    """Check that both 8-bit copies of the weight are its own.
+
+    There is a scale for each expert, or for blocks of its matrix that are as those of rows along the dim that the
+    product sums over, and single numbers or as those of rows along the other.
     """
     weight, transposed, args = tensor_inputs(node)[2], node.args[4], node.args
     blocks: Any = args[9]
@@ -161,6 +173,6 @@ def _attached(node: fx.Node) -> fx.Node:
 
 
 def _flat(node: Any) -> fx.Node:
-    """A matrix before its rows were one dim."""
-    found: fx.Node = tensor_inputs(node)[0] if node.target is aten.reshape.default else node
-    return found
+    """Return a matrix before its rows were one dim."""
+    matrix: fx.Node = tensor_inputs(node)[0] if node.target is aten.reshape.default else node
+    return matrix

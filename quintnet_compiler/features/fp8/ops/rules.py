@@ -45,6 +45,7 @@ def block_max(node: fx.Node) -> Factors:
 
 
 def scaled_cast(node: fx.Node) -> Factors:
+    """Return the factors of scaled_cast, those of its scale among them."""
     x, scale = map(shape, tensor_inputs(node))
     dims, scale_dims, sizes = _in_blocks([f"d{i}" for i in range(len(x))], x, scale)
     return Factors((dims, scale_dims), (dims,), sizes, _insides(sizes))

@@ -1,5 +1,6 @@
-"""Products of 8-bit numbers of rows in the order of their experts (:mod:`....ops.experts.grouped_rows`), and layers of
-experts that multiply these.
+"""Products of 8-bit numbers of rows in the order of their experts, and layers of experts that multiply these.
+
+Rows are ordered as in :mod:`....ops.experts.grouped_rows`.
 
 On GPUs a product is a grouped one of 16-bit numbers, which have all 8-bit ones: on an H200 (PyTorch 2.11)
 ``torch._scaled_grouped_mm`` took 0.6 to 0.9 of the time for 8 large experts, 1.9 to 2.6 times as long for 64 and 128,
@@ -42,20 +43,20 @@ LOW = torch.bfloat16  # has all 8-bit numbers, and grouped products on GPUs
 
 def _group_max(rows: Tensor, ends: Tensor) -> Tensor:
     experts, features = ends.shape[0], rows.shape[1]
-    found = torch.zeros([experts + 1, features], dtype=torch.float32, device=rows.device)
+    largest = torch.zeros([experts + 1, features], dtype=torch.float32, device=rows.device)
     if ends.device.type == "cpu":
         for expert, run in expert_runs(ends):
-            found[expert] = rows[run].abs().amax(0)
+            largest[expert] = rows[run].abs().amax(0)
     else:
         of = experts_of_rows(ends, rows.shape[0])[:, None].expand(rows.shape).long()
-        found.scatter_reduce_(0, of, rows.abs().float(), "amax")  # the last is that of rows of no expert
-    return found[:-1]
+        largest.scatter_reduce_(0, of, rows.abs().float(), "amax")  # the last is that of rows of no expert
+    return largest[:-1]
 
 
 def _group_cast(rows: Tensor, ends: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     of = experts_of_rows(ends.to(rows.device), rows.shape[0]).clamp_(max=scale.shape[0] - 1)
-    found: Tensor = scaled_cast(rows, scale.index_select(0, of), dtype)
-    return found
+    cast: Tensor = scaled_cast(rows, scale.index_select(0, of), dtype)
+    return cast
 
 
 def _linear(
@@ -75,11 +76,13 @@ def _linear(
     of = experts_of_rows(ends, count).clamp_(max=ends.shape[0] - 1)
     after = scale_rows.shape[1] == scale.shape[1] == 1  # sums of numbers of one scale
     if not after:
-        rows, right = (x * spread(one, x.shape) for x, one in ((rows.float(), scale_rows), (right.float(), scale)))
-    made: Tensor = aten._grouped_mm.default(rows.to(LOW).contiguous(), right.to(LOW), ends)
+        rows, right = (x * spread(s, x.shape) for x, s in ((rows.float(), scale_rows), (right.float(), scale)))
+    result: Tensor = aten._grouped_mm.default(rows.to(LOW).contiguous(), right.to(LOW), ends)
     if after:
-        made = (made * scale_rows * spread(scale[:, 0], [*ends.shape, right.shape[2]]).index_select(0, of)).to(dtype)
-    return made if bias is None else made + bias.index_select(0, of)
+        result = (result * scale_rows * spread(scale[:, 0], [*ends.shape, right.shape[2]]).index_select(0, of)).to(
+            dtype
+        )
+    return result if bias is None else result + bias.index_select(0, of)
 
 
 def _weight_grad(
@@ -91,13 +94,13 @@ def _weight_grad(
     experts, count = ends.shape[0], rows.shape[0]
     scale_left, scale_right = (s.expand(experts, -1) for s in (scale_left, scale_right))
     if ends.device.type == "cpu" or not count:
-        found = rows.new_zeros([experts, left.shape[1], right.shape[1]], dtype=dtype)
+        gradient = rows.new_zeros([experts, left.shape[1], right.shape[1]], dtype=dtype)
         for expert, run in expert_runs(ends) if count else ():
             scales = scale_left[expert][:, None], scale_right[expert][None]
-            found[expert] = product(left[run].t(), right[run], *scales, dtype)
-        return found
-    made: Tensor = aten._grouped_mm.default(left.contiguous().to(LOW).t(), right.contiguous().to(LOW), ends)
-    return zeros_of_no_rows((made * scale_left[:, :, None] * scale_right[:, None]).to(dtype), ends)
+            gradient[expert] = product(left[run].t(), right[run], *scales, dtype)
+        return gradient
+    sums: Tensor = aten._grouped_mm.default(left.contiguous().to(LOW).t(), right.contiguous().to(LOW), ends)
+    return zeros_of_no_rows((sums * scale_left[:, :, None] * scale_right[:, None]).to(dtype), ends)
 
 
 group_max = define_operator(
@@ -140,9 +143,9 @@ def _expert_linear(
     largest = block_max(rows, [1, blocks[0]]) if blocks else block_max(group_max(rows, ends), [0, 0])
     scale_rows = block_scale(largest, weight8.dtype, power_of_two)
     rows8 = scaled_cast(rows, scale_rows, weight8.dtype)
-    made = scaled_grouped_linear(rows8, ends, weight8, scale_rows, scale, bias, transposed, rows.dtype)
-    found: Tensor = ungroup_rows(made, order, ends)
-    return found
+    result = scaled_grouped_linear(rows8, ends, weight8, scale_rows, scale, bias, transposed, rows.dtype)
+    ungrouped: Tensor = ungroup_rows(result, order, ends)
+    return ungrouped
 
 
 # ``expert_linear`` of which all three products, forward and backward, are of 8-bit numbers. ``weight8`` and ``scale``

@@ -31,7 +31,7 @@ FORWARD, OF_INPUT, OF_WEIGHT = "mk,nk->mn", "mn,nk->mk", "mn,mk->nk"  # m: all l
 
 
 def blocks_of(size: Sequence[int], block: Sequence[int]) -> list[int]:
-    """How many blocks a tensor has in each dim.
+    """Return how many blocks a tensor has in each dim.
 
     >>> blocks_of([6, 64], [0, 32]), blocks_of([6, 64], [1, 0])
     ([1, 2], [6, 1])
@@ -51,13 +51,13 @@ def _block_max(x: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def _block_scale(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
-    """Computed in float64, so that it is rounded once."""
+    """Return scales, computed in float64, so that they are rounded once."""
     scale = largest.double().clamp(min=TINY) / torch.finfo(dtype).max
     return (torch.exp2(torch.log2(scale).ceil()) if power_of_two else scale).float()
 
 
 def spread(scale: Tensor, size: Sequence[int]) -> Tensor:
-    """A scale for each number, or for blocks that broadcast."""
+    """Return a scale for each number, or for blocks that broadcast."""
     for dim, (have, wanted) in enumerate(zip(scale.shape, size, strict=True)):
         if have not in (1, wanted):
             scale = scale.repeat_interleave(wanted // have, dim)
@@ -70,9 +70,11 @@ def _scaled_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cast_in_kernels(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``_scaled_cast`` to the bit, of what compilers fuse with its neighbours: an operator that writes in place is a
-    call of its own for them, and a minimum beside a transposed 8-bit store has given wrong numbers
-    (triton-lang/triton#11111). NaN is neither larger nor smaller, and passes."""
+    """Return what ``_scaled_cast`` does, to the bit, in operators that compilers fuse with their neighbours.
+
+    An operator that writes in place is a call of its own for them, and a minimum beside a transposed 8-bit store has
+    given wrong numbers (triton-lang/triton#11111). NaN is neither larger nor smaller, and passes.
+    """
     largest = torch.finfo(dtype).max
     scaled = x / spread(scale, x.shape)
     scaled = torch.where(scaled > largest, largest, scaled)
@@ -95,18 +97,21 @@ def _scaled_matmul(
 
 
 def _rows(scale: Tensor, lead: Sequence[int]) -> Tensor:
-    """A scale of rows whose leading dims are ``lead``, as that of a matrix."""
+    """Return a scale of rows whose leading dims are ``lead``, as that of a matrix."""
     alike = scale.shape[:-1].numel() == 1 or scale.shape[:-2] == tuple(lead[:-1])  # blocks stay of one size
-    found = scale if alike else spread(scale, (*lead, scale.shape[-1]))
-    return found.reshape(-1, scale.shape[-1])
+    scales = scale if alike else spread(scale, (*lead, scale.shape[-1]))
+    return scales.reshape(-1, scale.shape[-1])
 
 
 def product(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, power_of_two: bool = False
 ) -> Tensor:
-    """``(a * scale_a) @ (b * scale_b)``. On GPUs one product of 8-bit numbers where :func:`kernel_for` finds one; else,
-    and on CPUs, what the numbers stand for is multiplied. ``power_of_two``: whether all scales are; then this has 16
-    bits on devices whose matmuls of these are fast, and it is no other number."""
+    """Return ``(a * scale_a) @ (b * scale_b)``.
+
+    On GPUs this is one product of 8-bit numbers where :func:`kernel_for` finds one; else, and on CPUs, what the numbers
+    stand for is multiplied. ``power_of_two``: whether all scales are; then this has 16 bits on devices whose matmuls of
+    these are fast, and it is no other number.
+    """
     kernel = kernel_for(a, b, scale_a, scale_b, dtype, power_of_two)
     if kernel is not None:
         return multiply(a, b, scale_a, scale_b, dtype, kernel)
