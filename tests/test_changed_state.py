@@ -153,6 +153,23 @@ def test_a_buffer_that_may_be_none_is_assigned_again_but_not_removed(first: floa
         program.step((x, y))
 
 
+def _differences_of_masked() -> list[float]:
+    x, y = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(8, 6), torch.arange(8) % 4
+    model, twin = Masked().double(), Masked().double()
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), (x, y), loss_fn=F.cross_entropy)
+    program.step((x, y))
+    differences = []
+    for factor in (2.0, 3.0, 4.0):
+        model.mask = twin.mask = torch.full((4,), factor, dtype=torch.float64)
+        differences.append(float((program.step((x, y)) - F.cross_entropy(twin(x), y)).detach()))
+    return differences
+
+
+def test_a_buffer_that_was_none_is_assigned_again_in_processes() -> None:
+    for differences in quintnet.launch(_differences_of_masked, 2, timeout=120):
+        assert differences == pytest.approx([0.0] * 3, abs=1e-9)
+
+
 def test_evaluation_and_inference_read_the_statistics_that_training_wrote() -> None:
     model, batch = _built(ResNet)
     twin = copy.deepcopy(model)
