@@ -156,6 +156,38 @@ def test_experts_are_gathered_in_8_bits() -> None:
     assert torch.float8_e4m3fn in dtypes and all(map(torch.equal, made, expected))  # type: ignore[arg-type]
 
 
+class AfterExperts(nn.Module):
+    """A linear layer on rows that ranks hold in slices: they cast its weight in slices of what they gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.weight = nn.Linear(32, 4), nn.Parameter(torch.randn(4, 64, 32) / 4)
+        self.down, self.head = nn.Linear(64, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        probabilities, ids = self.gate(x).softmax(-1).max(-1)
+        x = F.gelu(quintnet.expert_linear(x, ids, self.weight)) * probabilities[:, None]
+        return F.cross_entropy(self.head(self.down(x)), y)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_slices_of_what_is_gathered_once_are_cast_once(zero: int) -> None:
+    given = torch.randn(16, 32), torch.randint(0, 8, (16,))
+
+    def step(zero: int) -> tuple[quintnet.CompiledProgram, list[Tensor]]:
+        plan = {"precision": "fp8", "fp8_recipe": "mxfp8", "zero": zero}
+        program = quintnet.compile(AfterExperts(), quintnet.Mesh(ep=2, dp=2), given, plan=plan)
+        loss = program.step(given).detach()
+        return program, [loss, *(p.grad.clone() for _, p in program.named_parameters())]  # type: ignore[union-attr]
+
+    (program, made), (_, expected) = step(zero), step(0)
+    for mine, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
+    text = program.ranks[0].forward.code
+    assert text.count("quintnet.scaled_cast.default(") == 2, text  # of rows of both layers, and of no weight
+
+
 def _process(dp: int) -> list[Tensor]:
     torch.set_num_threads(1)
     program = compiled({"dp": dp}, fp8_recipe="rowwise", microbatches=2)

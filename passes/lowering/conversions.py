@@ -32,6 +32,7 @@ class Conversions:
             stored parameter; see :class:`LocalProgram`.
         shared: by value, axis, types and stage, the conversion that all users share.
         copies: by parameter and stage, the copy in another dtype.
+        slices: slices that ranks take of what all of them have, each with that value.
     """
 
     builder: GraphBuilder
@@ -43,6 +44,7 @@ class Conversions:
     deferred: dict[fx.Node, fx.Node] = field(default_factory=dict)
     shared: dict[tuple[fx.Node, int, Sharding, int | None], fx.Node] = field(default_factory=dict)
     copies: dict[tuple[fx.Node, int | None], fx.Node] = field(default_factory=dict)
+    slices: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     @property
     def _sharded(self) -> ShardedProgram:
@@ -68,6 +70,17 @@ class Conversions:
         if not grad:  # without gradients I and R are the same bits
             start, target = tuple(map(plain, start)), tuple(map(plain, target))
         return self._moved(node, start, target, R if grad else I, (home, stage), values(source)[index].shape)
+
+    def made_at_start(self, node: fx.Node) -> bool:
+        """Return whether a value is a parameter, or is made once a step; slices of one are then cut once, too."""
+        slices = list[fx.Node]()
+        while node in self.slices:
+            slices.append(node)
+            node = self.slices[node]
+        source = leaf(node)
+        at_start = node in self.at_start or (source is not None and source.kind == "parameter")
+        self.at_start.update(slices if at_start else ())
+        return at_start
 
     def _copied(self, stored: fx.Node, dtype: torch.dtype, stage: int | None) -> fx.Node:
         """Return the copy that ``stage`` reads of a parameter that is stored in another dtype."""
@@ -121,8 +134,11 @@ class Conversions:
                 padded = padded_dims(whole, (*state[:position], old_type, *state[position + 1 :]), self._axes)
                 size = self._local(whole, tuple(state))
                 self.shared[key] = self._convert(node, position, old_type, new_type, size, padded)
+                new_nodes = self.builder.made[first_new:]
                 if home is not None:
-                    self.stage |= dict.fromkeys(self.builder.made[first_new:], home)
+                    self.stage |= dict.fromkeys(new_nodes, home)
+                if old_type in (R, I) and self._axes[position].role != "time" and new_nodes == [self.shared[key]]:
+                    self.slices[self.shared[key]] = node
             node = self.shared[key]
         return node
 

@@ -199,7 +199,7 @@ class _CommunicationLowering:
         for new in new_nodes:
             if new.target is not padding_of:  # computed once a step, for all stages
                 self.stage[new] = stage
-        if _casts(node) and all(n in self.conversions.at_start or _parameter(n) for n in self.reads[node]):
+        if _casts(node) and all(map(self.conversions.made_at_start, self.reads[node])):
             self.conversions.at_start.update(new_nodes)  # casts of copies that are made once a step
 
     def _filled(self, node: fx.Node, inputs: dict[int, fx.Node]) -> dict[int, fx.Node]:
@@ -385,11 +385,6 @@ def _casts(node: fx.Node) -> bool:
     if node.target is aten.detach.default:
         return bool(node.users) and all(op_spec(user).cast_step for user in node.users)
     return op_spec(node).cast_step is not None
-
-
-def _parameter(node: fx.Node) -> bool:
-    source = leaf(node)
-    return source is not None and source.kind == "parameter"
 
 
 def _substitute(node: fx.Node, inputs: dict[int, fx.Node]) -> tuple[list[Any], dict[str, Any]]:
