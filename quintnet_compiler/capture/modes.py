@@ -64,10 +64,12 @@ def modes_of_a_trace() -> Iterator[None]:
 
 @contextlib.contextmanager
 def modes_left() -> Iterator[None]:
-    """While inside, modes that are on around ``quintnet.compile`` are off, as if it had been called outside of them:
-    inference mode (gradients stay off), autocast, fake tensors and other modes that see operators or modules, the
-    user's modes that see torch's functions, hooks of what autograd saves, and autograd's search for anomalies. Whether
-    gradients are on is left to :func:`capture`."""
+    """Turn the modes that are on around ``quintnet.compile`` off while inside.
+
+    These are inference mode (gradients stay off), autocast, fake tensors and other modes that see operators or modules,
+    the user's modes that see torch's functions, hooks of what autograd saves, and autograd's search for anomalies.
+    Whether gradients are on is left to :func:`capture`.
+    """
     gradients = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(dispatch_modes_off())

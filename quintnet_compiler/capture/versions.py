@@ -94,8 +94,7 @@ class CapturedVersions:
         return None
 
     def of_other_containers(self, kind: str, batch: FlatBatch) -> Version | None:
-        """The version for batches like this one that was used last, of a module that is as it was, but for what its
-        containers hold."""
+        """Return the version for batches like this one that was used last, if only its module's containers changed."""
         fits = (version for version in self._kept.get(kind, []) if version.sizes(batch, batch.rows) is not None)
         guarded = ((version, version.captured.guards) for version in fits)
         return next((version for version, guards in guarded if guards and guards.only_containers_differ()), None)

@@ -1,5 +1,8 @@
-"""Private names of torch: graphs that became code. The functions that code calls, whatever somebody put in the places
-of some, and its texts, which torch keeps for tracebacks until a process ends."""
+"""Private names of torch: graphs that became code.
+
+The functions that this code calls, whatever somebody put in their places, and its texts, which torch keeps for
+tracebacks until a process ends.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ __all__ = [
 
 def _namespace(source: types.ModuleType, **others: Any) -> Any:
     """Return a module with the variables that ``source`` has now, and ``others`` in the places of some."""
-    made = types.ModuleType(source.__name__)
-    vars(made).update({**vars(source), **others})
-    return made
+    namespace = types.ModuleType(source.__name__)
+    vars(namespace).update({**vars(source), **others})
+    return namespace
 
 
 def _functions() -> Mapping[str, Callable[..., Any]]:
@@ -38,24 +41,24 @@ SHIPPED: Any = _namespace(torch, **_functions(), _C=_namespace(torch._C, _nn=_na
 
 
 def is_as_shipped(function: Callable[..., Any]) -> bool:
-    """Whether torch still has ``function`` where it was, by which torch.fx writes its name; instead: True."""
+    """Return whether torch still has ``function`` where it was, by which torch.fx writes its name; instead: True."""
     name = str(getattr(function, "__name__", ""))
     return getattr(torch, name, function) is function
 
 
 def reads_shipped(module: fx.GraphModule) -> fx.GraphModule:
-    """``module``, whose code calls torch's functions as they were; instead: nothing."""
+    """Make the code of ``module`` call torch's functions as they were, and return it; instead: nothing."""
     type(module).forward.__globals__["torch"] = SHIPPED
     return module
 
 
 def torch_with_linear(call: Callable[..., Any]) -> Any:
-    """torch, as generated code reads it, where ``torch._C._nn.linear`` is ``call``."""
+    """Return torch as generated code reads it, where ``torch._C._nn.linear`` is ``call``."""
     return _namespace(SHIPPED, _C=_namespace(SHIPPED._C, _nn=_namespace(SHIPPED._C._nn, linear=call)))
 
 
 def goes_with_its_text(module: fx.GraphModule) -> fx.GraphModule:
-    """``module``, whose text is forgotten when it is; instead: nothing."""
+    """Forget the text of ``module`` when it ends, and return it; instead: nothing."""
     text = type(module).forward.__code__.co_filename
     weakref.finalize(module, _forget, (text,)).atexit = False
     return module

@@ -58,7 +58,7 @@ class UnreadState:
 
     def _remember(self, trial: Trial, changed: list[ContainerSnapshot]) -> None:
         """Remember the names that a trial read, or if it read none, that all that changed may have been read."""
-        for owner, names in trial.read:
+        for owner, names in trial.changed_reads:
             self.names[id(owner)] = owner, self._names_in(owner) | names
-        if not trial.read:
+        if not trial.changed_reads:
             self.read.update((id(snapshot.owner), snapshot.owner) for snapshot in changed)

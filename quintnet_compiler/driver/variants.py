@@ -17,7 +17,6 @@ from ..capture.modes import modes_left, modes_of_a_trace
 from ..capture.versions import CapturedVersions, Version
 from ..compat.torch import pytree
 from ..core.errors import CompileError, CompileWarning, InputError
-from ..core.mesh import Mesh
 from ..equivalence.module_check import ModuleCheck
 from ..equivalence.module_step import Owner
 from ..equivalence.verdict import Verdict
@@ -34,6 +33,7 @@ from .compiler import Compiled, Runner, compile_program, follow_program
 from .generation.decoding import Held
 from .pipeline import Request
 from .program_cache import ProgramCache
+from .refusals import check_divides, no_parameter
 from .shared_parameters import join_program
 from .task import Task, modules_of
 from .unread_state import UnreadState
@@ -342,7 +342,7 @@ class Programs:
             for path, x in module.named_parameters():
                 if id(x) not in own:
                     name = f"{label}.{path}".lstrip(".")
-                    raise _no_parameter(name, "was not there when it was compiled") from error
+                    raise no_parameter(name, "was not there when it was compiled") from error
 
     def _refuse_other_parameters(self, captured: Captured) -> None:
         """Raise QN112 if a parameter is not in the place where the primary program has it."""
@@ -350,7 +350,7 @@ class Programs:
         for name, x in captured.tensors.items():
             if isinstance(x, nn.Parameter) and current.get(name) is not x:
                 reason = "is another object now" if name in current else "was not there when it was compiled"
-                raise _no_parameter(name, reason)
+                raise no_parameter(name, reason)
 
     def now(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the module has now in the places of these captured tensors."""
@@ -383,31 +383,9 @@ class Programs:
         return ModuleCheck(owner, captured, plain_batch(batch), task.rules, task.plan.seed, task.device)
 
 
-def _no_parameter(name: str, reason: str) -> CompileError:
-    return CompileError(
-        "QN112",
-        f"the program has no parameter for {name}, which {reason}",
-        fix="compile the module again, and give the new program's parameters to the optimizer",
-    )
-
-
 def _difference(form: BatchForm, first: Captured, rows: int | None) -> str:
     """Return in what batches of this form and number of rows differ from those of the first capture."""
     difference = form.difference(first.form)
     if first.only_rows not in (None, rows) and not difference:
         return f"the first batch had {first.only_rows} rows, and the model's code fixes their number"
     return difference
-
-
-def check_divides(mesh: Mesh, microbatches: int, rows: int) -> None:
-    """Raise QN106 if a global batch of ``rows`` does not split evenly over data ranks and microbatches."""
-    ways = mesh.data_ways * microbatches
-    if rows % ways:
-        near = max(ways, rows // ways * ways)
-        split = f"dp={mesh['dp']}" + (f" x ep={mesh['ep']}" if mesh["ep"] > 1 else "")
-        split += f" x {microbatches} microbatches" if microbatches > 1 else ""
-        raise InputError(
-            "QN106",
-            f"a batch of {rows} rows does not divide over {split}",
-            fix=f"use a batch of {near} rows, or drop the last incomplete batch",
-        )

@@ -257,6 +257,7 @@ class Results:
     then: list[tuple[Any, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Remember the results that the function keeps now."""
         object.__setattr__(self, "results", dict_of_results(self.function))
         object.__setattr__(self, "then", list(self.results.items()))
 

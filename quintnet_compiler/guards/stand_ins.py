@@ -54,8 +54,10 @@ def touched(wire: Tripwire) -> bool:
 
 
 class RecordingDict(StandIn, dict[Any, Any]):
-    """A dict that records which names are read, and whether more than single ones are. Whoever reads one of ``changed``
-    raises. Whoever reads it by other ways than its methods finds tripwires."""
+    """A dict that records which names are read, and whether more than single ones are.
+
+    A read of one of ``changed`` raises. Reads by other ways than its methods find tripwires.
+    """
 
     held: dict[Any, Any]
     changed: frozenset[Any]
@@ -122,8 +124,10 @@ RECORDING: dict[type, type[RecordingDict]] = {
 
 
 def recording(owner: Any, changed: frozenset[Any] = frozenset()) -> RecordingDict:
-    """Return a dict with what ``owner`` holds, of the kind of ``owner``, that records its reads; none of ``changed``
-    names is to be read."""
+    """Return a dict with what ``owner`` holds, of the kind of ``owner``, that records its reads.
+
+    None of the names ``changed`` is to be read.
+    """
     recorder = RECORDING[type(owner)]()
     recorder.held, recorder.wires, recorder.names, recorder.all_read = copy.copy(owner), [], {}, False
     recorder.changed = changed

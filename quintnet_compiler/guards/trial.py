@@ -97,9 +97,11 @@ class Trial:
 
     @property
     def unread(self) -> dict[int, Unread] | None:
-        """What the trace was shown not to read, by the ``id`` of what holds it; None if it read what changed, or if a
-        stand-in that is somewhere where forward reads saw nothing."""
-        if self.read or any(recorder.single_names is None for _, recorder in self.recorders):
+        """Return what the trace was shown not to read, by the ``id`` of what holds it.
+
+        Return None if it read what changed, or if a stand-in that is somewhere where forward reads saw nothing.
+        """
+        if self.changed_reads or any(recorder.single_names is None for _, recorder in self.recorders):
             return None
         if any(touched(wire) for _, _, wire in self.wires):
             return None
@@ -111,7 +113,7 @@ class Trial:
         return unread
 
     @property
-    def read(self) -> list[tuple[Any, frozenset[Any]]]:
-        """The dicts of which the trace read names that have other values now, with these names."""
+    def changed_reads(self) -> list[tuple[Any, frozenset[Any]]]:
+        """Return the dicts of which the trace read names that have other values now, with these names."""
         rows = [(snapshot.owner, recorder.changed_names) for snapshot, recorder in self.recorders]
         return [(owner, names) for owner, names in rows if names]

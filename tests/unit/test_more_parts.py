@@ -24,7 +24,7 @@ from quintnet_compiler.cli.app import VERBS, Verbs, app, loaded
 from quintnet_compiler.core.errors import CompileError, InputError, RunError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.driver.compiler import Runner
-from quintnet_compiler.driver.variants import check_divides
+from quintnet_compiler.driver.refusals import check_divides
 from quintnet_compiler.equivalence.unchanged import reseed_all
 from quintnet_compiler.equivalence.verify import Comparison, coarsest_of
 from quintnet_compiler.huggingface.parallel_plan import generic

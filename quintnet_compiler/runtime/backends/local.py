@@ -182,7 +182,7 @@ class LocalBackend(WholeState):
             self._take(name, tensors[name], spec)
         self.specs = {**self.specs, **new}
         if self.slots is not None:
-            self.slots.add(new)
+            self.slots.add_state(new)
 
     def forget(self, program: DistributedProgram) -> None:
         self.worlds.pop(id(program), None)

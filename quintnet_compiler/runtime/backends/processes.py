@@ -68,7 +68,6 @@ class ProcessBackend:
         self.mesh, self.device, self.engine, self.linears = mesh, device, engine, HostLinears()
         self.scaler = LossScale.of(program)
         self.unset = {name for name, x in tensors.items() if x.is_meta}
-        rank = dist.get_rank()
         if dist.get_world_size() != mesh.size:
             raise RunError(
                 "QN301",
@@ -86,7 +85,7 @@ class ProcessBackend:
         self._tune()
         names = tuple(n for n in self.devices.mesh_dim_names or () if n != "pp")
         self.stage_mesh = self.devices[names] if names != self.devices.mesh_dim_names else self.devices
-        self.place = mesh.coordinate(rank)
+        self.place = mesh.coordinate(dist.get_rank())
         self.ready: dict[int, _Process] = {}
         self.counted: dict[int, tuple[DistributedProgram, set[str]]] = {}  # parameters whose norm this rank adds
         self.slots, self.specs, self.axes = slots, program.state, program.axes
@@ -190,8 +189,7 @@ class ProcessBackend:
                     self.parameters[name] = changed.pop(name)  # type: ignore[assignment]
             self._take_all(changed)
             self.slots.look()
-            for key, ready in self.ready.items():
-                self.ready[key] = self._new_process(ready.program, ready.store is not None)
+            self.ready = {key: self._new_process(old.program, old.store is not None) for key, old in self.ready.items()}
 
     def _owned_names(self, program: DistributedProgram) -> Iterator[str]:
         place = self.place.get("pp", 0)
@@ -284,7 +282,7 @@ class ProcessBackend:
             self._take(tensors[name], spec)
         self.specs = {**self.specs, **new}
         if self.slots is not None:
-            self.slots.add(new)
+            self.slots.add_state(new)
         self.values.keep({name: self.state[name] for name in new})
 
     def forget(self, program: DistributedProgram) -> None:
@@ -388,8 +386,7 @@ class ProcessBackend:
             self._tune()
             ready = self.ready[id(program)] = self._new_process(program, how.train)
         else:
-            moment = f"step {how.step}" if how.train else "a run without training"
-            self.values.look(program, inputs, moment, local=how.local)
+            self.values.look(program, inputs, how.step if how.train else None, local=how.local)
         return ready
 
     def _new_process(self, program: DistributedProgram, train: bool) -> _Process:

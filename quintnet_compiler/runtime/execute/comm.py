@@ -70,8 +70,7 @@ class Comm:
         if gradients is not None:
             self.accumulate = gradients.accumulate
             self.accumulate_matmul = gradients.accumulate_matmul
-        self.transport = transport
-        self.mesh, self.coordinate = mesh, coordinate
+        self.transport, self.mesh, self.coordinate = transport, mesh, coordinate
         self.seed = self.step = self.microbatch = 0
         self.scale = 1.0
         self.under_way: dict[int, tuple[Tensor, Callable[[], Any]]] = {}  # by id() of the gathered tensor
@@ -123,8 +122,7 @@ class Comm:
         Shapes: ``weight`` [rows, width], ``ids`` [...]; returns [..., width].
         """
         local, outside = self._rows(ids, weight.shape[0], axes, sizes)
-        rows: Tensor = SHIPPED.embedding(weight, local)
-        return rows.masked_fill_(outside.unsqueeze(-1), 0.0)
+        return SHIPPED.embedding(weight, local).masked_fill_(outside.unsqueeze(-1), 0.0)  # type: ignore[no-any-return]
 
     def embedding_rows_backward(
         self, grad: Tensor, ids: Tensor, rows: int, padding_idx: int, axes: Sequence[str], sizes: Sequence[int], at: int

@@ -166,7 +166,7 @@ class Slots:
                 self._owners.append(home)  # type: ignore[arg-type]
                 self._keys.append(key)
 
-    def add(self, state: Mapping[str, StateSpec]) -> None:
+    def add_state(self, state: Mapping[str, StateSpec]) -> None:
         """Add the tensors of a further program, as they are now."""
         count = len(self.names)
         self._add_slots(state)

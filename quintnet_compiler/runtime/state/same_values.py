@@ -128,10 +128,10 @@ class SameValues:
         self.kept.clear()
         self.runs[id(program)] = 1
 
-    def look(self, program: DistributedProgram, inputs: Sequence[Tensor], where: str, *, local: bool) -> None:
+    def look(self, program: DistributedProgram, inputs: Sequence[Tensor], step: int | None, *, local: bool) -> None:
         """Finish the last comparison of batches, and start one if it is due; every rank calls this before later runs.
 
-        ``where``: the run's name in messages.
+        ``step``: the number of the training step; None if the run is another one.
 
         Raises:
             RunError: QN404 on every rank, if batches of an earlier run differed.
@@ -146,6 +146,7 @@ class SameValues:
             rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
             work = dist.all_gather(rows, row, async_op=True)
             groups, paths = _groups(self.mesh, DATA_AXES if local else ()), [spec.path for spec in program.inputs]
+            where = "a run without training" if step is None else f"step {step}"
             self.pending = _PendingBatch(where, work, rows, row, paths, groups, local)
 
     def _modules(
