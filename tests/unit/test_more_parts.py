@@ -24,7 +24,8 @@ from quintnet_compiler.cli.app import VERBS, Verbs, app, loaded
 from quintnet_compiler.core.errors import CompileError, InputError, RunError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.driver.compiler import Runner
-from quintnet_compiler.driver.refusals import check_divides
+from quintnet_compiler.driver.refusals import check_divides, no_parameter
+from quintnet_compiler.driver.variants import _difference
 from quintnet_compiler.equivalence.unchanged import reseed_all
 from quintnet_compiler.equivalence.verify import Comparison, coarsest_of
 from quintnet_compiler.huggingface.parallel_plan import generic
@@ -341,3 +342,15 @@ def test_the_calibration_that_was_measured_is_written(monkeypatch: pytest.Monkey
     with pytest.raises(typer.BadParameter, match="none of float32, bfloat16, float16"):
         calibrate_verb.calibrate(dtype="int8")
     assert app.info.cls is Verbs and "calibrate" in VERBS and loaded("calibrate").name == "calibrate"
+
+
+@pytest.mark.parametrize(("rows", "text"), [(8, ""), (4, "the first batch had 8 rows")])
+def test_a_number_of_rows_is_named_where_it_changed(rows: int, text: str) -> None:
+    form: Any = SimpleNamespace(difference=lambda _first: "")
+    first: Any = SimpleNamespace(form=form, only_rows=8)
+    assert _difference(form, first, rows).startswith(text) and bool(_difference(form, first, rows)) is bool(text)
+
+
+def test_a_parameter_that_a_program_lacks_is_named() -> None:
+    error = no_parameter("model.scale", "is another object now")
+    assert error.code == "QN112" and "model.scale, which is another object now" in error.message
