@@ -43,19 +43,25 @@ class Fault:
 
 @contextmanager
 def injected(fault: Fault) -> Iterator[None]:
-    """Every module of the package that has the original has the fault."""
+    """Every module of the package, and every table of one, that has the original has the fault."""
     right = getattr(fault.home, fault.name)
     wrong = fault.make(right)
     package = [m for name, m in list(sys.modules.items()) if name.startswith("quintnet_compiler")]
     has = [m for m in package if vars(m).get(fault.name) is right]
     homes = [fault.home] if isinstance(fault.home, type) else has
+    tables = [table for m in package for table in vars(m).values() if type(table) is dict]
+    entries = [(table, key) for table in tables for key, x in table.items() if x is right]
     for home in homes:
         setattr(home, fault.name, wrong)
+    for table, key in entries:
+        table[key] = wrong
     try:
         yield
     finally:
         for home in homes:
             setattr(home, fault.name, right)
+        for table, key in entries:
+            table[key] = right
 
 
 def _answer(wrong: Mapping[Any, Any]) -> Make:
@@ -140,8 +146,8 @@ def _linear(change: Callable[[Any, Any, list[Any]], None]) -> Make:
     """The backward of a product with a weight, whose gradients are changed."""
 
     def make(right: Any) -> Any:
-        def linear(self: Any, args: Any, kwargs: Any) -> Any:
-            made, pullback = right(self, args, kwargs)
+        def linear(self: Any, *args: Any, **kwargs: Any) -> Any:
+            made, pullback = right(self, *args, **kwargs)
 
             def back(tangents: Any) -> Any:
                 found = list(pullback(tangents))
@@ -262,7 +268,7 @@ FAULTS = [
     Fault(vector_jacobian.VectorJacobian, "_linear", "half the bias' gradient", _linear(_scaled(2, 0.5))),
     Fault(vector_jacobian.VectorJacobian, "_linear", "the negative gradient", _linear(_scaled(0, -1.0))),
     Fault(vector_jacobian.VectorJacobian, "_grouped_linear", "twice the rows' gradient",
-          lambda right: lambda self, args: _linear(_scaled(0, 2.0))(lambda s, a, k: right(s, a))(self, args, {})),
+          _linear(_scaled(0, 2.0))),
     Fault(vector_jacobian.VectorJacobian, "_inline", "one operand gets the other's gradient", _dropped),
     Fault(vector_jacobian.VectorJacobian, "_inline", "twice the gradient of norms", _doubled),
     # generated code and state

@@ -214,7 +214,7 @@ def test_gradients_of_several_lengths_are_added_up() -> None:
 
 
 def test_what_is_not_used_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "KEPT", 3)
+    monkeypatch.setattr(versions, "MAX_PROGRAMS", 3)
     model, twin = _positions()
     program = quintnet.compile(model, Mesh(dp=2), _x(4))
     assert _difference(program, twin, [_x(n) for n in (4, 5, 6, 7, 8, 9, 5)]) < 1e-12

@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..compat.torch import TorchDispatchMode
 from ..compat.torch_compiler import QUESTIONS, questions_answered
 from ..compat.torch_func import (
     count_dispatch_modes,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from ..core.errors import CompileError, InputError
 from ..core.mesh import Mesh
 
@@ -27,3 +29,8 @@ def no_parameter(name: str, reason: str) -> CompileError:
         f"the program has no parameter for {name}, which {reason}",
         fix="compile the module again, and give the new program's parameters to the optimizer",
     )
+
+
+def changed_how(name: str, names: Container[str]) -> str:
+    """Return how a parameter of the module differs from the program's, which has these names."""
+    return "is another object now" if name in names else "was not there when it was compiled"

@@ -33,7 +33,7 @@ from .compiler import Compiled, Runner, compile_program, follow_program
 from .generation.decoding import Held
 from .pipeline import Request
 from .program_cache import ProgramCache
-from .refusals import check_divides, no_parameter
+from .refusals import changed_how, check_divides, no_parameter
 from .shared_parameters import join_program
 from .task import Task, modules_of
 from .unread_state import UnreadState
@@ -337,20 +337,20 @@ class Programs:
         """Raise QN112 from ``error``, of a trace, if the modules have parameters that the primary program does not."""
         if self._primary is None:
             return
-        own = set(map(id, self.now(self._parameters).values()))
+        current = self.now(self._parameters)
+        own = set(map(id, current.values()))
         for label, module in modules_of(self.task).items():
             for path, x in module.named_parameters():
                 if id(x) not in own:
                     name = f"{label}.{path}".lstrip(".")
-                    raise no_parameter(name, "was not there when it was compiled") from error
+                    raise no_parameter(name, changed_how(name, current)) from error
 
     def _refuse_other_parameters(self, captured: Captured) -> None:
         """Raise QN112 if a parameter is not in the place where the primary program has it."""
         current = self.now(self._parameters)
         for name, x in captured.tensors.items():
             if isinstance(x, nn.Parameter) and current.get(name) is not x:
-                reason = "is another object now" if name in current else "was not there when it was compiled"
-                raise no_parameter(name, reason)
+                raise no_parameter(name, changed_how(name, current))
 
     def now(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the module has now in the places of these captured tensors."""

@@ -79,8 +79,15 @@ def _named_fields(owner: Any) -> dict[str, Any]:
 
 
 def _own_fields(owner: Any) -> dict[str, Any]:
-    """Return what ``vars`` returns, without a call of the object's own ``__getattribute__``."""
-    return object.__getattribute__(owner, "__dict__")  # type: ignore[no-any-return]
+    """Return what ``vars`` returns, without a call of the object's own ``__getattribute__`` where it has a dict itself.
+
+    A proxy, such as ``weakref.proxy``, has none: what it stands for is asked.
+    """
+    try:
+        fields: dict[str, Any] = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        fields = vars(owner)
+    return fields
 
 
 _FIELDS = ContainerReading(methodcaller("values"), iter, _own_fields)

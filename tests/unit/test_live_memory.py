@@ -89,7 +89,7 @@ def test_a_pipeline_keeps_the_memory_of_gradients() -> None:
         batch = torch.randn(4, 8), torch.randn(4, 8)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         program = quintnet.compile(model, Mesh(pp=2), batch, loss_fn=F.mse_loss, check="off")
-        made = program._state()._made(program._primary().program, True)  # type: ignore[attr-defined]
+        made = program._state()._new_process(program._primary().program, True)  # type: ignore[attr-defined]
         assert made.handover.gradients and not made.handover.kept
         one = made.handover.gradients[-1]
         assert made.handover.kept

@@ -167,11 +167,10 @@ class Slots:
                 self._keys.append(key)
 
     def add_state(self, state: Mapping[str, StateSpec]) -> None:
-        """Add the tensors of a further program, as they are now."""
+        """Add the tensors of a further program, as they are now; what was seen of others stays as it was."""
         count = len(self.names)
         self._add_slots(state)
-        added = zip(self._owners[count:], self._keys[count:], strict=True)
-        self._remember([*self._seen, *(owner[key] for owner, key in added)])
+        self._see([owner[key] for owner, key in zip(self._owners[count:], self._keys[count:], strict=True)])
 
     def _add_ties(self) -> None:
         """Add the further slots of tied parameters."""
@@ -187,14 +186,22 @@ class Slots:
 
     def look(self) -> None:
         """Remember the present tensors."""
-        self._remember(list(map(getitem, self._owners, self._keys)))
+        self._seen: list[Tensor] = []
+        self._locals: list[Tensor] = []
+        self._memory: list[int] = []
+        self._dtensors: list[DTensor] = []
+        self._parts: list[Tensor] = []
+        self._see(list(map(getitem, self._owners, self._keys)))
 
-    def _remember(self, tensors: list[Tensor]) -> None:
-        self._seen = tensors
-        self._locals = [local_of(x) for x in self._seen]
-        self._memory = list(map(_ADDRESS, self._locals))
-        self._dtensors = [x for x in self._seen if isinstance(x, DTensor)]
-        self._parts = list(map(local_tensor, self._dtensors))
+    def _see(self, tensors: list[Tensor]) -> None:
+        """Remember these tensors, with their memory, behind those that were seen."""
+        parts = list(map(local_of, tensors))
+        dtensors = [x for x in tensors if isinstance(x, DTensor)]
+        self._seen += tensors
+        self._locals += parts
+        self._memory += map(_ADDRESS, parts)
+        self._dtensors += dtensors
+        self._parts += map(local_tensor, dtensors)
 
     @property
     def same(self) -> bool:
