@@ -477,7 +477,7 @@ class CompiledProgram(ProgramGeneration):
         program = self._programs.known(kind, given, ways * given.rows) or self._get(kind, given.batch, ways)
         if kind == "train" and not local:
             self._batch = given.batch
-        backend = self._state()
+        backend = self._state() if self._backend is None else self._backend
         self._programs.verdict.hear(backend)
         if program is not self._primary().program:
             backend.learn(program, self._programs.captured[kind].tensors)

@@ -192,7 +192,7 @@ class Absent:
         for kind, name in self.classes:
             if hasattr(kind, name):
                 return False
-        return [[*space] for _, _, space in self.many] == self.held or self._none_of_many()
+        return not self.many or [[*space] for _, _, space in self.many] == self.held or self._none_of_many()
 
     def _none_of_many(self) -> bool:
         """Return whether no namespace has a name that it must not have, and remember the names that it has."""

@@ -78,18 +78,9 @@ class LocalTurn:
             RunError: QN113 if its thread waits, through others or not, for a lock that this thread has.
         """
         thread = threading.get_ident()
-        if self.holder == thread:
-            self.lock.acquire()
-        else:
-            waiting = self.waits.turns
-            waiting[thread] = self
-            try:
-                if self.holder:
-                    self._require_end(thread)
-                self.lock.acquire()
-            finally:
-                waiting.pop(thread, None)
-            self.holder = thread
+        if not self.lock.acquire(blocking=False):
+            self._wait(thread)
+        self.holder = thread
         self.depth += 1
 
     def __exit__(self, *error: object) -> None:
@@ -97,6 +88,17 @@ class LocalTurn:
         if not self.depth:
             self.holder = 0
         self.lock.release()
+
+    def _wait(self, thread: int) -> None:
+        """Acquire the lock of another thread, after saying that ``thread`` waits for it."""
+        waiting = self.waits.turns
+        waiting[thread] = self
+        try:
+            if self.holder:
+                self._require_end(thread)
+            self.lock.acquire()
+        finally:
+            waiting.pop(thread, None)
 
     def fork(self) -> None:
         """Release the lock in a forked process, where threads that held it do not exist."""
