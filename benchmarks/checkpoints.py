@@ -256,20 +256,20 @@ def main() -> None:
     parser.add_argument("--loads", type=int, default=3, help="of each, in a turn")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; by default where temporary files are")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.folder) as name:
-        if given.ranks == 1:
-            found = measure(given.mib, given.repeats, given.loads, Path(name))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        if options.ranks == 1:
+            results = measure(options.mib, options.repeats, options.loads, Path(name))
         else:
-            arguments = given.mib, given.repeats, given.loads, Path(name)
-            found = quintnet.launch(measure, given.ranks, arguments, timeout=3600)[0]
-    if given.json:
-        print(json.dumps(found))
+            arguments = options.mib, options.repeats, options.loads, Path(name)
+            results = quintnet.launch(measure, options.ranks, arguments, timeout=3600)[0]
+    if options.json:
+        print(json.dumps(results))
         return
-    size = f"{found['bytes'] / 2**20:.0f} MiB, {found['ranks']} processes"
-    print(f"{size}, {given.repeats} turns of {given.loads} loads, torch {torch.__version__}")
+    size = f"{results['bytes'] / 2**20:.0f} MiB, {results['ranks']} processes"
+    print(f"{size}, {options.repeats} turns of {options.loads} loads, torch {torch.__version__}")
     print(f"{'':18} {'quintnet':>10} {'torch':>10}   {'ratio (quartiles)':24} {'least':>7}")
-    for line in found["lines"]:
+    for line in results["lines"]:
         if line["what"] == "held":
             print(f"{'save_async':18} {'quintnet':>10} {'its save':>10}   ratio (quartiles)")
         print(Line(**line))

@@ -1,4 +1,4 @@
-"""What people write that a program cannot be: see ``test_table_of_errors.py``."""
+"""Models that ``compile`` must refuse, each with its error: see ``test_table_of_errors.py``."""
 
 from __future__ import annotations
 

@@ -27,8 +27,9 @@ class Recompute:
     Before: %h = linear(%x, %w);  ...;  %g = gelu_backward(%gy, %h)
     After:  %h = linear(%x, %w);  ...;  %h_1 = linear(%x, %w);  %g = gelu_backward(%gy, %h_1)
     Ensures: no value inside a block is saved, except the plans of mixtures (small, and the host waits for them). A copy
-    stands right before its first use, and equals the original bit by bit: communication is repeated, and random masks
-    depend on nothing but their place (Chen et al. 2016). A value that only the backward reads moves there.
+    stands right before its first use, and equals the original bit by bit in generated Python: communication is
+    repeated, and random masks depend on nothing but their place (Chen et al. 2016). Compiled kernels may add up a
+    reduction in another order. A value that only the backward reads moves there.
 
     Always recomputed: the nodes that the program names (``again``, parts of losses), and weights that are computed from
     integers, which take several times as much memory.

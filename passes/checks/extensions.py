@@ -1,4 +1,4 @@
-"""What checks ask of the operators of features: whether what stands for one on ranks is what it should be."""
+"""Checks that features declare for their operators: that the nodes of a rank compute what the operator does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lowering asks of the operators of features: what they run as on a rank."""
+"""Lowerings that features declare for their operators: the nodes that a rank runs for one."""
 
 from __future__ import annotations
 

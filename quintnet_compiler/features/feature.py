@@ -1,4 +1,4 @@
-"""What a feature gives to the compiler, and how it is added."""
+"""The record of all that a feature gives to the compiler, and the function that adds it."""
 
 from __future__ import annotations
 

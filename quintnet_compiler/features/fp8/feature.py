@@ -1,4 +1,4 @@
-"""What this feature gives to the compiler, in one place."""
+"""The record of all that this feature gives to the compiler."""
 
 from __future__ import annotations
 
