@@ -25,7 +25,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD")
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_faults_in_files(seed: int, library: Path) -> None:
     result = subprocess.run(
