@@ -2,6 +2,7 @@
 
 python benchmarks/whole_step.py --model 1b --sequence 8192 --peers quintnet,torchtitan
 python benchmarks/whole_step.py --model 8b-slice --sequence 8192 --peers quintnet-fp8,torchtitan-fp8
+python benchmarks/whole_step.py --model 1b --sequence 65536 --recompute --loss-chunks 32 --peers quintnet,torchtitan
 python benchmarks/whole_step.py --model tiny --sequence 64 --device cpu --peers quintnet-eager,transformers
 
 A step is forward, backward, clipping by the norm and AdamW (fused on GPUs). All peers train transformers' Llama from
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,11 +78,17 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Work:
-    """What all peers train, and where."""
+    """What all peers train, and where.
+
+    ``recompute``: each block's forward runs again in its backward. ``loss_chunks``: parts in which ``quintnet`` computes
+    the loss; the other peers have no such option.
+    """
 
     sizes: Sizes
     ids: Tensor
     device: torch.device
+    recompute: bool = False
+    loss_chunks: int = 1
 
     @property
     def batch(self) -> dict[str, Tensor]:
@@ -105,7 +113,11 @@ class Work:
 def quintnet_step(work: Work, peer: str) -> Step:
     """Return a step of a compiled program."""
     precision = "fp8" if "fp8" in peer else "bf16"
-    options = {"precision": precision} if work.on_gpu else {}
+    options: dict[str, Any] = {"precision": precision} if work.on_gpu else {}
+    if work.recompute:
+        options["recompute"] = "full"
+    if work.loss_chunks > 1:
+        options["loss_chunks"] = work.loss_chunks
     backend = "eager" if "eager" in peer else "inductor"
     program = quintnet.compile(
         work.model(), quintnet.Mesh(), work.batch, device=str(work.device), backend=backend, check="off", **options
@@ -125,6 +137,8 @@ def quintnet_step(work: Work, peer: str) -> Step:
 def transformers_step(work: Work, peer: str) -> Step:
     """Return a step of a loop over transformers' model, compiled by torch if the peer says so."""
     model = work.model()
+    if work.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     run = torch.compile(model) if "compile" in peer else model
 
     def loss_of() -> Tensor:
@@ -143,6 +157,8 @@ def torchtitan_step(work: Work, peer: str) -> Step:
         meeting = f"file://{Path(tempfile.mkdtemp()) / 'meeting'}"
         dist.init_process_group("nccl" if work.on_gpu else "gloo", init_method=meeting, rank=0, world_size=1)
     model = work.model()
+    if work.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     if "fp8" in peer:
         from torchao.float8 import convert_to_float8_training
 
@@ -218,14 +234,20 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=8192)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--recompute", action="store_true", help="each block's forward runs again in its backward")
+    parser.add_argument("--loss-chunks", type=int, default=1, help="parts of the loss, in quintnet's peers")
     parser.add_argument("--peers", default="quintnet,quintnet-eager,transformers,transformers-compile,torchtitan")
     options = parser.parse_args()
     sizes = MODELS[options.model]
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(sizes.words, (options.rows, options.sequence), generator=generator).to(options.device)
-    work = Work(sizes, ids, ids.device)
+    work = Work(sizes, ids, ids.device, options.recompute, options.loss_chunks)
     for peer in options.peers.split(","):
-        print(json.dumps(measure(work, peer, options.steps)), flush=True)
+        try:
+            row = measure(work, peer, options.steps)
+        except torch.OutOfMemoryError as error:
+            row = {"peer": peer, "out of memory": str(error)[:120]}
+        print(json.dumps(row), flush=True)
         gc.collect()
         torch._dynamo.reset()
         if work.on_gpu:
