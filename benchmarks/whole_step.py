@@ -80,8 +80,8 @@ MODELS = {
 class Work:
     """What all peers train, and where.
 
-    ``recompute``: each block's forward runs again in its backward. ``loss_chunks``: parts in which ``quintnet`` computes
-    the loss; the other peers have no such option.
+    ``recompute``: each block's forward runs again in its backward. ``loss_chunks``: parts in which ``quintnet``
+    computes the loss; the other peers have no such option.
     """
 
     sizes: Sizes

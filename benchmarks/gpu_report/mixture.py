@@ -1,4 +1,8 @@
-"""A layer of a mixture of experts on one device: the program beside the module itself, under autograd."""
+"""A layer of a mixture of experts on one device: the program beside the module itself, under autograd.
+
+Programs keep float32 parameters and cast them in each step, as people train; the peers without a word on it keep 16-bit
+parameters. So each program has a peer that does the same.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +66,10 @@ def run(setting: Setting) -> Iterator[Entry]:
         yield Figures("setting", {"what": name, "value": value})
     builders: dict[str, Callable[[], Step]] = {name: lambda name=name: _ours(setting, shape, name) for name in OURS}  # type: ignore[misc]
     builders |= {
-        "plain": lambda: _plain(setting, shape, compiled=False),
-        "compiled": lambda: _plain(setting, shape, compiled=True),
+        "plain": lambda: _plain(setting, shape, torch.bfloat16, compiled=False),
+        "compiled": lambda: _plain(setting, shape, torch.bfloat16, compiled=True),
+        "compiled, float32 parameters": lambda: _plain(setting, shape, torch.float32, compiled=True),
+        "inductor, bf16 parameters": lambda: _ours(setting, shape, "inductor", torch.bfloat16),
     }
     yield from compared(setting, "a layer", builders, ceiling(setting), shape.flops)
     step = _ours(setting, shape, "eager")
@@ -72,7 +78,7 @@ def run(setting: Setting) -> Iterator[Entry]:
     yield Figures("host waits of a step", {"count": len(waits), "where": ", ".join(dict.fromkeys(waits))})
 
 
-def _layer(setting: Setting, shape: Shape, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+def _layer(setting: Setting, shape: Shape, dtype: torch.dtype) -> tuple[Layer, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     with torch.device("cpu" if setting.emulated else setting.device):
         model = Layer(shape).to(dtype)
@@ -80,15 +86,16 @@ def _layer(setting: Setting, shape: Shape, dtype: torch.dtype) -> tuple[nn.Modul
     return model.to(setting.device), (batch[0].to(setting.device), batch[1].to(setting.device))
 
 
-def _ours(setting: Setting, shape: Shape, engine: str) -> Step:
-    model, batch = _layer(setting, shape, torch.float32)
+def _ours(setting: Setting, shape: Shape, engine: str, dtype: torch.dtype = torch.float32) -> Step:
+    model, batch = _layer(setting, shape, dtype)
+    batch = batch[0].to(dtype), batch[1]
     program = quintnet.compile(
         model,
         quintnet.Mesh(dp=1),
         batch,
         device=setting.device,
         backend=engine,  # type: ignore[arg-type]
-        precision="bf16",
+        precision="model" if dtype == torch.bfloat16 else "bf16",
         check="off",
     )
 
@@ -99,8 +106,22 @@ def _ours(setting: Setting, shape: Shape, engine: str) -> Step:
     return step
 
 
-def _plain(setting: Setting, shape: Shape, *, compiled: bool) -> Step:
-    model, batch = _layer(setting, shape, torch.bfloat16)
+class Cast(nn.Module):
+    """A layer whose parameters are cast to bf16 in each forward."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        parameters = {name: parameter.bfloat16() for name, parameter in self.layer.named_parameters()}
+        loss: Tensor = torch.func.functional_call(self.layer, parameters, (x, target))
+        return loss
+
+
+def _plain(setting: Setting, shape: Shape, dtype: torch.dtype, *, compiled: bool) -> Step:
+    layer, batch = _layer(setting, shape, dtype)
+    model = Cast(layer) if dtype == torch.float32 else layer
     run = torch.compile(model) if compiled else model
 
     def step() -> None:
