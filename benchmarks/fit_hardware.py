@@ -17,9 +17,9 @@ import numpy as np
 from scipy.optimize import least_squares
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.closed_forms.step_time import StepModel
 from benchmarks.published_rows import Run, Unmodelled, read, run_of
 from quintnet_compiler.cost_models.hardware import HARDWARE, Efficiency
-from quintnet_compiler.cost_models.step_time import StepModel
 
 DATA = Path(__file__).parent / "data"
 # Kinds that are one design with another memory share a calibration.

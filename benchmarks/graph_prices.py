@@ -23,10 +23,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import quintnet
+from benchmarks.closed_forms.kernel_set import QUINTNET, KernelSet, Passes
+from benchmarks.closed_forms.step_time import StepModel
+from benchmarks.closed_forms.transformer import Decoder, ParallelLayout
 from quintnet_compiler.cost_models.hardware import hardware
-from quintnet_compiler.cost_models.kernel_set import QUINTNET, KernelSet, Passes
-from quintnet_compiler.cost_models.step_time import StepModel
-from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout
 from quintnet_compiler.planner.estimate import Estimate
 
 LAYERS = 4  # of fewer, the first and the last decide how all are split

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from quintnet_compiler.cost_models.kernel_set import MEGATRON, TRANSFORMER_ENGINE, TWO_PASSES, KernelSet, Passes
+from benchmarks.closed_forms.kernel_set import MEGATRON, TRANSFORMER_ENGINE, TWO_PASSES, KernelSet, Passes
 
 GIGABIT = 1e9 / 8
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from benchmarks.closed_forms import expressions
+from benchmarks.closed_forms.transformer import Decoder
 from benchmarks.published_facts import facts_of
-from quintnet_compiler.cost_models import closed_forms
 from quintnet_compiler.cost_models.hardware import HARDWARE
-from quintnet_compiler.cost_models.transformer import Decoder
 
 # Of a source that does not say: attention whole, or its causal half; nobody counts less, and no training more.
 OPEN = ("causal", "full")
@@ -24,11 +24,11 @@ def step_flops(model: Decoder, batch: int, convention: str, *, recomputed: bool)
     equation 3, which has every score, and what full recompute redoes; ``"korthikanti"``: the same without that.
     """
     if convention in ("narayanan", "korthikanti"):
-        whole = float(closed_forms.narayanan_flops(model, batch))
+        whole = float(expressions.narayanan_flops(model, batch))
         redone = 24.0 * batch * model.seq * model.layers * model.hidden**2 * (1 + model.seq / (6 * model.hidden))
         return whole if convention == "narayanan" and recomputed else whole - redone
-    scores = 3.0 * batch * closed_forms.score_flops(model)
-    full = float(closed_forms.step_flops(model, batch))
+    scores = 3.0 * batch * expressions.score_flops(model)
+    full = float(expressions.step_flops(model, batch))
     return full if convention == "full" else full - scores / 2
 
 

@@ -24,6 +24,10 @@ import torch
 from torch import fx, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.closed_forms.kernel_set import MEGATRON, KernelSet
+from benchmarks.closed_forms.layer_kernels import Kernels, LayerWork, embedding, head, layer
+from benchmarks.closed_forms.step_time import StepModel
+from benchmarks.closed_forms.transformer import Decoder
 from benchmarks.published_rows import Row, Run, Unmodelled, read, run_of
 from benchmarks.published_runs import DATA, figures
 from quintnet_compiler.capture.capture import capture
@@ -31,12 +35,8 @@ from quintnet_compiler.core.annotations import is_getitem
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.replaced import one_thread
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
-from quintnet_compiler.cost_models.kernel_set import MEGATRON, KernelSet
 from quintnet_compiler.cost_models.kernels import kernel_seconds, with_host
-from quintnet_compiler.cost_models.layer_kernels import Kernels, LayerWork, embedding, head, layer
 from quintnet_compiler.cost_models.operators import kernel_of
-from quintnet_compiler.cost_models.step_time import StepModel
-from quintnet_compiler.cost_models.transformer import Decoder
 from quintnet_compiler.ir.batch_form import FlatBatch, plain_batch
 from quintnet_compiler.ir.plan import Plan, read_plan
 from quintnet_compiler.ops.rules.table import RULES

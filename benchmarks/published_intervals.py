@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from benchmarks.closed_forms.memory import peak_memory
+from benchmarks.closed_forms.step_time import StepModel
 from benchmarks.published_rows import Row, Run, Unmodelled, run_of, unstated
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.hardware import HARDWARE, Hardware
-from quintnet_compiler.cost_models.memory import peak_memory
-from quintnet_compiler.cost_models.step_time import StepModel
 from quintnet_compiler.planner.layouts import divisors
 
 Between = tuple[float, float]

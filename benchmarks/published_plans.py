@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.closed_forms.memory import peak_memory
+from benchmarks.closed_forms.step_time import StepModel
+from benchmarks.closed_forms.transformer import ParallelLayout, stage_layers
 from benchmarks.published_rows import Row, Run, Unmodelled, read, run_of
 from benchmarks.published_runs import DATA
 from quintnet_compiler.core.errors import CompileError
-from quintnet_compiler.cost_models.memory import peak_memory
-from quintnet_compiler.cost_models.step_time import StepModel
-from quintnet_compiler.cost_models.transformer import ParallelLayout, stage_layers
 from quintnet_compiler.planner.layouts import divisors
 from quintnet_compiler.planner.search import Wanted, search
 

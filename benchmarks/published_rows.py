@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import published_flops
+from benchmarks.closed_forms.transformer import Decoder, ParallelLayout
 from benchmarks.published_facts import facts_of
 from benchmarks.published_models import columns_of, fields_of
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.hardware import HARDWARE, Hardware
-from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout
 
 Row = Mapping[str, str]
 # By full name: a part of lower power, or with other memory or links, is another one.

@@ -22,12 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import published_intervals, published_ranking
+from benchmarks.closed_forms.memory import peak_memory, stage_memory
+from benchmarks.closed_forms.step_time import StepModel
 from benchmarks.published_rows import Row, Run, Unmodelled, read, run_of
 from benchmarks.published_tables import show
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.hardware import GIB, HARDWARE, Hardware
-from quintnet_compiler.cost_models.memory import peak_memory, stage_memory
-from quintnet_compiler.cost_models.step_time import StepModel
 
 DATA = Path(__file__).parent / "data"
 Result = dict[str, Any]

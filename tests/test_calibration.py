@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import quintnet
+from benchmarks.compare_costs import compare_costs
 from quintnet import CompileError, Mesh
 from quintnet_compiler.cli import app
 from quintnet_compiler.cli import calibrate as calibrate_verb
@@ -24,7 +25,6 @@ from quintnet_compiler.cost_models.calibration import (
     matmul_seconds,
 )
 from quintnet_compiler.reports import calibrate as measuring
-from quintnet_compiler.simulation.compare import compare_costs
 
 from .models import CASES, build
 

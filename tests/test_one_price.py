@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.closed_forms.kernel_set import MEGATRON, QUINTNET
 from benchmarks.graph_prices import CASES, LAYOUTS, applies, pair
 from quintnet_compiler.cost_models.hardware import A100_80, H100
-from quintnet_compiler.cost_models.kernel_set import MEGATRON, QUINTNET
 
 PAIRS = [(name, layout) for layout in LAYOUTS for name in CASES if applies(name, layout)]
 

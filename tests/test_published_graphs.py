@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.closed_forms.layer_kernels import layer
 from benchmarks.published_graphs import Module, chosen, kinds_of, plan_of, price, summary, with_kernels
 from benchmarks.published_rows import Run, Unmodelled, read, run_of
 from benchmarks.published_runs import DATA
 from quintnet_compiler.cost_models.kernels import kernel_seconds
-from quintnet_compiler.cost_models.layer_kernels import layer
 from quintnet_compiler.planner.stage_units import StageUnit
 
 ROWS = {row["id"]: row for row in read(DATA / "published_runs.csv")}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.closed_forms import expressions
+from benchmarks.closed_forms.transformer import Decoder
 from benchmarks.published_facts import facts_of
 from benchmarks.published_flops import rate, seconds_between, step_flops
 from benchmarks.published_intervals import Interval, completions, figures, interval, intervals
 from benchmarks.published_rows import Row, Unmodelled, decoder_of, device_of, read, run_of, unstated
 from benchmarks.published_runs import DATA, predict
-from quintnet_compiler.cost_models import closed_forms
-from quintnet_compiler.cost_models.transformer import Decoder
 
 ROWS = {row["id"]: row for row in read(DATA / "published_runs.csv")}
 STATED = ROWS["DGXC-24.11-Llama_3.1_70B-bf16-H100-64"]  # pp 4, 5 stages a rank, no recompute
@@ -112,7 +112,7 @@ def test_a_rate_of_unknown_flops_is_an_interval_of_times() -> None:
 def test_flops_of_conventions() -> None:
     gpt = Decoder(2, 64, 256, 4, 128, 32)
     full = step_flops(gpt, 3, "full", recomputed=True)
-    assert full == closed_forms.step_flops(gpt, 3) == pytest.approx(step_flops(gpt, 3, "korthikanti", recomputed=True))
+    assert full == expressions.step_flops(gpt, 3) == pytest.approx(step_flops(gpt, 3, "korthikanti", recomputed=True))
     assert full - step_flops(gpt, 3, "causal", recomputed=False) == 3 * 3 * 2 * 2 * 32**2 * 64
-    assert step_flops(gpt, 3, "narayanan", recomputed=True) == closed_forms.narayanan_flops(gpt, 3)
+    assert step_flops(gpt, 3, "narayanan", recomputed=True) == expressions.narayanan_flops(gpt, 3)
     assert step_flops(gpt, 3, "narayanan", recomputed=False) == pytest.approx(full)

@@ -11,10 +11,23 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+from benchmarks.closed_forms import expressions
+from benchmarks.closed_forms.kernel_set import MEGATRON, QUINTNET, KernelSet, Passes
+from benchmarks.closed_forms.layer_kernels import ATTENTION_TILE, layer
+from benchmarks.closed_forms.memory import (
+    WORKSPACE_BYTES,
+    backward_bytes,
+    in_flight,
+    layer_activation_bytes,
+    peak_memory,
+    stage_memory,
+)
+from benchmarks.closed_forms.pipeline_time import Stage, interleaved_seconds, one_f_one_b_seconds
+from benchmarks.closed_forms.step_time import StepModel
+from benchmarks.closed_forms.transformer import Decoder, ParallelLayout, stage_layers
 from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.core.annotations import Facts, annotate
 from quintnet_compiler.core.errors import CompileError
-from quintnet_compiler.cost_models import closed_forms
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.collectives import (
     ALGORITHMS,
@@ -28,23 +41,10 @@ from quintnet_compiler.cost_models.collectives import (
     in_turn,
 )
 from quintnet_compiler.cost_models.hardware import A100_80, H100, HARDWARE, hardware
-from quintnet_compiler.cost_models.kernel_set import MEGATRON, QUINTNET, KernelSet, Passes
 from quintnet_compiler.cost_models.kernels import kernel_seconds, matmul, memory, work_seconds
-from quintnet_compiler.cost_models.layer_kernels import ATTENTION_TILE, layer
-from quintnet_compiler.cost_models.memory import (
-    WORKSPACE_BYTES,
-    backward_bytes,
-    in_flight,
-    layer_activation_bytes,
-    peak_memory,
-    stage_memory,
-)
 from quintnet_compiler.cost_models.operator_runs import run_seconds, traffic_seconds
 from quintnet_compiler.cost_models.operators import kernel_of
-from quintnet_compiler.cost_models.pipeline_time import Stage, interleaved_seconds, one_f_one_b_seconds
 from quintnet_compiler.cost_models.roofline import Roofline
-from quintnet_compiler.cost_models.step_time import StepModel
-from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout, stage_layers
 from quintnet_compiler.ops.attention.ring_plan import ring_plan
 from quintnet_compiler.ops.collectives import ring_attention
 from quintnet_compiler.passes.frontend.normalize import Normalize
@@ -92,7 +92,7 @@ def test_closed_forms_equal_a_counted_model(kind: str) -> None:
             config.vocab_size, length, kv_heads=config.num_key_value_heads, head_dim=config.head_dim or 0, gated=True,
             tied=bool(config.tie_word_embeddings), biases=False,
         )  # fmt: skip
-    assert closed_forms.parameters(model) == sum(p.numel() for p in module.parameters())
+    assert expressions.parameters(model) == sum(p.numel() for p in module.parameters())
     program = Normalize(2, torch.device("cpu"))(capture(module, batch))  # type: ignore[arg-type]
     counted = 0.0
     for node in program.graph.nodes:
@@ -104,7 +104,7 @@ def test_closed_forms_equal_a_counted_model(kind: str) -> None:
             counted += kernel.flops if kernel.depth > 1 else 0
         elif kernel.kind == "attention":
             counted += 2 * kernel.flops if _causal(node) else kernel.flops
-    assert counted == 2 * closed_forms.forward_flops(model)
+    assert counted == 2 * expressions.forward_flops(model)
 
 
 def _causal(node: fx.Node) -> bool:
@@ -127,10 +127,10 @@ def test_activations_of_figure_7(
     """Korthikanti et al. 2022, figure 7: percentages of plain tensor parallelism over 8 ranks (the last is of 2 sbh
     over 8 ranks in the paper's figure, here as in its table 2)."""
     model = _korthikanti(1, hidden, heads)
-    whole = closed_forms.korthikanti_activations(model, 1, 8, False, "none")
+    whole = expressions.korthikanti_activations(model, 1, 8, False, "none")
 
     def percent(sequence_parallel: bool, recompute: str) -> float:
-        return float(100 * closed_forms.korthikanti_activations(model, 1, 8, sequence_parallel, recompute) / whole)
+        return float(100 * expressions.korthikanti_activations(model, 1, 8, sequence_parallel, recompute) / whole)
 
     assert percent(True, "none") == pytest.approx(sequence, abs=0.3)
     assert percent(False, "selective") == pytest.approx(selective, abs=0.3)
@@ -142,20 +142,20 @@ def test_activations_of_figure_7(
 def test_memory_model_follows_the_closed_form(recompute: str) -> None:
     model = _korthikanti(1, 12288, 96)
     layout = ParallelLayout(tp=8, recompute=recompute, kernels=KernelSet(flash=False), dtype="fp16")  # type: ignore[arg-type]
-    expected = closed_forms.korthikanti_activations(model, 1, 8, False, recompute)
+    expected = expressions.korthikanti_activations(model, 1, 8, False, recompute)
     assert layer_activation_bytes(model, layout) == pytest.approx(float(expected), rel=0.08)
 
 
 def test_explain_prints_expressions_with_numbers() -> None:
     text = [
         str(form)
-        for form in closed_forms.explain(_korthikanti(48, 6144, 64), ParallelLayout(tp=8, microbatch=4, global_batch=4))
+        for form in expressions.explain(_korthikanti(48, 6144, 64), ParallelLayout(tp=8, microbatch=4, global_batch=4))
     ]
     assert text[0].startswith("parameters = ") and "L=48" in text[0] and "h=6144" in text[0]
     assert len(text) == 6
     model = _korthikanti(48, 6144, 64)
-    first = closed_forms.explain(model, ParallelLayout())[0]
-    assert first.value == closed_forms.parameters(model)
+    first = expressions.explain(model, ParallelLayout())[0]
+    assert first.value == expressions.parameters(model)
 
 
 # -- published measurements
@@ -290,10 +290,10 @@ def test_bubbles_equal_the_closed_form(pp: int, rounds: int, vpp: int) -> None:
     microbatches = pp * rounds
     busy = 3.0 * microbatches
     assert one_f_one_b_seconds([Stage(1, 2)] * pp, microbatches) == pytest.approx(
-        busy * (1 + closed_forms.bubble_share(pp, microbatches))
+        busy * (1 + expressions.bubble_share(pp, microbatches))
     )
     assert interleaved_seconds([Stage(1, 2)] * pp, microbatches, vpp) == pytest.approx(
-        busy * (1 + closed_forms.bubble_share(pp, microbatches, vpp))
+        busy * (1 + expressions.bubble_share(pp, microbatches, vpp))
     )
 
 
@@ -450,12 +450,12 @@ def test_parameters_are_those_of_the_real_modules(name: str) -> None:
     found = getattr(transformers, architecture)
     with torch.device("meta"):
         module = found(found.config_class(**sizes))
-    assert closed_forms.parameters(model) == sum(parameter.numel() for parameter in module.parameters())
-    assert closed_forms.explain(model, ParallelLayout())[0].value == closed_forms.parameters(model)
+    assert expressions.parameters(model) == sum(parameter.numel() for parameter in module.parameters())
+    assert expressions.explain(model, ParallelLayout())[0].value == expressions.parameters(model)
     layout = ParallelLayout(pp=4, ep=2, global_batch=4)
-    held = [closed_forms.held_parameters(model, layout, stage) for stage in range(4)]
+    held = [expressions.held_parameters(model, layout, stage) for stage in range(4)]
     tables = 0 if not model.tied else model.hidden * model.vocab
-    assert sum(dense + 2 * routed for dense, routed in held) == closed_forms.parameters(model) - model.hidden + tables
+    assert sum(dense + 2 * routed for dense, routed in held) == expressions.parameters(model) - model.hidden + tables
 
 
 @pytest.mark.parametrize("model", [DEEPSEEK_V3, GPT_OSS], ids=["DeepSeek-V3", "GPT-OSS"])
@@ -465,7 +465,7 @@ def test_kernels_of_a_layer_do_the_closed_form_s_arithmetic(model: Decoder) -> N
         products = sum(k.flops for k in work.forward if k.kind == "matmul")
         scores = sum(k.flops for k in work.forward if k.kind == "attention")
         full = 2 * model.seq**2 * model.heads * (model.width + model.value)
-        assert products == pytest.approx(closed_forms.layer_forward_flops(model, kind.dense) - full, rel=1e-3)
+        assert products == pytest.approx(expressions.layer_forward_flops(model, kind.dense) - full, rel=1e-3)
         seen = (model.window + ATTENTION_TILE) / model.seq if kind.short else 0.5
         assert scores == pytest.approx(seen * full)
 
@@ -584,7 +584,7 @@ def test_inputs_of_8_bit_products_are_saved_in_8_bits() -> None:
 def test_zero_3_holds_units_whole_while_it_needs_them() -> None:
     """Parameters of two layers and of the tables, and one unit's gradients before they are scattered."""
     llama = Decoder(8, 4096, 14336, 32, 128256, 2048, 8, **ROTARY)
-    one, tables = closed_forms.layer_parameters(llama), 2 * 128256 * 4096
+    one, tables = expressions.layer_parameters(llama), 2 * 128256 * 4096
     found = stage_memory(llama, ParallelLayout(dp=64, zero=3, global_batch=64), 0)
     assert found.buffers == WORKSPACE_BYTES + 4 * one + 2 * tables + 6 * tables
 

@@ -37,7 +37,6 @@ MISSING = frozenset(
         "quintnet_compiler.runtime.transport.collectives",
         "quintnet_compiler.runtime.transport.symmetric",
         "quintnet_compiler.runtime.transport.transport",
-        "quintnet_compiler.simulation.compare",
         "quintnet_compiler.simulation.program",
         "quintnet_compiler.training.run",
         "quintnet_compiler.training.trainer",

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.closed_forms.expressions import bubble_share, zero_bubble_share
+from benchmarks.closed_forms.pipeline_time import Stage, interleaved_seconds
 from quintnet import Mesh
 from quintnet_compiler.core.errors import CompileError
-from quintnet_compiler.cost_models.closed_forms import bubble_share, zero_bubble_share
-from quintnet_compiler.cost_models.pipeline_time import Stage, interleaved_seconds
 from quintnet_compiler.schedules.kinds import SCHEDULES, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
 from quintnet_compiler.schedules.schedule import Action, Op, Schedule, ScheduleError, chain, with_transfers
 from quintnet_compiler.schedules.schedule import simulate as simulate_plainly

@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import quintnet
+from benchmarks.closed_forms.layer_kernels import Shapes, head, layer
+from benchmarks.closed_forms.transformer import Decoder, ParallelLayout
 from quintnet_compiler.api.moe import expert_linear
 from quintnet_compiler.core.error_help import ErrorHelp, error_help
 from quintnet_compiler.core.error_table import ERRORS
@@ -26,8 +28,6 @@ from quintnet_compiler.core.sharding import I, S
 from quintnet_compiler.cost_models.calibration import MeasuredMatmul, Point, interpolated, matmul_seconds
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
-from quintnet_compiler.cost_models.layer_kernels import Shapes, head, layer
-from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout
 from quintnet_compiler.driver.generation.sampling import Ends, Sampling, ends_of
 from quintnet_compiler.driver.task import Task, modules_of
 from quintnet_compiler.ir.codegen_allowlist import check_source

@@ -231,8 +231,8 @@ def test_what_describes_no_cluster(given: object, nodes: int, said: str) -> None
 
 
 def test_closed_forms_are_of_one_kind() -> None:
-    from quintnet_compiler.cost_models.step_time import StepModel
-    from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout
+    from benchmarks.closed_forms.step_time import StepModel
+    from benchmarks.closed_forms.transformer import Decoder, ParallelLayout
 
     model = Decoder(4, 1024, 4096, 16, 32000, 1024)
     with pytest.raises(CompileError, match="several kinds of devices"):

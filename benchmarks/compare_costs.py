@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ir.cost_protocol import RankCosts
-from ..ir.distributed_program import DistributedProgram, StageProgram
-from ..ops.collectives import collective_of
-from ..runtime.backends.local import LocalBackend
-from ..runtime.execute.executor import Run
-from ..runtime.execute.interpreter_trace import Observer
-from .priced import ProgramPrices
-from .timeline import duration
+from quintnet_compiler.ir.cost_protocol import RankCosts
+from quintnet_compiler.ir.distributed_program import DistributedProgram, StageProgram
+from quintnet_compiler.ops.collectives import collective_of
+from quintnet_compiler.runtime.backends.local import LocalBackend
+from quintnet_compiler.runtime.execute.executor import Run
+from quintnet_compiler.runtime.execute.interpreter_trace import Observer
+from quintnet_compiler.simulation.priced import ProgramPrices
+from quintnet_compiler.simulation.timeline import duration
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from .hardware import BYTES_PER_ELEMENT
+from quintnet_compiler.cost_models.hardware import BYTES_PER_ELEMENT
+from quintnet_compiler.cost_models.kernels import ALIGNMENT, Kernel, matmul, memory, merged_bytes
+
 from .kernel_set import KernelSet, Passes
-from .kernels import ALIGNMENT, Kernel, matmul, memory, merged_bytes
 from .transformer import Decoder, LayerKind, ParallelLayout
 
 Kernels = tuple[Kernel, ...]

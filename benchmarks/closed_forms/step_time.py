@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from . import closed_forms
-from .cluster import Cluster
-from .collectives import beside, collective_seconds, in_turn, lost_seconds
-from .hardware import BYTES_PER_ELEMENT
-from .kernels import device_seconds, kernel_seconds, with_host
+from quintnet_compiler.cost_models.cluster import Cluster
+from quintnet_compiler.cost_models.collectives import beside, collective_seconds, in_turn, lost_seconds
+from quintnet_compiler.cost_models.hardware import BYTES_PER_ELEMENT
+from quintnet_compiler.cost_models.kernels import device_seconds, kernel_seconds, with_host
+from quintnet_compiler.cost_models.links import Group
+
+from . import expressions
 from .layer_kernels import ALL, Communication, Kernels, LayerWork, embedding, head, layer, predicting
-from .links import Group
 from .pipeline_time import Stage, interleaved_seconds, one_f_one_b_seconds
 from .transformer import Decoder, LayerKind, ParallelLayout, stage_layers
 
@@ -114,8 +115,8 @@ class StepModel:
 
     def _part(self, kind: LayerKind) -> Part:
         forward, backward, again = self._kinds[kind]
-        experts = 0.0 if kind.dense else closed_forms.expert_parameters(self.model)
-        shared = closed_forms.layer_parameters(self.model, kind.dense) - experts
+        experts = 0.0 if kind.dense else expressions.expert_parameters(self.model)
+        shared = expressions.layer_parameters(self.model, kind.dense) - experts
         return forward, backward + again * self.layout.recompute_share, shared, experts
 
     @cached_property
@@ -123,7 +124,7 @@ class StepModel:
         """Return one microbatch on each stage."""
         model, layout = self.model, self.layout
         parts = [self._part(kind) for kind in model.kinds]
-        table = closed_forms.embedding_parameters(model)  # a tied table, for each use
+        table = expressions.embedding_parameters(model)  # a tied table, for each use
         first, last = (
             (*self._seconds(work)[:2], table, 0.0) for work in (embedding(model, layout), head(model, layout))
         )
@@ -211,7 +212,7 @@ class StepModel:
     def rank_parameters(self) -> tuple[float, float]:
         """Dense and expert parameters of the fullest rank (of the first or the last stage)."""
         stages = {0, self.layout.pp - 1}
-        return max((closed_forms.held_parameters(self.model, self.layout, stage) for stage in stages), key=sum)
+        return max((expressions.held_parameters(self.model, self.layout, stage) for stage in stages), key=sum)
 
     def _settle(self) -> float:
         """Reduction of gradients (and gathering of parameters) over data ranks that is not hidden."""
@@ -224,7 +225,7 @@ class StepModel:
         group = self.cluster.group(layout.shards if layout.zero else ranks, layout.tp)
         # Megatron's buckets, which grow with the number of ranks because latency does
         count = max(1.0, dense / max(BUCKET, BUCKET_PER_RANK * ranks))
-        table = float(closed_forms.embedding_parameters(self.model)) / layout.tp
+        table = float(expressions.embedding_parameters(self.model)) / layout.tp
         last = min(1.0, max(1 / count, table / dense))  # a table is a bucket of its own, or in a larger one
         if layout.zero == 0:
             reduce = count * collective_seconds("all_reduce", group, element * dense / count)
@@ -234,7 +235,7 @@ class StepModel:
             reduce = count * (scatter + self._copies(dense / count))
             gather = count * collective_seconds("all_gather", group, 2 * dense / count)
         if layout.zero and layout.owners:  # in the order of owners, so that the next forward waits for all of them
-            products = closed_forms.products(self.model, layout.kernels.joined)
+            products = expressions.products(self.model, layout.kernels.joined)
             owned = min(layout.shards, products * stage_layers(self.model, layout)[0] + 2)
             waited, gather = owned * collective_seconds("broadcast", group, 2 * dense / owned), 0.0
         copies = ranks * layout.tp // (layout.ep * layout.expert_tp)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from . import closed_forms
-from .hardware import BYTES_PER_ELEMENT
+from quintnet_compiler.cost_models.hardware import BYTES_PER_ELEMENT
+
+from . import expressions
 from .transformer import Decoder, LayerKind, ParallelLayout, stage_layers
 
 # Measured by BigScience in the chronicles of BLOOM: CUDA's context and NCCL's buffers, as nvidia-smi shows them.
@@ -145,7 +146,7 @@ def stage_memory(model: Decoder, layout: ParallelLayout, stage: int) -> Memory:
 
 def _state_bytes(model: Decoder, layout: ParallelLayout, stage: int) -> tuple[float, float, float]:
     """Return the bytes of parameters, gradients and the optimizer's state."""
-    dense, spread = closed_forms.held_parameters(model, layout, stage)
+    dense, spread = expressions.held_parameters(model, layout, stage)
     element = BYTES_PER_ELEMENT[layout.gradient_dtype]
     expert_shards = max(1, layout.shards * layout.tp // (layout.ep * layout.expert_tp))
 
@@ -167,12 +168,12 @@ def _gathered_bytes(model: Decoder, layout: ParallelLayout, stage: int, layers: 
     These are parameters of this layer and the next one, and of the tables, which are gathered first and freed last;
     then one unit's gradients, with the copy that is summed in another dtype.
     """
-    dense, _ = closed_forms.held_parameters(model, layout, stage)
+    dense, _ = expressions.held_parameters(model, layout, stage)
     element = BYTES_PER_ELEMENT[layout.gradient_dtype]
-    experts: float = closed_forms.expert_parameters(model) if model.experts else 0.0
-    each: float = (closed_forms.layer_parameters(model) - experts) / layout.tp
+    experts: float = expressions.expert_parameters(model) if model.experts else 0.0
+    each: float = (expressions.layer_parameters(model) - experts) / layout.tp
     each += experts / (layout.ep * layout.expert_tp)
-    tables: float = dense - layers * (closed_forms.layer_parameters(model) - experts) / layout.tp
+    tables: float = dense - layers * (expressions.layer_parameters(model) - experts) / layout.tp
     return 2 * 2.0 * each + 2.0 * max(0.0, tables) + max(each, tables) * (2 + (element if element > 2 else 0))
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ..core.errors import CompileError
-from .hardware import BYTES_PER_ELEMENT
+from quintnet_compiler.core.errors import CompileError
+from quintnet_compiler.cost_models.hardware import BYTES_PER_ELEMENT
+
 from .kernel_set import MEGATRON, KernelSet
 
 

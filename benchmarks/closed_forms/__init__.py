@@ -1,0 +1,1 @@
+"""Closed forms of a decoder: parameters, arithmetic, kernels, memory and time of a step, from its sizes alone."""
