@@ -20,9 +20,8 @@ from quintnet_compiler.ops.rules import notation as rule_notation
 from quintnet_compiler.passes.autodiff import vector_jacobian
 from quintnet_compiler.passes.codegen import generate_ranks
 from quintnet_compiler.passes.codegen import python_ops as spelling
-from quintnet_compiler.passes.lowering import reductions
 from quintnet_compiler.passes.sharding import batch_factors
-from quintnet_compiler.passes.strategies import expert_axes, rule_book
+from quintnet_compiler.strategies import emit_conversion, expert_axes, rule_book
 
 aten = torch.ops.aten
 Make = Callable[[Any], Any]
@@ -91,7 +90,7 @@ def _sums_lost(right: Any) -> Any:
         before, after = sharding.gradient(target), sharding.gradient(source)
         if comm_ops.lower_conversion(before, after)[0] is comm_ops.reduce_scatter:
             axis, size = node.args[1], node.args[2]
-            return reductions.emit_conversion(builder, x, axis, size, R, after, precision)
+            return emit_conversion.emit_conversion(builder, x, axis, size, R, after, precision)
         return right(builder, x, node, source, target, parameter, precision)
 
     return back
@@ -218,16 +217,16 @@ def _rank(by: int) -> Make:
 
 FAULTS = [
     # conversions and their transposes
-    Fault(reductions, "emit_conversion_backward", "forgets to add up the ranks' terms", _sums_lost),
-    Fault(reductions, "emit_conversion_backward", "the value's types instead of the gradient's",
+    Fault(emit_conversion, "emit_conversion_backward", "forgets to add up the ranks' terms", _sums_lost),
+    Fault(emit_conversion, "emit_conversion_backward", "the value's types instead of the gradient's",
           _transposed_wrongly(lambda a, b: (I if a is R else a, b))),
-    Fault(reductions, "emit_conversion_backward", "a partial value for a replicated one",
+    Fault(emit_conversion, "emit_conversion_backward", "a partial value for a replicated one",
           _transposed_wrongly(lambda a, b: (a, R if b is P else b))),
-    Fault(reductions, "emit_conversion_backward", "along another dim",
+    Fault(emit_conversion, "emit_conversion_backward", "along another dim",
           _transposed_wrongly(lambda a, b: (_other_dim(a), _other_dim(b)))),
-    Fault(reductions, "loss_seed", "twice the loss", lambda right: lambda builder, loss, precision: builder.call(
+    Fault(emit_conversion, "loss_seed", "twice the loss", lambda right: lambda builder, loss, precision: builder.call(
         aten.mul.Scalar, right(builder, loss, precision), 2.0)),
-    Fault(reductions, "parameter_conversions", "no conversion is a parameter's", lambda right: lambda local: {}),
+    Fault(emit_conversion, "parameter_conversions", "no conversion is a parameter's", lambda right: lambda local: {}),
     Fault(sharding, "gradient", "a replicated value's is replicated", _answer({R: I})),
     Fault(sharding, "gradient", "a partial value's is partial", _answer({P: P})),
     Fault(sharding, "gradient", "an invariant value's is partial", _answer({I: P})),

@@ -43,9 +43,9 @@ from quintnet_compiler.passes.checks.positions import check_positions
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.lowering.coalesce_collectives import CoalesceCollectives
-from quintnet_compiler.passes.strategies.rule_book import RuleBook
 from quintnet_compiler.schedules.kinds import SCHEDULES
 from quintnet_compiler.schedules.schedule import DIRECTION, Action, Op, Schedule
+from quintnet_compiler.strategies.rule_book import RuleBook
 
 aten = torch.ops.aten
 Dice = random.Random

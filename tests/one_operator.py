@@ -39,9 +39,9 @@ from quintnet_compiler.ops.rank_local import RANKED
 from quintnet_compiler.ops.rules.notation import Factors, Rule
 from quintnet_compiler.passes.autodiff.differentiate import _Tape
 from quintnet_compiler.passes.lowering.insert_communication import _CommunicationLowering
-from quintnet_compiler.passes.strategies.rule_book import RuleBook, refine, strategies
 from quintnet_compiler.runtime.execute.comm import Comm
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
+from quintnet_compiler.strategies.rule_book import RuleBook, refine, strategies
 
 aten = torch.ops.aten
 AXES = ("dp", "tp", "cp")

@@ -20,6 +20,7 @@ from quintnet_compiler.core.annotations import (
     is_getitem,
     leaf,
     needs_grad,
+    operators_of_parameters,
     origin,
     shape,
     tensor_inputs,
@@ -48,13 +49,12 @@ from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.lowering.chunk_losses import ChunkLosses
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.passes.sharding.shard_parameters import ShardParameters
-from quintnet_compiler.passes.stages.cut_stages import staged_operators
-from quintnet_compiler.passes.strategies.cuts import find_cuts
-from quintnet_compiler.passes.strategies.rule_book import RuleBook, leaf_strategies, refine, strategies
 from quintnet_compiler.runtime.backends.local import LocalBackend
 from quintnet_compiler.runtime.execute.executor import Run
 from quintnet_compiler.schedules.kinds import SCHEDULES
 from quintnet_compiler.schedules.schedule import Schedule, ScheduleError
+from quintnet_compiler.strategies.cuts import find_cuts
+from quintnet_compiler.strategies.rule_book import RuleBook, leaf_strategies, refine, strategies
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def random_program(
     sharded = run(RandomSharding(axes, dice), program)
     if zero := random.Random(f"zero {seed}").randrange(4):
         sharded = run(ShardParameters(zero, tuple(axis.name for axis in axes if axis.role == "data")), sharded)
-    schedule = random_schedule(dice, mesh["pp"], microbatches, len(staged_operators(program.graph)))
+    schedule = random_schedule(dice, mesh["pp"], microbatches, len(operators_of_parameters(program.graph)))
     staged = run(RandomCut(schedule.num_stages, dice), sharded)
     local = run(InsertCommunication(dict(RULES)), staged)
     check_types(local, RuleBook(RULES))

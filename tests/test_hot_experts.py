@@ -23,9 +23,9 @@ from quintnet_compiler.ops.rank_local import local_experts, pick_experts
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
-from quintnet_compiler.passes.strategies.rule_book import RuleBook
 from quintnet_compiler.runtime.transport.token_dispatch import Router
 from quintnet_compiler.simulation.priced import ProgramPrices, expert_loads
+from quintnet_compiler.strategies.rule_book import RuleBook
 
 from .models import WIDTH, Mixture
 from .mutations import copied

@@ -20,7 +20,7 @@ from quintnet_compiler.equivalence.dry_run import check_ranks
 from quintnet_compiler.ir.distributed_program import DistributedProgram
 from quintnet_compiler.ir.repeated_blocks import block_of
 from quintnet_compiler.ops.collectives import STARTS, wait
-from quintnet_compiler.passes.autodiff.recompute_cut import takes_long
+from quintnet_compiler.ops.rules.work import takes_long
 from quintnet_compiler.passes.checks.code import check_code
 from quintnet_compiler.passes.checks.rewrites.overlap import check_overlap
 from quintnet_compiler.simulation.program import simulate_program

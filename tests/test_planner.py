@@ -35,12 +35,12 @@ from quintnet_compiler.passes.sharding.axis_view import ShardingOptions
 from quintnet_compiler.passes.sharding.choose_sharding import ChooseSharding
 from quintnet_compiler.passes.sharding.fold_blocks import FoldBlocks, Folded
 from quintnet_compiler.passes.stages.partition import balanced_starts
-from quintnet_compiler.passes.strategies.rule_book import RuleBook
 from quintnet_compiler.planner.evaluate import evaluate
 from quintnet_compiler.planner.layouts import layouts, slicings
 from quintnet_compiler.planner.places import PricedCluster
 from quintnet_compiler.planner.planning import Planner, faster
 from quintnet_compiler.planner.search import SearchEffort
+from quintnet_compiler.strategies.rule_book import RuleBook
 
 from .models import CASES, GPT, build
 

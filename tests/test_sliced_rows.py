@@ -30,7 +30,7 @@ from quintnet_compiler.passes.checks.strategies import Reading
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.passes.sharding.axis_view import AxisView
-from quintnet_compiler.passes.strategies.rule_book import RuleBook
+from quintnet_compiler.strategies.rule_book import RuleBook
 
 from .models import EXPERTS, WIDTH, Mixture
 from .zoo import ZOO, InDouble

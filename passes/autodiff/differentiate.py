@@ -26,13 +26,13 @@ from ...core.sharding import parse_type
 from ...ir.builder import GraphBuilder
 from ...ir.program import DifferentiatedProgram, LocalProgram, outputs
 from ...ops.catalog import op_spec
+from ...ops.derivatives.operator_trace import Template
 from ...ops.derivatives.user_derivatives import (
     derivatives,
     is_tangent,
     of_tangents,
 )
-from ..lowering.reductions import emit_conversion, emit_conversion_backward, loss_seed, parameter_conversions
-from .operator_trace import Template
+from ...strategies.emit_conversion import emit_conversion, emit_conversion_backward, loss_seed, parameter_conversions
 from .vector_jacobian import Pullback, VectorJacobian
 
 aten = torch.ops.aten

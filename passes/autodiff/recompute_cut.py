@@ -15,7 +15,7 @@ from ...core.annotations import facts, leaf, memory_of, num_bytes, origin, value
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import Block, block_of
 from ...ops.catalog import op_spec, spec_of
-from ...ops.rules.work import work_of
+from ...ops.rules.work import takes_long
 
 aten = torch.ops.aten
 nx = lazy_loader.load("networkx")  # slow to import, and few plans recompute
@@ -118,12 +118,6 @@ class _Network:
             self.graph.add_edge(start, end)  # unlimited capacity
         elif price > 0:
             self.graph.add_edge(start, end, capacity=round(price / TICK_SECONDS))
-
-
-def takes_long(node: fx.Node) -> bool:
-    """Return whether a node takes longer than a pass over memory on this rank: a matmul, attention, sorting."""
-    fused = work_of(node.target) == "attention" and not op_spec(node).communicates
-    return fused or spec_of(node.target).keep
 
 
 def _is_expensive(node: fx.Node) -> bool:

@@ -20,9 +20,9 @@ from ...ops.attention.tiled import tiled_attention, tiled_attention_backward
 from ...ops.catalog import op_spec
 from ...ops.collectives import COLLECTIVES, ring_attention, ring_attention_backward
 from ...ops.cross_entropy import nll_terms, nll_terms_backward
+from ...ops.derivatives.operator_trace import Template, trace
 from ...ops.experts.grouped_rows import group_rows, grouped_bias_grad, grouped_linear, grouped_weight_grad, ungroup_rows
 from ...ops.rank_local import embedding_rows, embedding_rows_backward, pick_experts, place_experts
-from .operator_trace import Template, trace
 from .row_strides import rows_are_neighbours
 
 aten = torch.ops.aten

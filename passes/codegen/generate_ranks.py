@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ...core.annotations import facts, leaf, num_bytes, shape, value, values
+from ...core.annotations import ancestors, facts, leaf, num_bytes, shape, value, values
 from ...core.mesh import Mesh
 from ...core.sharding import Sharding
 from ...ir.distributed_program import (
@@ -29,7 +29,7 @@ from ...ops.catalog import op_spec
 from ...schedules.check import verify_schedule
 from ...schedules.schedule import Op, Schedule, StageEdge, with_transfers
 from .functions import Functions, MakeModule, written_module
-from .stage_cut import StageCut, ancestors_of_sends, used_in
+from .stage_cut import StageCut, used_in
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _halves(cut: StageCut, sends: Set[str], *, split: bool) -> tuple[list[fx.Nod
     """Return the backward in two parts: what other stages wait for, and the rest. If it is not split: all of it."""
     if not split:
         return cut.backward, []
-    urgent = ancestors_of_sends(cut.backward, {n for n in cut.backward if n.name in sends})
+    urgent = ancestors(cut.backward, {n for n in cut.backward if n.name in sends})
     return [n for n in cut.backward if n in urgent], [n for n in cut.backward if n not in urgent]
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from ...core.annotations import facts, is_getitem, leaf
+from ...core.annotations import facts, leaf
 from ...core.errors import CompileError
 from ...ir.program import DifferentiatedProgram
 from ...ops.catalog import op_spec
@@ -131,18 +131,6 @@ class StageCut:
         """Return the leaves that the stage reads, in the order of their first use."""
         nodes = [*self.once, *self.forward, *self.backward, *self.slices, *self.results().values()]
         return _leaves([*nodes, *self.carried.values()])
-
-
-def ancestors_of_sends(backward: Sequence[fx.Node], sent: Set[fx.Node]) -> set[fx.Node]:
-    """Return the backward nodes that the ``sent`` gradients are computed from, and these."""
-    ancestors = set(sent)
-    for node in reversed(backward):
-        if node in ancestors:
-            ancestors.update(node.all_input_nodes)
-    for node in backward:
-        if is_getitem(node) and node.args[0] in ancestors:  # a function cannot return a tuple of results as one value
-            ancestors.add(node)
-    return ancestors
 
 
 def used_in(node: fx.Node, users: Set[fx.Node]) -> bool:

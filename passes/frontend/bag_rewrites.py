@@ -12,7 +12,7 @@ from torch import fx
 from ...core.annotations import shape, value
 from ...core.precision import widened
 from ...ir.builder import GraphBuilder
-from ..lowering.reductions import cast
+from ...strategies.emit_conversion import cast
 
 aten = torch.ops.aten
 _SUM, _MEAN, _MAX = range(3)

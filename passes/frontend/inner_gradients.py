@@ -15,9 +15,9 @@ from ...core.errors import CompileError, QuintNetError
 from ...ir.builder import GraphBuilder
 from ...ops.attention.cuda import on_gpu
 from ...ops.derivatives.inner_gradients import start
+from ...ops.derivatives.operator_trace import Template, trace
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ...ops.rank_local import dropout
-from ..autodiff.operator_trace import Template, trace
 from .twice_differentiable import TWICE_DIFFERENTIABLE
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from ...core.annotations import shape, value
 from ...core.precision import widened
 from ...ir.builder import GraphBuilder
 from ...ops.cross_entropy import row_nll
-from ..lowering.reductions import cast
+from ...strategies.emit_conversion import cast
 
 aten = torch.ops.aten
 

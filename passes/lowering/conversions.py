@@ -15,7 +15,8 @@ from ...ir.builder import GraphBuilder
 from ...ir.program import Axis, Gathered, ShardedProgram, StagedProgram
 from ...ops.collectives import convert, share
 from ...ops.rank_local import microbatch
-from .padding import Padding, padded_dims
+from ...strategies.padding_fills import padded_dims
+from .padding import Padding
 
 aten = torch.ops.aten
 

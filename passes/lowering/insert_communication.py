@@ -31,14 +31,15 @@ from ...ops.rank_local import (
     padding_of,
 )
 from ...ops.rules.notation import Rule
-from ..strategies.hot_experts import hot_experts
-from ..strategies.rule_book import RuleBook
+from ...strategies.hot_experts import hot_experts
+from ...strategies.padding_fills import PaddingFills, padded_dims, padding_fills
+from ...strategies.rule_book import RuleBook
 from .conversions import Conversions
 from .extensions import LocalForm
 from .lower_attention import LowerAttention
 from .lower_cross_entropy import LowerCrossEntropy
 from .lower_experts import LowerExperts
-from .padding import Padding, PaddingFills, padded_dims, padding_fills
+from .padding import Padding
 
 aten = torch.ops.aten
 
@@ -54,7 +55,7 @@ class InsertCommunication:
     A conversion belongs to the stage of its source if it makes the value smaller or whole once for all (reductions,
     slices), else to the stage of the user. What gathers a stored parameter comes before all its other conversions, and
     runs once a step where the program says so. ``context_load_balance`` and ``attention_tile_bytes``: see
-    :class:`.lower_attention.LowerAttention`; ``hot_experts``: :mod:`..strategies.hot_experts`.
+    :class:`.lower_attention.LowerAttention`; ``hot_experts``: :mod:`...strategies.hot_experts`.
     """
 
     rules: dict[Any, Rule]

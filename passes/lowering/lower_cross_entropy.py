@@ -14,7 +14,8 @@ from ...core.sharding import Shard, Sharding
 from ...ir.builder import GraphBuilder
 from ...ops.collectives import convert
 from ...ops.cross_entropy import nll_terms
-from .padding import Padding, padded_dims
+from ...strategies.padding_fills import padded_dims
+from .padding import Padding
 
 aten = torch.ops.aten
 

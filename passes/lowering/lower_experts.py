@@ -18,7 +18,7 @@ from ...ops.experts.expert_linear import counts_on_host
 from ...ops.experts.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
 from ...ops.extensions import extension
 from ...ops.rank_local import local_experts, pick_experts
-from ..strategies.expert_axes import hops, row_conversions
+from ...strategies.expert_axes import hops, row_conversions
 from .extensions import ExpertProduct
 
 aten = torch.ops.aten
@@ -60,8 +60,8 @@ class LowerExperts:
             %made = grouped_linear(%rows, %group, %w);  %y = combine(ungroup_rows(%made, %group), "ep", %plan)
 
     Layers of the same ids share plans, and layers of the same rows share the rows that arrive. ``hot``: by layer, the
-    experts that every rank has (:mod:`..strategies.hot_experts`). Their weights, summed over the ranks that split them,
-    follow the rank's own; their rows stay on their ranks.
+    experts that every rank has (:mod:`...strategies.hot_experts`). Their weights, summed over the ranks that split
+    them, follow the rank's own; their rows stay on their ranks.
     """
 
     def __init__(self, builder: GraphBuilder, sharded: ShardedProgram, hot: Mapping[fx.Node, tuple[int, ...]]) -> None:

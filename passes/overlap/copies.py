@@ -10,7 +10,7 @@ from torch import fx
 
 from ...ir.repeated_blocks import block_of
 from ...ops.catalog import op_spec
-from ..autodiff.recompute_cut import takes_long
+from ...ops.rules.work import takes_long
 from .items import HIDING_MARGIN, Item, Seconds, Start, node_of, source_of
 
 

@@ -13,7 +13,7 @@ from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import Block, block_of
 from ...ops.casts import parameter_of
 from ...ops.catalog import op_spec
-from ..autodiff.recompute_cut import takes_long
+from ...ops.rules.work import takes_long
 from .copies import with_copies
 from .items import HIDING_MARGIN, Item, Seconds, Start, node_of, source_of, stored_in
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ...core.annotations import annotate, facts
+from ...core.annotations import ancestors, annotate, facts
 from ...ir.program import DifferentiatedProgram
 from ...ops.catalog import op_spec
 from ...ops.collectives import STARTS, wait
-from ..codegen.stage_cut import ancestors_of_sends
 from .items import Item, Seconds, Start
 from .order import Order
 
@@ -48,7 +47,7 @@ def _functions(program: DifferentiatedProgram, split: frozenset[int]) -> Iterato
         yield nodes
     for stage, nodes in sorted(backward.items(), reverse=True):
         sent = {n for n in nodes if any(program.stage.get(user, stage) != stage for user in n.users)}
-        first = ancestors_of_sends(nodes, sent) if stage in split else set(nodes)
+        first = ancestors(nodes, sent) if stage in split else set(nodes)
         yield [n for n in nodes if n in first]
         yield [n for n in nodes if n not in first]
 

@@ -19,9 +19,9 @@ from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R, plain
 from ...ir.program import Strategy, outputs
 from ...ops.catalog import op_spec
-from ..lowering.padding import padding_fills
-from ..strategies.cuts import find_cuts
-from ..strategies.rule_book import flows
+from ...strategies.cuts import find_cuts
+from ...strategies.padding_fills import padding_fills
+from ...strategies.rule_book import flows
 from .axis_view import AxisView, OperandEdge, refusal
 from .candidates import Candidates
 from .conversion_prices import ConversionPrices, leaves_as_is

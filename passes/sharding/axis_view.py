@@ -17,8 +17,8 @@ from ...ir.expert_load import ExpertLoad
 from ...ir.program import Axis, Program, Strategy
 from ...ops.catalog import op_spec
 from ...ops.rules.notation import Factors
-from ..strategies.expert_axes import expert_parameters, hops, with_sliced_rows
-from ..strategies.rule_book import leaf_strategies, may_pad, strategies
+from ...strategies.expert_axes import expert_parameters, hops, with_sliced_rows
+from ...strategies.rule_book import leaf_strategies, may_pad, strategies
 from .coupled_rows import coupling
 
 

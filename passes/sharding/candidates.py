@@ -16,8 +16,8 @@ from ...core.sharding import AxisType, I, R, S, Shard, local_shape, plain
 from ...ir.program import Strategy
 from ...ops.catalog import op_spec
 from ...ops.rules.notation import Factors
-from ..strategies.expert_axes import exchanging_strategies, expert_parameters
-from ..strategies.rule_book import may_pad
+from ...strategies.expert_axes import exchanging_strategies, expert_parameters
+from ...strategies.rule_book import may_pad
 from .axis_view import AxisView, OperandEdge, refusal
 from .batch_factors import batch_dependent, batch_factors
 

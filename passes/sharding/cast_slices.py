@@ -11,7 +11,7 @@ from ...core.annotations import shape, tensor_inputs
 from ...core.sharding import AxisType, Shard, plain, shard_shape
 from ...ir.program import ShardedProgram, Strategy
 from ...ops.catalog import op_spec
-from ..strategies.rule_book import RuleBook, refine, strategies
+from ...strategies.rule_book import RuleBook, refine, strategies
 
 aten = torch.ops.aten
 

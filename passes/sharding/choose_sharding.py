@@ -16,7 +16,7 @@ from ...core.sharding import AxisType, I, P, R, plain
 from ...ir.cost_protocol import CostModel
 from ...ir.program import Axis, Program, ShardedProgram, Strategy, outputs
 from ...ir.repeated_blocks import same_in_every_block
-from ..strategies.rule_book import RuleBook, refine
+from ...strategies.rule_book import RuleBook, refine
 from .axis_search import AxisSearch
 from .axis_view import AxisView, ShardingOptions
 from .conversion_prices import leaves_as_is

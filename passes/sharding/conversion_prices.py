@@ -7,11 +7,10 @@ import math
 from torch import Tensor, fx
 
 from ...compat.torch import schema
-from ...core.annotations import facts, is_float, leaf, needs_grad, num_bytes, shape, values
+from ...core.annotations import facts, is_float, leaf, needs_grad, num_bytes, operators_of_parameters, shape, values
 from ...core.sharding import AxisType, I, P, R, Shard, gradient, plain
 from ...ir.program import Axis
 from ...ops.collectives import lower_conversion, share
-from ..stages.cut_stages import staged_operators
 from .axis_view import AxisView, OperandEdge
 from .integer_program import FORBIDDEN_SECONDS
 
@@ -30,7 +29,7 @@ class ConversionPrices:
 
     def __init__(self, view: AxisView) -> None:
         self.view, self.axis, self.cost = view, view.axis, view.cost
-        self.later = frozenset(staged_operators(view.program.graph)) if view.axis.role == "time" else frozenset()
+        self.later = frozenset(operators_of_parameters(view.program.graph)) if view.axis.role == "time" else frozenset()
         self.trains = any(map(needs_grad, view.factors))
         # Without a least price, collectives of a few statistics look free, and the search trades one large
         # conversion for a layout full of small ones.

@@ -10,7 +10,7 @@ from torch import fx
 from ...core.annotations import leaf
 from ...core.sharding import AxisType
 from ...ir.program import Axis, Program, ShardedProgram, Strategy
-from ..strategies.cuts import find_cuts
+from ...strategies.cuts import find_cuts
 from .axis_view import AxisView
 
 

@@ -17,7 +17,7 @@ from ...ir.program import Axis, ShardedProgram
 from ...ops.collectives import COMMUNICATION, lower_conversion
 from ...ops.rules.notation import Factors
 from ...ops.rules.work import work_of
-from ..strategies.rule_book import RuleBook, refine
+from ...strategies.rule_book import RuleBook, refine
 from .batch_factors import batch_dependent
 
 _HEAVY_WORK = frozenset({"matmul", "attention"})

@@ -11,7 +11,7 @@ from ...core.annotations import needs_grad, origin, shape, tensor_inputs, values
 from ...core.sharding import Shard
 from ...ir.program import Strategy
 from ...ops.catalog import op_spec
-from ..strategies.expert_axes import hops, row_conversions
+from ...strategies.expert_axes import hops, row_conversions
 from .axis_view import AxisView
 
 

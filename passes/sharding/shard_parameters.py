@@ -12,7 +12,7 @@ from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, R, Shard, local_shape, plain, shard_shape
 from ...ir.program import Gathered, ShardedProgram, Strategy
 from ...ops.rules.table import RULES
-from ..strategies.rule_book import RuleBook, leaf_factors, leaf_strategies, refine
+from ...strategies.rule_book import RuleBook, leaf_factors, leaf_strategies, refine
 from .axis_view import stores_state
 from .cast_slices import slice_cast_strategies
 

@@ -11,7 +11,7 @@ from ...core.annotations import is_getitem, leaf, origin
 from ...ir.program import Program, StepEnd, outputs
 from ...ops.catalog import op_spec
 from ...ops.rank_local import RANDOM
-from ..strategies.rule_book import RuleBook
+from ...strategies.rule_book import RuleBook
 from .coupled_rows import couplings
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ...core.annotations import facts, is_getitem, leaf, origin
+from ...core.annotations import depending_on_parameters, facts, is_getitem, operators_of_parameters, origin
 from ...core.errors import CompileError
 from ...ir.cost_protocol import CostModel
 from ...ir.program import Program, ShardedProgram, StagedProgram, outputs
@@ -49,7 +49,7 @@ class CutStages:
     schedule: Schedule | None = None
 
     def __call__(self, program: ShardedProgram, /) -> StagedProgram:
-        order = staged_operators(program.program.graph)
+        order = operators_of_parameters(program.program.graph)
         uncut = _uncut_places(program.program, order)
         most = len(order) - len(uncut)
         if self.num_stages > max(1, most):
@@ -103,7 +103,7 @@ def _uncut_places(program: Program, order: Sequence[fx.Node]) -> dict[int, int]:
 
 def _readers(graph: fx.Graph, source: fx.Node) -> set[fx.Node]:
     """Return the users of ``source``, and those of its users that depend on no parameter."""
-    staged, readers, todo = _depending_on_parameters(graph), set[fx.Node](), [source]
+    staged, readers, todo = depending_on_parameters(graph), set[fx.Node](), [source]
     while todo:
         users = set(todo.pop().users) - readers
         readers |= users
@@ -123,7 +123,7 @@ def parameter_stages(staged: StagedProgram) -> dict[fx.Node, tuple[int, ...]]:
 def stage_times(staged: StagedProgram, cost: CostModel) -> tuple[StageTimes, ...]:
     """Return the time of each stage's operators for one microbatch on one rank."""
     totals = [[0.0, 0.0, 0.0] for _ in range(staged.num_stages)]
-    for node in staged_operators(staged.sharded.program.graph):
+    for node in operators_of_parameters(staged.sharded.program.graph):
         times = operator_times(staged.sharded, node, cost)
         for part, seconds in enumerate((times.forward, times.input, times.weight)):
             totals[staged.stage[node]][part] += seconds
@@ -133,7 +133,7 @@ def stage_times(staged: StagedProgram, cost: CostModel) -> tuple[StageTimes, ...
 def boundaries(staged: StagedProgram) -> tuple[str, ...]:
     """Return the names of the first operators of all stages but the first; cutting there gives the same stages."""
     first: dict[int, fx.Node] = {}
-    order = staged_operators(staged.sharded.program.graph)
+    order = operators_of_parameters(staged.sharded.program.graph)
     for node in order:
         first.setdefault(staged.stage[node], node)
     places = module_starts(order)
@@ -151,23 +151,6 @@ def module_starts(order: Sequence[fx.Node]) -> dict[fx.Node, str]:
             starts[node] = new[0]
             seen.update(new)
     return starts
-
-
-def staged_operators(graph: fx.Graph) -> list[fx.Node]:
-    """Return the operators that depend on a parameter, in order."""
-    depends = _depending_on_parameters(graph)
-    return [node for node in graph.nodes if node in depends and node.op == "call_function" and not is_getitem(node)]
-
-
-def _depending_on_parameters(graph: fx.Graph) -> set[fx.Node]:
-    """Return the parameters, and the nodes that depend on one."""
-    depends: set[fx.Node] = set()
-    for node in graph.nodes:
-        node_leaf = leaf(node) if node.op == "placeholder" else None
-        is_parameter = node_leaf is not None and node_leaf.kind == "parameter"
-        if is_parameter or (node.op == "call_function" and not depends.isdisjoint(node.all_input_nodes)):
-            depends.add(node)
-    return depends
 
 
 def _named_starts(names: tuple[str, ...], order: list[fx.Node], num_stages: int) -> list[int]:

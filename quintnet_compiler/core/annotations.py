@@ -6,6 +6,7 @@ Other files copy ``node.meta`` whole, or read torch's own entries.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -186,3 +187,32 @@ def memory_of(node: fx.Node) -> fx.Node:
 def is_float(x: Tensor) -> bool:
     """Return whether a tensor has a floating-point or a complex dtype."""
     return x.is_floating_point() or x.is_complex()
+
+
+def operators_of_parameters(graph: fx.Graph) -> list[fx.Node]:
+    """Return the operators that depend on a parameter, in order."""
+    depends = depending_on_parameters(graph)
+    return [node for node in graph.nodes if node in depends and node.op == "call_function" and not is_getitem(node)]
+
+
+def depending_on_parameters(graph: fx.Graph) -> set[fx.Node]:
+    """Return the parameters, and the nodes that depend on one."""
+    depends: set[fx.Node] = set()
+    for node in graph.nodes:
+        node_leaf = leaf(node) if node.op == "placeholder" else None
+        is_parameter = node_leaf is not None and node_leaf.kind == "parameter"
+        if is_parameter or (node.op == "call_function" and not depends.isdisjoint(node.all_input_nodes)):
+            depends.add(node)
+    return depends
+
+
+def ancestors(nodes: Sequence[fx.Node], ends: Set[fx.Node]) -> set[fx.Node]:
+    """Return those of ``nodes``, in the graph's order, from which ``ends`` are computed, and ``ends`` themselves.
+
+    An operator of several results comes with all of them: a function cannot return a tuple of results as one value.
+    """
+    reached = set(ends)
+    for node in reversed(nodes):
+        if node in reached:
+            reached.update(node.all_input_nodes)
+    return reached | {node for node in nodes if is_getitem(node) and node.args[0] in reached}

@@ -34,10 +34,10 @@ from ..passes.sharding.replicated import unsplit
 from ..passes.sharding.shard_parameters import stored_whole, storing_axes
 from ..passes.stages.cut_stages import CutStages, boundaries, parameter_stages, stage_times
 from ..passes.stages.follow_stages import FollowStages
-from ..passes.strategies.rule_book import MissingRule, RowRule
 from ..schedules.kinds import forward_only
 from ..schedules.schedule import Schedule
 from ..schedules.synthesis import schedule_of
+from ..strategies.rule_book import MissingRule, RowRule
 from .pipeline import PassSetting, Request, axes_of, expert_axes, node_seconds, passed
 
 A = TypeVar("A")

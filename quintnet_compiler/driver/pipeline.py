@@ -69,12 +69,12 @@ from ..passes.sharding.choose_sharding import ChooseSharding, Solved
 from ..passes.sharding.shard_parameters import ShardParameters
 from ..passes.sharding.split_step_end import SplitStepEnd
 from ..passes.stages.cut_stages import CutStages
-from ..passes.strategies.expert_axes import check_experts
-from ..passes.strategies.hot_experts import check_hot_experts, expert_loads
-from ..passes.strategies.rule_book import RuleBook
 from ..schedules.kinds import SCHEDULES, forward_only
 from ..schedules.schedule import COMPUTE, Op, Schedule
 from ..schedules.synthesis import SYNTHESIZED
+from ..strategies.expert_axes import check_experts
+from ..strategies.hot_experts import check_hot_experts, expert_loads
+from ..strategies.rule_book import RuleBook
 
 T = TypeVar("T")
 Pass = Callable[[Any], Any]

@@ -30,9 +30,9 @@ from ..passes.sharding.choose_sharding import Solved
 from ..passes.sharding.fold_blocks import Folded
 from ..passes.sharding.shard_parameters import ShardParameters
 from ..passes.stages.cut_stages import CutStages
-from ..passes.strategies.expert_axes import expert_parameters
 from ..schedules.schedule import Action, Op, Schedule
 from ..simulation.footprint import Footprints
+from ..strategies.expert_axes import expert_parameters
 from .layouts import Layout
 from .stage_units import StageUnit, unit_boundaries, unit_work
 

@@ -28,9 +28,9 @@ from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize
 from ..passes.sharding.fold_blocks import FoldBlocks, Folded
 from ..passes.sharding.split_step_end import SplitStepEnd
-from ..passes.strategies.expert_axes import dispatched_bytes, expert_parameters
-from ..passes.strategies.hot_experts import check_hot_experts
-from ..passes.strategies.rule_book import RuleBook
+from ..strategies.expert_axes import dispatched_bytes, expert_parameters
+from ..strategies.hot_experts import check_hot_experts
+from ..strategies.rule_book import RuleBook
 from .bounds import DeviceState, LayoutBounds
 from .build import Builder, device_of
 from .estimate import Estimate

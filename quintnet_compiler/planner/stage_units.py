@@ -12,14 +12,14 @@ from itertools import groupby
 
 from torch import Size, fx
 
-from ..core.annotations import facts, leaf, viewed
+from ..core.annotations import facts, leaf, operators_of_parameters, viewed
 from ..core.sharding import R, local_shape
 from ..cost_models.kernels import with_host
 from ..ir.cost_protocol import RankCosts
 from ..ir.distributed_program import DistributedProgram, StageProgram, StateSpec
 from ..ir.program import DifferentiatedProgram
 from ..passes.sharding.fold_blocks import Folded
-from ..passes.stages.cut_stages import module_starts, staged_operators
+from ..passes.stages.cut_stages import module_starts
 from ..schedules.schedule import Action, Op
 from ..schedules.synthesis import StageTimes
 from ..simulation.footprint import Footprints
@@ -151,7 +151,7 @@ def unit_count(folded: Folded) -> int:
 
 def _runs(folded: Folded) -> list[list[fx.Node]]:
     """Return runs of operators of the same block (or of none), in order."""
-    return [list(run) for _, run in groupby(staged_operators(folded.program.graph), key=folded.home.get)]
+    return [list(run) for _, run in groupby(operators_of_parameters(folded.program.graph), key=folded.home.get)]
 
 
 def unit_work(

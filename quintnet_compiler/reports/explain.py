@@ -20,9 +20,9 @@ from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
 from ..ir.program import ShardedProgram
 from ..ops.rules.notation import Rule
-from ..passes.strategies.rule_book import RuleBook
 from ..simulation.priced import ProgramPrices
 from ..simulation.program import simulate_program
+from ..strategies.rule_book import RuleBook
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from quintnet_compiler.ir.result_form import ResultForm
 from quintnet_compiler.ops.rules.notation import Factors
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.sharding.axis_view import AxisView, ShardingOptions
-from quintnet_compiler.passes.strategies.rule_book import RuleBook
 from quintnet_compiler.schedules.synthesis import StageTimes
+from quintnet_compiler.strategies.rule_book import RuleBook
 
 TP, DP, TIME, CP = (
     Axis("tp", 2, "model"), Axis("dp", 2, "data"), Axis("microbatch", 2, "time"), Axis("cp", 2, "context"),

@@ -12,10 +12,10 @@ from quintnet_compiler.core.annotations import facts, shape
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.ir.builder import GraphBuilder, aten
 from quintnet_compiler.ops.collectives import combine, dispatch
+from quintnet_compiler.ops.derivatives.operator_trace import trace
+from quintnet_compiler.ops.derivatives.recording import record
 from quintnet_compiler.ops.experts.grouped_rows import grouped_bias_grad, grouped_linear, grouped_weight_grad
-from quintnet_compiler.passes.autodiff.operator_trace import trace
 from quintnet_compiler.passes.autodiff.recompute_budget import Budget, within_budget
-from quintnet_compiler.passes.autodiff.recording import record
 from quintnet_compiler.passes.autodiff.row_strides import rows_are_neighbours
 from quintnet_compiler.passes.autodiff.vector_jacobian import VectorJacobian
 from quintnet_compiler.schedules.kinds import one_f_one_b

@@ -13,14 +13,14 @@ from torch import nn
 import quintnet
 from quintnet_compiler.capture.batch_norms import cumulative_averages, one_process
 from quintnet_compiler.capture.capture import capture
-from quintnet_compiler.core.annotations import facts
+from quintnet_compiler.core.annotations import facts, operators_of_parameters
 from quintnet_compiler.driver.compiler import Runner, compile_program
 from quintnet_compiler.driver.pipeline import Request
 from quintnet_compiler.equivalence.module_training import batches_of
 from quintnet_compiler.ir.distributed_program import DistributedProgram
 from quintnet_compiler.passes.checks.code import check_batches
 from quintnet_compiler.passes.frontend.normalize import Normalize
-from quintnet_compiler.passes.stages.cut_stages import _uncut_places, staged_operators
+from quintnet_compiler.passes.stages.cut_stages import _uncut_places
 
 
 class _Twice(nn.Module):
@@ -67,7 +67,7 @@ def test_what_is_handed_on_is_checked() -> None:
 def test_no_stage_begins_between_a_buffer_and_its_new_value() -> None:
     captured = capture(_Twice(), (torch.randn(8, 4), torch.arange(8) % 4), F.cross_entropy)
     made = Normalize(4, torch.device("cpu"), batches=2)(captured)
-    order = staged_operators(made.graph)
+    order = operators_of_parameters(made.graph)
     inside = _uncut_places(made, order)
     linear = next(place for place, node in enumerate(order) if facts(node).where.module == "linear")
     assert inside[linear] == min(inside.values()) < linear

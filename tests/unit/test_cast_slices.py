@@ -22,7 +22,7 @@ from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.sharding import shard_parameters
 from quintnet_compiler.passes.sharding.cast_slices import slice_cast_strategies
-from quintnet_compiler.passes.strategies.rule_book import RuleBook
+from quintnet_compiler.strategies.rule_book import RuleBook
 
 aten = torch.ops.aten
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import quintnet
 from quintnet import Cluster, CompiledProgram, Mesh
 from quintnet_compiler.capture.capture import capture
+from quintnet_compiler.core.annotations import operators_of_parameters
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.ir.program import ShardedProgram
@@ -25,18 +26,17 @@ from quintnet_compiler.passes.stages.cut_stages import (
     boundaries,
     parameter_stages,
     stage_times,
-    staged_operators,
 )
 from quintnet_compiler.passes.stages.fastest_cut import SEND_PENALTY, UNEVEN_PENALTY, FastestCut
 from quintnet_compiler.passes.stages.stage_loads import EMPTY_STAGE_SECONDS, StageLoads, collectives
 from quintnet_compiler.passes.stages.step_clock import StepClock
-from quintnet_compiler.passes.strategies.rule_book import RuleBook
 from quintnet_compiler.schedules.kinds import Generator, gpipe, one_f_one_b, zero_bubble_h1
 from quintnet_compiler.schedules.schedule import Action, Op, Schedule, chain, simulate, with_transfers
 from quintnet_compiler.schedules.synthesis import StageTimes
 from quintnet_compiler.simulation.priced import ProgramPrices
 from quintnet_compiler.simulation.run import simulate as simulate_events
 from quintnet_compiler.simulation.work import Given
+from quintnet_compiler.strategies.rule_book import RuleBook
 
 from ..models import CASES, GPT, build
 
@@ -70,7 +70,10 @@ def _gpt() -> ShardedProgram:
 
 
 def _starts(program: ShardedProgram, num_stages: int, schedule: Schedule | None = None) -> tuple[int, ...]:
-    staged, order = CutStages(num_stages, Roofline(), (), schedule)(program), staged_operators(program.program.graph)
+    staged, order = (
+        CutStages(num_stages, Roofline(), (), schedule)(program),
+        operators_of_parameters(program.program.graph),
+    )
     return tuple(order.index(next(n for n in order if staged.stage[n] == s)) for s in range(1, num_stages))
 
 
@@ -83,7 +86,7 @@ def test_cut_equals_brute_force(kind: str, num_stages: int, make: Generator) -> 
     program = (
         _sharded(build("mlp"), case.batch(4), case.loss_fn) if kind == "mlp" else _sharded(Skips(), (torch.ones(4, 8),))
     )
-    order, schedule = staged_operators(program.program.graph), make(num_stages, 3)
+    order, schedule = operators_of_parameters(program.program.graph), make(num_stages, 3)
     loads = StageLoads(program, order, Roofline())
 
     def score(starts: tuple[int, ...]) -> float:
@@ -108,7 +111,7 @@ def test_cut_equals_brute_force(kind: str, num_stages: int, make: Generator) -> 
 @pytest.mark.parametrize(("num_stages", "microbatches"), [(3, 4), (4, 2), (4, 8), (6, 12)])
 def test_a_search_finds_nearly_what_trying_all_cuts_finds(num_stages: int, microbatches: int) -> None:
     program = _sharded(GPT(width=64, depth=8, heads=4), CASES["gpt"].batch(8 * 5), None)
-    loads = StageLoads(program, staged_operators(program.program.graph), Roofline())
+    loads = StageLoads(program, operators_of_parameters(program.program.graph), Roofline())
     loads.places = [*range(0, loads.count, 9 if num_stages < 6 else 14), loads.count]
     clock = StepClock(one_f_one_b(num_stages, microbatches))
     search = FastestCut(loads, clock)
@@ -205,7 +208,7 @@ def test_stages_wait_for_collectives_as_their_programs_do(mesh: Mesh) -> None:
     primary, cost = program._primary().program, Roofline()
     prices = ProgramPrices(primary, ClusterCosts(Cluster("h100")))
     sharded = primary.source.local.staged.sharded
-    waits = collectives(sharded, staged_operators(sharded.program.graph), cost)
+    waits = collectives(sharded, operators_of_parameters(sharded.program.graph), cost)
     for stage in range(1, 3):
         mine = [found for node, found in waits.items() if primary.source.local.staged.stage[node] == stage]
         parts = {op: [part for part in prices.work(Action(op, stage, 0)).parts if part.axis]

@@ -30,7 +30,7 @@ from quintnet_compiler.passes.frontend.random_rewrites import random_calls
 from quintnet_compiler.passes.frontend.rewrites import REWRITES, draws
 from quintnet_compiler.passes.frontend.stride_rewrites import as_strided, as_strided_scatter
 from quintnet_compiler.passes.lowering.lower_attention import LowerAttention
-from quintnet_compiler.passes.lowering.reductions import cast, emit_conversion, loss_seed
+from quintnet_compiler.strategies.emit_conversion import cast, emit_conversion, loss_seed
 
 from .graphs import builder, leaf, program
 

@@ -1,4 +1,4 @@
-"""passes.strategies.hot_experts, passes.lowering.lower_experts, ir.expert_load: what is hot, and what then runs."""
+"""strategies.hot_experts, passes.lowering.lower_experts, ir.expert_load: what is hot, and what then runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quintnet_compiler.ops.experts.expert_linear import expert_linear
 from quintnet_compiler.ops.experts.grouped_rows import group_plan, grouped_linear
 from quintnet_compiler.ops.rank_local import local_experts, pick_experts
 from quintnet_compiler.passes.lowering.lower_experts import LowerExperts
-from quintnet_compiler.passes.strategies.hot_experts import check_hot_experts, expert_loads, hot_experts
+from quintnet_compiler.strategies.hot_experts import check_hot_experts, expert_loads, hot_experts
 
 from .graphs import builder, leaf
 

@@ -20,10 +20,11 @@ from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.checks.padding import check_padding
 from quintnet_compiler.passes.checks.padding_nodes import Fill, Resize, dims_with_padding, local_shapes, peel
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
-from quintnet_compiler.passes.lowering.padding import Padding, padded_dims, padding_fills
-from quintnet_compiler.passes.strategies.cuts import find_cuts
-from quintnet_compiler.passes.strategies.rule_book import RuleBook, factor_splits, strategies
+from quintnet_compiler.passes.lowering.padding import Padding
 from quintnet_compiler.runtime.state.true_part import TruePart
+from quintnet_compiler.strategies.cuts import find_cuts
+from quintnet_compiler.strategies.padding_fills import padded_dims, padding_fills
+from quintnet_compiler.strategies.rule_book import RuleBook, factor_splits, strategies
 
 from .graphs import TP, builder, factors_of, leaf, program
 

@@ -16,7 +16,7 @@ from quintnet_compiler.ir.program import Axis, Strategy
 from quintnet_compiler.ops.experts.expert_linear import expert_linear
 from quintnet_compiler.passes.sharding.axis_view import AxisView, ShardingOptions
 from quintnet_compiler.passes.sharding.row_travel import RowTravel
-from quintnet_compiler.passes.strategies.rule_book import refine
+from quintnet_compiler.strategies.rule_book import refine
 
 from .graphs import CP, TP, Prices, builder, factors_of, leaf, program
 

@@ -11,7 +11,7 @@ import quintnet
 from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ops.rules.notation import Factors, Notation, Rule, rule, table
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.passes.strategies.rule_book import RuleBook, split_factor
+from quintnet_compiler.strategies.rule_book import RuleBook, split_factor
 
 from ..one_operator import Sample, call, operator_program, reference
 from ..operator_samples import f, ints

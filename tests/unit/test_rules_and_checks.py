@@ -1,4 +1,4 @@
-"""ops.rules, passes.strategies, passes.checks: factors of single operators, and what the checks' own tables say."""
+"""ops.rules, strategies, passes.checks: factors of single operators, and what the checks' own tables say."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from quintnet_compiler.passes.checks.derivatives.proven import Derivatives
 from quintnet_compiler.passes.checks.expert_layers import axes_of_travel
 from quintnet_compiler.passes.checks.strategies import Reading
 from quintnet_compiler.passes.checks.tables import CONVERSIONS
-from quintnet_compiler.passes.strategies.expert_axes import check_experts, exchanging_strategies, expert_parameters
-from quintnet_compiler.passes.strategies.rule_book import RuleBook, strategies
+from quintnet_compiler.strategies.expert_axes import check_experts, exchanging_strategies, expert_parameters
+from quintnet_compiler.strategies.rule_book import RuleBook, strategies
 
 from .graphs import TP, builder, leaf, linear
 

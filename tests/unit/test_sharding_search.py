@@ -20,7 +20,7 @@ from quintnet_compiler.passes.sharding.coupled_rows import coupling
 from quintnet_compiler.passes.sharding.follow_sharding import KnownSharding
 from quintnet_compiler.passes.sharding.integer_program import FORBIDDEN_SECONDS, IntegerProgram
 from quintnet_compiler.passes.sharding.replicated import unsplit
-from quintnet_compiler.passes.strategies.rule_book import RuleBook
+from quintnet_compiler.strategies.rule_book import RuleBook
 
 from .graphs import CP, DP, TIME, TP, Prices, View, builder, factors_of, leaf, linear, program
 

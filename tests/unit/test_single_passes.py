@@ -62,8 +62,8 @@ from quintnet_compiler.passes.sharding.shard_parameters import ShardParameters, 
 from quintnet_compiler.passes.stages.cut_stages import CutStages
 from quintnet_compiler.passes.stages.follow_stages import FollowStages
 from quintnet_compiler.passes.stages.partition import balanced_starts
-from quintnet_compiler.passes.strategies.rule_book import RuleBook
 from quintnet_compiler.schedules.kinds import one_f_one_b
+from quintnet_compiler.strategies.rule_book import RuleBook
 
 from .graphs import DP, TP, builder, leaf, linear, program
 

@@ -20,7 +20,7 @@ from quintnet_compiler.ops.rank_local import noise
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.checks.rewrites.step_end import check_step_end
 from quintnet_compiler.passes.sharding.split_step_end import SplitStepEnd
-from quintnet_compiler.passes.strategies.rule_book import RuleBook
+from quintnet_compiler.strategies.rule_book import RuleBook
 
 from .graphs import builder, leaf
 

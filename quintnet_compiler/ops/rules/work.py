@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import fx
 
-from ..catalog import name_of, spec_of
+from ..catalog import name_of, op_spec, spec_of
 from .notation import Work
 from .table import RULES
 
@@ -32,3 +33,9 @@ def work_of(target: Any) -> Work | None:
     if rule is not None:
         return rule.work
     return spec_of(target).work or ("memory" if _TAGS.intersection(target.tags) else None)
+
+
+def takes_long(node: fx.Node) -> bool:
+    """Return whether a node takes longer than a pass over memory on this rank: a matmul, attention, sorting."""
+    fused = work_of(node.target) == "attention" and not op_spec(node).communicates
+    return fused or spec_of(node.target).keep

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from ...core.annotations import origin, tensor_inputs
-from ...ops.rules.notation import Dims, Factors
+from ..core.annotations import origin, tensor_inputs
+from ..ops.rules.notation import Dims, Factors
 
 Value = tuple[fx.Node, int]  # an operator and which of its outputs
 Cut = tuple[int, int]  # dim and k: a boundary inside a dim at which S(dim, k) may start

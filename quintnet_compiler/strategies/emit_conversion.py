@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from ...core.annotations import copied_from, leaf, value
-from ...core.precision import Precision
-from ...core.sharding import AxisType, gradient
-from ...ir.builder import GraphBuilder
-from ...ir.program import LocalProgram
-from ...ops.catalog import op_spec
-from ...ops.collectives import all_reduce, lower_conversion, reduce_scatter
-from ...ops.rank_local import loss_scale
+from ..core.annotations import copied_from, leaf, value
+from ..core.precision import Precision
+from ..core.sharding import AxisType, gradient
+from ..ir.builder import GraphBuilder
+from ..ir.program import LocalProgram
+from ..ops.catalog import op_spec
+from ..ops.collectives import all_reduce, lower_conversion, reduce_scatter
+from ..ops.rank_local import loss_scale
 
 aten = torch.ops.aten
 

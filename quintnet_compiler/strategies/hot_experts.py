@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
-from ...core.annotations import facts, leaf, shape, tensor_inputs
-from ...core.errors import CompileError
-from ...ir.expert_load import ExpertLoad
-from ...ops.catalog import op_spec
+from ..core.annotations import facts, leaf, shape, tensor_inputs
+from ..core.errors import CompileError
+from ..ir.expert_load import ExpertLoad
+from ..ops.catalog import op_spec
 
 
 def hot_experts(graph: fx.Graph, asked: Mapping[str, Sequence[int]]) -> dict[fx.Node, tuple[int, ...]]:

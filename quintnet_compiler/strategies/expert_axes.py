@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from torch import fx
 
-from ...core.annotations import facts, leaf, num_bytes, shape, tensor_inputs, values
-from ...core.errors import CompileError
-from ...core.sharding import AxisType, I, P, S, Shard, plain
-from ...ir.program import Axis, Strategy
-from ...ops.catalog import op_spec
+from ..core.annotations import facts, leaf, num_bytes, shape, tensor_inputs, values
+from ..core.errors import CompileError
+from ..core.sharding import AxisType, I, P, S, Shard, plain
+from ..ir.program import Axis, Strategy
+from ..ops.catalog import op_spec
 
 
 def expert_parameters(graph: fx.Graph) -> frozenset[fx.Node]:

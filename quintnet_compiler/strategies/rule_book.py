@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from ...compat.torch import OpOverload
-from ...core.annotations import facts, is_float, is_getitem, leaf, needs_grad, shape, tensor_inputs, values
-from ...core.errors import CompileError
-from ...core.sharding import AxisType, I, P, R, S, Shard, gradient, plain
-from ...ir.program import Strategy
-from ...ops.catalog import op_spec
-from ...ops.rules.node_factors import argument, opaque
-from ...ops.rules.notation import Dims, Factors, Rule, rule
+from ..compat.torch import OpOverload
+from ..core.annotations import facts, is_float, is_getitem, leaf, needs_grad, shape, tensor_inputs, values
+from ..core.errors import CompileError
+from ..core.sharding import AxisType, I, P, R, S, Shard, gradient, plain
+from ..ir.program import Strategy
+from ..ops.catalog import op_spec
+from ..ops.rules.node_factors import argument, opaque
+from ..ops.rules.notation import Dims, Factors, Rule, rule
 
 aten = torch.ops.aten
 # raise for some values; norms and cross products do not

@@ -25,8 +25,8 @@ from ...compat.torch import FakeTensorMode, schema_or_none
 from ...compat.torch_codegen import forgotten_texts
 from ...core.absent_gpu import CPU, CUDA, AbsentGpu, on_device
 from ...core.annotations import facts, value
-from ...ops.attention.cuda import on_gpu
-from ...ops.catalog import op_spec
+from ..attention.cuda import on_gpu
+from ..catalog import op_spec
 from .recording import record
 
 aten = torch.ops.aten
