@@ -1,9 +1,8 @@
 """The backward of one operator as graph nodes.
 
-Each operator is differentiated on its own, by tracing autograd over it (:mod:`.operator_trace`), and the trace is
-reused for every operator with the same arguments and shapes: repeated blocks cost nothing, and every backward node
-knows which line of the user's model it belongs to.
-"""
+Each operator is differentiated on its own, by tracing autograd over it (:mod:`...ops.derivatives.operator_trace`), and
+the trace is reused for every operator with the same arguments and shapes: repeated blocks cost nothing, and every
+backward node knows which line of the user's model it belongs to."""
 
 from __future__ import annotations
 

@@ -65,9 +65,8 @@ class InsertCommunication:
 
     def __call__(self, staged: StagedProgram, /) -> LocalProgram:
         hot = hot_experts(staged.sharded.program.graph, self.hot_experts)
-        return _CommunicationLowering(
-            staged, self.rules, self.context_load_balance, self.attention_tile_bytes, hot
-        ).run()
+        balance, tile_bytes = self.context_load_balance, self.attention_tile_bytes
+        return _CommunicationLowering(staged, self.rules, balance, tile_bytes, hot).run()
 
 
 @dataclass

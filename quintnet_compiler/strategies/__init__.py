@@ -1,1 +1,1 @@
-"""What sharding rules mean on a mesh: strategies of operators and experts, padding, and conversions of types."""
+"""Strategies of operators on a mesh axis, from their sharding rules; padding; conversions of types."""

@@ -44,7 +44,7 @@ def emit_conversion(
     """Return ``x`` converted from type ``source`` to ``target``.
 
     Sums over ranks have the dtype that ``precision`` gives values. ``stored``: see
-    :func:`...ops.collectives.lower_conversion`.
+    :func:`..ops.collectives.lower_conversion`.
     """
     op, dims = lower_conversion(source, target, stored=stored)
     if op is None:
@@ -82,9 +82,10 @@ def emit_conversion_backward(
 
 def loss_seed(builder: GraphBuilder, loss: Tensor, precision: Precision) -> fx.Node:
     """Return the gradient of the loss: 1, or the loss scale of fp16."""
-    one = builder.call(aten.ones.default, list(loss.shape), dtype=loss.dtype, device=loss.device)
-    return builder.call(loss_scale, one) if precision.scale is not None else one
+    seed = builder.call(aten.ones.default, list(loss.shape), dtype=loss.dtype, device=loss.device)
+    return builder.call(loss_scale, seed) if precision.scale is not None else seed
 
 
 def cast(builder: GraphBuilder, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Return ``x`` in ``dtype``: itself, if it has that."""
     return x if value(x).dtype is dtype else builder.call(aten._to_copy.default, x, dtype=dtype)
