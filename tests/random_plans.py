@@ -30,6 +30,8 @@ from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.core.sharding import I, P, R, Shard, plain
 from quintnet_compiler.driver.compiler import Runner
 from quintnet_compiler.equivalence.dry_run import check_ranks
+from quintnet_compiler.features.chunked_losses.checks.chunk_losses import check_chunked
+from quintnet_compiler.features.chunked_losses.chunk_losses import ChunkLosses
 from quintnet_compiler.ir.distributed_program import DistributedProgram
 from quintnet_compiler.ir.plan import Offloaded
 from quintnet_compiler.ir.program import Axis, Program, ShardedProgram, StagedProgram, Strategy, outputs
@@ -41,12 +43,10 @@ from quintnet_compiler.passes.autodiff.recompute import Recompute
 from quintnet_compiler.passes.checks.backward import check_backward
 from quintnet_compiler.passes.checks.code import check_code
 from quintnet_compiler.passes.checks.padding import check_padding
-from quintnet_compiler.passes.checks.rewrites.chunked import check_chunked
 from quintnet_compiler.passes.checks.rewrites.offload import check_offload
 from quintnet_compiler.passes.checks.rewrites.offload_parameters import check_offload_parameters
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
-from quintnet_compiler.passes.lowering.chunk_losses import ChunkLosses
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.passes.sharding.shard_parameters import ShardParameters
 from quintnet_compiler.runtime.backends.local import LocalBackend

@@ -17,6 +17,10 @@ from ..core.mesh import Mesh
 from ..core.sharding import AxisType
 from ..equivalence.dry_run import check_ranks
 from ..features import FEATURES, Rewrite
+from ..features.chunked_losses.checks.chunk_losses import check_chunked
+from ..features.chunked_losses.checks.early_loss_gradients import check_early_loss_gradients
+from ..features.chunked_losses.chunk_losses import ChunkLosses
+from ..features.chunked_losses.early_loss_gradients import EarlyLossGradients
 from ..ir.cost_protocol import CostModel, RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan, fixed_types, precision_of
@@ -26,7 +30,6 @@ from ..ops.rank_local import MICROBATCHES
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
-from ..passes.autodiff.early_loss_gradients import EarlyLossGradients
 from ..passes.autodiff.offload import OffloadActivations
 from ..passes.autodiff.offload_parameters import OffloadParameters
 from ..passes.autodiff.recompute import Blocks, Recompute, dequantised
@@ -37,9 +40,7 @@ from ..passes.checks.notation import check_notation
 from ..passes.checks.padding import check_padding
 from ..passes.checks.positions import check_positions
 from ..passes.checks.reductions import check_reductions
-from ..passes.checks.rewrites.chunked import check_chunked
 from ..passes.checks.rewrites.early import check_early
-from ..passes.checks.rewrites.early_loss_gradients import check_early_loss_gradients
 from ..passes.checks.rewrites.fused import check_fused
 from ..passes.checks.rewrites.in_place import check_in_place
 from ..passes.checks.rewrites.joined import check_joined
@@ -54,7 +55,6 @@ from ..passes.checks.types import check_types
 from ..passes.codegen.generate_ranks import GenerateRanks
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize
-from ..passes.lowering.chunk_losses import ChunkLosses
 from ..passes.lowering.coalesce_collectives import CoalesceCollectives
 from ..passes.lowering.fuse_norms import FuseNorms
 from ..passes.lowering.fuse_token_dispatch import FuseTokenDispatch

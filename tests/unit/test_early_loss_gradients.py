@@ -1,5 +1,5 @@
-"""passes.autodiff.early_loss_gradients, passes.checks.rewrites.early_loss_gradients: what the backward makes of logits
-is made in the forward where that is known there, and the proof that it is the same."""
+"""features.chunked_losses.early_loss_gradients and its check: what the backward makes of logits is made in the forward
+where that is known there, and the proof that it is the same."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import fx
 from quintnet import CompileError
 from quintnet_compiler.core.annotations import annotate, facts, shape
 from quintnet_compiler.driver import pipeline
+from quintnet_compiler.features.chunked_losses.checks.early_loss_gradients import check_early_loss_gradients
+from quintnet_compiler.features.chunked_losses.early_loss_gradients import EarlyLossGradients
 from quintnet_compiler.ir.program import DifferentiatedProgram
-from quintnet_compiler.passes.autodiff.early_loss_gradients import EarlyLossGradients
-from quintnet_compiler.passes.checks.rewrites.early_loss_gradients import check_early_loss_gradients
 from quintnet_compiler.passes.checks.rewrites.results import check_results
 
 from ..language import CLASSES, LOSSES, Loss, compiled, flat, shifted

@@ -1,4 +1,4 @@
-"""passes.lowering.loss_heads, passes.lowering.chunk_losses, passes.checks.rewrites.chunked: which losses are computed
+"""features.chunked_losses.loss_heads, features.chunked_losses.chunk_losses and its check: which losses are computed
 in parts of their rows, and the proof of it."""
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 import quintnet
 from quintnet import CompileError
 from quintnet_compiler.core.annotations import shape
+from quintnet_compiler.features.chunked_losses.checks.chunk_losses import check_chunked
+from quintnet_compiler.features.chunked_losses.chunk_losses import ChunkLosses
+from quintnet_compiler.features.chunked_losses.loss_heads import loss_heads
 from quintnet_compiler.ir.program import LocalProgram
-from quintnet_compiler.passes.checks.rewrites.chunked import check_chunked
-from quintnet_compiler.passes.lowering.chunk_losses import ChunkLosses
-from quintnet_compiler.passes.lowering.loss_heads import loss_heads
 
 from ..language import CLASSES, WIDTH, Loss, batch, compiled, products, shifted
 

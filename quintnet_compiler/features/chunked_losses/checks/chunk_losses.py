@@ -14,7 +14,7 @@ from ....core.annotations import is_getitem, shape, value
 from ....ir.program import LocalProgram
 from ....ops.catalog import op_spec
 from ....ops.cross_entropy import nll_terms
-from ..failure import check_failure
+from ....passes.checks.failure import check_failure
 
 _fail = partial(check_failure, "check of losses in parts")
 aten = torch.ops.aten

@@ -1,0 +1,1 @@
+"""Losses that compute logits for some of the rows at a time."""
