@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,14 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from quintnet_compiler.features import FEATURES
+from quintnet_compiler.features import FEATURES, Feature
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ROOT / "quintnet_compiler"
 
+# of each field of plans that a feature reads, a value that asks for the feature
+VALUES = {
+    "fp8_recipe": "rowwise", "fp8_skip": ["head"],
+    "loss_chunks": 2,
+    "offload": ["activations"], "offload_folder": "/tmp",
+}  # fmt: skip
+
 PROGRAM = """
 import copy
 import importlib.util
+import json
 import sys
 
 import torch
@@ -60,13 +69,13 @@ for _ in range(3):
     program.zero_grad()
 program = quintnet.compile(model.float(), quintnet.Mesh(tp=2), (batch[0].float(), batch[1]), precision="bf16")
 program.step((batch[0].float(), batch[1]))
-for precision in sys.stdin.read().split():
+for options in json.load(sys.stdin):
     try:
-        quintnet.compile(model, quintnet.Mesh(), (batch[0].float(), batch[1]), precision=precision)
+        quintnet.compile(model, quintnet.Mesh(), (batch[0].float(), batch[1]), **options)
     except quintnet.CompileError as error:
         assert "QN207" in str(error) and "belongs to a feature that is not installed" in str(error), error
     else:
-        raise AssertionError(f"{precision} is compiled")
+        raise AssertionError(f"{options} are compiled")
 assert not [module for module in sys.modules if module.startswith(f"quintnet_compiler.features.{name}")]
 print("as before")
 """
@@ -91,12 +100,14 @@ def _without(feature: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=[feature.name for feature in FEATURES])
-def test_a_feature_can_be_removed(feature: object, tmp_path: Path) -> None:
-    name, precisions = feature.name, feature.precisions  # type: ignore[attr-defined]
+def test_a_feature_can_be_removed(feature: Feature, tmp_path: Path) -> None:
+    name = feature.name
+    options = [{"precision": precision} for precision in feature.precisions]
+    options += [{field: VALUES[field]} for field in feature.plan_fields]
     _without(name, tmp_path)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, name, str(tmp_path)], input=" ".join(precisions), text=True,
+        [sys.executable, "-c", PROGRAM, name, str(tmp_path)], input=json.dumps(options), text=True,
         env=environment, cwd=tmp_path, capture_output=True, timeout=600,
     )  # fmt: skip
     assert result.returncode == 0 and result.stdout == "as before\n", result.stderr[-3000:]

@@ -175,7 +175,7 @@ def _compiled(captured: Captured, request: Request, runner: Runner, *, training:
     whole += stored_whole(sharded, plan.zero_axes if plan.zero else ())
     again = partial(compile_program, captured, request, training=training)
     complete = _complete(plan, mesh, sharded, staged, program)
-    rewrites = [rewrite for feature in FEATURES for rewrite in feature.rewrites if rewrite.make(plan) is not None]
+    rewrites = [rewrite for feature in FEATURES for rewrite in feature.rewrites]
     wide = tuple(line for rewrite in rewrites for line in rewrite.notes(sharded.program, plan))
     return Compiled(program, complete, runner.seconds, _stages(staged), whole, wide, again)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
@@ -17,14 +17,10 @@ from ..core.mesh import Mesh
 from ..core.sharding import AxisType
 from ..equivalence.dry_run import check_ranks
 from ..features import FEATURES, Rewrite
-from ..features.chunked_losses.checks.chunk_losses import check_chunked
-from ..features.chunked_losses.checks.early_loss_gradients import check_early_loss_gradients
-from ..features.chunked_losses.chunk_losses import ChunkLosses
-from ..features.chunked_losses.early_loss_gradients import EarlyLossGradients
 from ..ir.cost_protocol import CostModel, RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan, fixed_types, precision_of
-from ..ir.program import Axis, DifferentiatedProgram, Program
+from ..ir.program import Axis, Program
 from ..ops.catalog import op_spec
 from ..ops.rank_local import MICROBATCHES
 from ..ops.rules.notation import Rule
@@ -144,6 +140,18 @@ class PassSetting:
         return axes_of(self.request.mesh, self.microbatches // self.batches)
 
     @property
+    def training(self) -> bool:
+        """Return whether there is a backward."""
+        return self.differentiate.training
+
+    @property
+    def stage_schedule(self) -> Schedule:
+        """Return the schedule, which passes behind the cut of stages need."""
+        if self.schedule is None:
+            raise AssertionError("passes behind the cut of stages need a schedule")
+        return self.schedule
+
+    @property
     def book(self) -> RuleBook:
         alone = not self.axes  # nothing is split: no rule is needed
         return RuleBook(self.request.rules, "replicate" if alone else self.plan.unknown_ops)
@@ -220,7 +228,7 @@ def _cut(s: PassSetting) -> Pass:
         if name == SYNTHESIZED:
             name = "1f1b" if plan.virtual_stages == 1 else "interleaved"
         schedule = SCHEDULES[name](ranks, s.microbatches, plan.virtual_stages)
-        if not s.differentiate.training:
+        if not s.training:
             schedule = forward_only(schedule.placement, s.microbatches)
     return _planned(CutStages, s, ranks * plan.virtual_stages, s.cost, plan.stages, schedule)
 
@@ -229,11 +237,11 @@ def _recompute(s: PassSetting, program: Any) -> Pass | None:
     plan = s.plan
     blocks: Blocks = "fused" if plan.recompute == "none" and s.request.fused else plan.recompute
     asked = blocks != "none" or plan.reshard_after_forward or program.again or dequantised(program)
-    if not s.differentiate.training or not asked:
+    if not s.training or not asked:
         return None
     gib, budget = plan.activation_memory_budget, None
     if gib is not None:
-        budget = Budget(int(gib * 2**30), _scheduled(s), s.node_seconds, _offload(s, program))
+        budget = Budget(int(gib * 2**30), s.stage_schedule, s.node_seconds, _offload(s, program))
     return _planned(Recompute, s, blocks, budget=budget)
 
 
@@ -254,9 +262,9 @@ def node_seconds(prices: CostModel, costs: RankCosts) -> Callable[[fx.Node], flo
 
 
 def _offload(s: PassSetting, program: Any) -> OffloadActivations | None:
-    if "activations" not in s.plan.offload or not s.differentiate.training:
+    if "activations" not in s.plan.offload or not s.training:
         return None
-    return OffloadActivations(s.node_seconds, _alone(_scheduled(s)), s.plan.offload_folder is not None)
+    return OffloadActivations(s.node_seconds, _alone(s.stage_schedule), s.plan.offload_folder is not None)
 
 
 def _alone(schedule: Schedule) -> frozenset[int]:
@@ -274,31 +282,9 @@ def _alone(schedule: Schedule) -> frozenset[int]:
 def _overlap(s: PassSetting, program: Any) -> Pass | None:
     if not s.plan.overlap:
         return None
-    rows = _scheduled(s).actions
+    rows = s.stage_schedule.actions
     halves = {action.stage for row in rows for action in row if action.op is Op.BACKWARD_WEIGHT}
     return _planned(Overlap, s, s.node_seconds, frozenset(halves))
-
-
-def _one_at_a_time(s: PassSetting, program: DifferentiatedProgram) -> bool:
-    """Return whether a microbatch's backward follows its forward in stages that compute losses in parts."""
-    # not asked where saved values have a budget, which does not count gradients that the forward keeps
-    if not s.differentiate.training or s.plan.activation_memory_budget is not None:
-        return False
-    schedule = _scheduled(s)
-    for stage in {program.stage[node] for node in program.again}:
-        live = 0
-        for action in schedule.actions[schedule.placement[stage]]:
-            if action.stage == stage and action.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
-                live += 1 if action.op is Op.FORWARD else -1
-                if live > 1:
-                    return False
-    return True
-
-
-def _scheduled(s: PassSetting) -> Schedule:
-    if s.schedule is None:
-        raise AssertionError("passes behind the cut of stages need a schedule")
-    return s.schedule
 
 
 def _typed(s: PassSetting, old: Any, new: Any) -> list[Check]:
@@ -311,13 +297,24 @@ def _typed(s: PassSetting, old: Any, new: Any) -> list[Check]:
     ]
 
 
-def _rewrite(rewrite: Rewrite) -> PassSpec:
-    """Return the pass of a feature."""
-    make, checks = (lambda s, p: rewrite.make(s.plan)), (lambda s, before, after: rewrite.checks(before, after))
-    return PassSpec(rewrite.kind, "Program", rewrite.decides, make, checks)
+def _with_rewrites(passes: Iterable[PassSpec]) -> Iterator[PassSpec]:
+    """Yield passes, each with the rewrites of features that follow it."""
+    rewrites = [rewrite for feature in FEATURES for rewrite in feature.rewrites]
+    for spec in passes:
+        yield spec
+        for rewrite in rewrites:
+            if rewrite.follows is spec.kind:
+                yield _rewrite(rewrite, spec.result)
 
 
-PIPELINE: tuple[PassSpec, ...] = (
+def _rewrite(rewrite: Rewrite, result: str) -> PassSpec:
+    def checks(s: PassSetting, before: Any, after: Any) -> list[Check]:
+        return rewrite.checks(before, after)
+
+    return PassSpec(rewrite.kind, result, rewrite.decides, rewrite.make, checks)
+
+
+_PASSES: tuple[PassSpec, ...] = (
     PassSpec(
         Normalize, "Program", "concrete global shapes, few canonical operators, no mutation",
         lambda s, p: _planned(
@@ -337,7 +334,6 @@ PIPELINE: tuple[PassSpec, ...] = (
             (check_experts, (after.graph, s.plan.experts)), (check_hot_experts, (after.graph, s.plan.hot_experts)),
         ],
     ),
-    *(_rewrite(rewrite) for feature in FEATURES for rewrite in feature.rewrites),
     PassSpec(
         ChooseSharding, "ShardedProgram", "how each operator runs on each mesh axis: an integer program per axis",
         _choose,
@@ -365,11 +361,6 @@ PIPELINE: tuple[PassSpec, ...] = (
         lambda s, before, after: [(check_norms, (before, after))] if after is not before else [],
     ),
     PassSpec(
-        ChunkLosses, "LocalProgram", "which rows of logits a loss reads at a time",
-        lambda s, p: _planned(ChunkLosses, s) if s.plan.loss_chunks > 1 else None,
-        lambda s, before, after: [(check_chunked, (before, after))] if after is not before else [],
-    ),
-    PassSpec(
         Differentiate, "DifferentiatedProgram", "the backward as nodes; each conversion transposed by its types",
         lambda s, p: s.differentiate,
     ),
@@ -377,13 +368,8 @@ PIPELINE: tuple[PassSpec, ...] = (
         Recompute, "DifferentiatedProgram", "what the backward computes, or gathers, again (activation checkpointing)",
         _recompute,
         lambda s, before, after: [
-            (check_backward, (after, s.differentiate.training, s.differentiate.templates, s.request.proven))
+            (check_backward, (after, s.training, s.differentiate.templates, s.request.proven))
         ],
-    ),
-    PassSpec(
-        EarlyLossGradients, "DifferentiatedProgram", "which gradients of logits are computed in the forward",
-        lambda s, p: EarlyLossGradients() if p.again and _one_at_a_time(s, p) else None,
-        lambda s, before, after: [(check_early_loss_gradients, (before, after))] if after is not before else [],
     ),
     PassSpec(
         JoinSlices, "DifferentiatedProgram", "which gradients of slices are joined instead of added up",
@@ -426,10 +412,11 @@ PIPELINE: tuple[PassSpec, ...] = (
     ),
     PassSpec(
         GenerateRanks, "DistributedProgram", "Python functions per stage, transfers, and a verified schedule",
-        lambda s, p: _planned(GenerateRanks, s, s.request.mesh, _scheduled(s)),
+        lambda s, p: _planned(GenerateRanks, s, s.request.mesh, s.stage_schedule),
         lambda s, before, after: [(check_code, (after,)), (check_slices, (after,)), (check_ranks, (after,))],
     ),
 )  # fmt: skip
+PIPELINE = tuple(_with_rewrites(_PASSES))
 
 
 def passed(

@@ -4,9 +4,16 @@ Nothing else imports such a folder: other packages ask operators what they are (
 for passes. Without its folder and its line a feature is gone, and the compiler is as it was before.
 """
 
+from .chunked_losses import CHUNKED_LOSSES
 from .feature import Feature, Rewrite, add_feature
 from .fp8 import FP8
 
 __all__ = ["FEATURES", "Feature", "Rewrite"]
 
-FEATURES: tuple[Feature, ...] = tuple(map(add_feature, (FP8,)))
+FEATURES: tuple[Feature, ...] = tuple(
+    add_feature(feature)
+    for feature in (
+        FP8,
+        CHUNKED_LOSSES,
+    )
+)

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import fnmatch
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -40,6 +40,20 @@ def _printable(text: str) -> str:
 
 # a path of names, and as much again for what a pattern or an operator adds
 Text = Annotated[str, Field(max_length=2 * MAX_PATH_LENGTH), AfterValidator(_printable)]
+
+
+class OfFeature:
+    """Marks a field of plans that a feature reads: without that feature it can only have its default."""
+
+
+_FEATURE_FIELDS: dict[
+    str, Callable[[Plan], None]
+] = {}  # filled as features are added: the check of each field's values
+
+
+def add_plan_fields(names: Iterable[str], check: Callable[[Plan], None]) -> None:
+    """Add fields of plans that an installed feature reads; ``check`` raises where their values do not fit a plan."""
+    _FEATURE_FIELDS.update(dict.fromkeys(names, check))
 
 
 class Plan(BaseModel):
@@ -158,10 +172,12 @@ class Plan(BaseModel):
     activation_memory_budget: float | None = Field(default=None, gt=0, lt=2**20)
     offload: tuple[Offloaded, ...] = ()
     offload_folder: Text | None = None
-    loss_chunks: int = Field(default=1, ge=1, le=2**20)
+    loss_chunks: Annotated[int, OfFeature] = Field(default=1, ge=1, le=2**20)
     precision: Literal["model", "bf16", "fp16", "fp8"] = "model"
-    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"] = "tensorwise"
-    fp8_skip: tuple[Text, ...] = ()
+    fp8_recipe: Annotated[Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"], OfFeature] = (
+        "tensorwise"
+    )
+    fp8_skip: Annotated[tuple[Text, ...], OfFeature] = ()
     loss_scale: float = Field(default=2.0**16, ge=1, lt=2.0**100)
     reduce_dtype: Literal["parameter", "float32", "bfloat16"] = "parameter"
     sum_dtype: Literal["value", "float32"] = "value"
@@ -321,6 +337,23 @@ def _read(path: Path) -> bytes:
     raise CompileError("QN207", f"there is no plan file {str(path)[:300]!r}", fix="pass a Plan, or the path of one")
 
 
+def check_feature_fields(plan: Plan) -> None:
+    """Check the fields that features read.
+
+    Raises:
+        CompileError: QN207 for a field of a feature that is not installed, or for what a feature does not allow.
+    """
+    for name, field in Plan.model_fields.items():
+        if OfFeature in field.metadata and name not in _FEATURE_FIELDS and getattr(plan, name) != field.default:
+            raise CompileError(
+                "QN207",
+                f"{name}={getattr(plan, name)!r} belongs to a feature that is not installed",
+                fix=f"leave {name} out",
+            )
+    for check in dict.fromkeys(_FEATURE_FIELDS.values()):
+        check(plan)
+
+
 HOSTED = (0, 3)  # ZeRO 1 and 2 have all parameters on the device for a whole step
 
 
@@ -353,6 +386,7 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
             f"the plan has zero={plan.zero} over {' x '.join(plan.zero_axes) or 'no axis'}, which {mesh} does not have",
             fix="use zero=0, or give dp a size",
         )
+    check_feature_fields(plan)
     check_host_parameters(plan)
     if plan.offload_folder is not None and "activations" not in plan.offload:
         raise CompileError(

@@ -13,7 +13,7 @@ from torch import fx
 
 from quintnet import CompileError
 from quintnet_compiler.core.annotations import annotate, facts, shape
-from quintnet_compiler.driver import pipeline
+from quintnet_compiler.features.chunked_losses import feature
 from quintnet_compiler.features.chunked_losses.checks.early_loss_gradients import check_early_loss_gradients
 from quintnet_compiler.features.chunked_losses.early_loss_gradients import EarlyLossGradients
 from quintnet_compiler.ir.program import DifferentiatedProgram
@@ -34,7 +34,7 @@ def _products(program: DifferentiatedProgram) -> list[str]:
 def _before(loss: Loss = shifted, **options: Any) -> DifferentiatedProgram:
     """A program whose backward computes parts of logits again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "_one_at_a_time", lambda setting, program: False)
+        patch.setattr(feature, "most_microbatches", lambda schedule, stage: 2)
         program = compiled(loss, options.pop("axes", {"dp": 1}), loss_chunks=CHUNKS, **options)
         return program._primary().program.source
 

@@ -13,7 +13,7 @@ from quintnet_compiler.core.precision import COMPUTE_DTYPES, add_precisions
 from quintnet_compiler.driver.pipeline import PIPELINE
 from quintnet_compiler.features import FEATURES
 from quintnet_compiler.features.feature import Feature, add_feature
-from quintnet_compiler.ir.plan import Plan, check_plan
+from quintnet_compiler.ir.plan import OfFeature, Plan, check_plan
 from quintnet_compiler.ops.catalog import OPERATORS, name_of, op_spec, priced_as, spec_of
 from quintnet_compiler.ops.experts.expert_linear import expert_linear
 from quintnet_compiler.ops.experts.grouped_rows import grouped_linear
@@ -70,13 +70,15 @@ def test_no_feature_says_a_thing_twice() -> None:
 
 def test_a_feature_is_complete() -> None:
     """Every product of experts that is emitted is checked, and so is every other form; passes and plan fields exist."""
-    names = [spec.name for spec in PIPELINE]
+    kinds = [spec.kind for spec in PIPELINE]
+    fields = [name for feature in FEATURES for name in feature.plan_fields]
+    assert sorted(fields) == sorted(name for name, field in Plan.model_fields.items() if OfFeature in field.metadata)
     for feature in FEATURES:
         assert set(feature.plan_fields) <= Plan.model_fields.keys()
         assert {rule.target for rule in feature.rules} <= RULES.keys()
         assert all(word in COMPUTE_DTYPES for word in feature.precisions)
         for rewrite in feature.rewrites:
-            assert names.index("LowerPrecision") < names.index(rewrite.kind.__name__) < names.index("ChooseSharding")
+            assert kinds.count(rewrite.kind) == 1 and kinds.index(rewrite.follows) < kinds.index(rewrite.kind)
         for operator in feature.operators:
             for emitted, checked in ((LocalForm, LocalFormCheck), (ExpertProduct, ExpertProductCheck)):
                 assert (extension(operator, emitted) is None) == (extension(operator, checked) is None), operator

@@ -14,12 +14,15 @@ from quintnet_compiler.ops.catalog import spec_of
 from quintnet_compiler.ops.experts.grouped_rows import grouped_bias_grad, grouped_linear
 from quintnet_compiler.ops.rules.work import work_of
 
+from ..feature_settings import setting_of
+
 
 def test_it_is_listed_and_its_precision_computes_the_rest_in_16_bits() -> None:
     assert FP8 in FEATURES
     assert precision_of(Plan(precision="fp8")).compute is torch.bfloat16
     (rewrite,) = FP8.rewrites
-    assert isinstance(rewrite.make(Plan(precision="fp8")), EightBits) and rewrite.make(Plan(precision="bf16")) is None
+    made = [rewrite.make(setting_of(Plan(precision=precision)), None) for precision in ("fp8", "bf16")]
+    assert isinstance(made[0], EightBits) and made[1] is None
 
 
 def test_its_operators_say_what_passes_ask() -> None:

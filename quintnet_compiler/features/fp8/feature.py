@@ -14,8 +14,9 @@ from ...ir.plan import Plan
 from ...ir.program import Axis, Program, Strategy
 from ...ops.rules.notation import Rule, rule
 from ...passes.checks.extensions import ExpertProductCheck, LocalFormCheck
+from ...passes.frontend.lower_precision import LowerPrecision
 from ...passes.lowering.extensions import ExpertProduct, LocalForm
-from ..feature import Feature, Rewrite
+from ..feature import Feature, Rewrite, RewriteSetting
 from .checks.eight_bits import check_eight_bits
 from .checks.scaled_experts import check_largest, read_product
 from .eight_bits import RECIPES, EightBits, wide_layers
@@ -26,12 +27,13 @@ from .scaled_experts import ScaledExperts
 from .scales import largest_of_ranks
 
 
-def _eight_bits(plan: Plan) -> EightBits | None:
+def _eight_bits(setting: RewriteSetting, program: Program) -> EightBits | None:
+    plan = setting.plan
     return EightBits(RECIPES[plan.fp8_recipe], plan.fp8_skip) if plan.precision == "fp8" else None
 
 
 def _layers_in_16_bits(program: Program, plan: Plan) -> tuple[str, ...]:
-    return wide_layers(program, plan.fp8_recipe, plan.fp8_skip)
+    return wide_layers(program, plan.fp8_recipe, plan.fp8_skip) if plan.precision == "fp8" else ()
 
 
 def _largest(builder: GraphBuilder, args: Sequence[Any], sharding: Sharding, axes: Sequence[Axis]) -> fx.Node:
@@ -63,6 +65,7 @@ FP8 = Feature(
         Rewrite(
             EightBits,
             "which linear layers and experts multiply 8-bit numbers, and what has a scale",
+            LowerPrecision,
             _eight_bits,
             check_eight_bits,
             _layers_in_16_bits,
