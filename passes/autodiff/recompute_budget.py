@@ -12,24 +12,25 @@ from ...core.annotations import facts, leaf, memory_of, num_bytes, values
 from ...core.errors import CompileError
 from ...ir.program import DifferentiatedProgram
 from ...schedules.schedule import Schedule, most_held
-from .offload import OffloadActivations
 from .recompute_cut import RecomputeCut, Seconds, cheap_values, cut, groups_of
 
 MIN_BYTE_SECONDS, MAX_BYTE_SECONDS = 1e-18, 1.0  # prices of a byte: almost nothing, and more than any operator takes
 Nodes = frozenset[fx.Node]
+Leaves = Callable[[int, fx.Node], bool]  # whether a value that a stage saves leaves its device until the backward
 
 
 @dataclass(frozen=True)
 class Budget:
     """The most bytes of values that a rank may save at once under ``schedule``.
 
-    ``seconds``: returns the time of recomputing a node. ``offload``: moves values to the host, which do not count.
+    ``seconds``: returns the time of recomputing a node. ``leaving``: return, for a program before recomputing, which
+    saved values leave their device, so that they do not count.
     """
 
     bytes: int
     schedule: Schedule
     seconds: Seconds
-    offload: OffloadActivations | None = None
+    leaving: tuple[Callable[[DifferentiatedProgram], Leaves], ...] = ()
 
 
 def within_budget(program: DifferentiatedProgram, inside: set[fx.Node], always: Nodes, budget: Budget) -> set[fx.Node]:
@@ -66,8 +67,7 @@ class _Chooser:
     hulls: dict[Hashable, list[tuple[RecomputeCut, frozenset[int]]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        offload = self.budget.offload
-        self.away: Callable[[int, fx.Node], bool] | None = None if offload is None else offload.away(self.program)
+        self.leaves = [leaving(self.program) for leaving in self.budget.leaving]
 
     def run(self) -> set[fx.Node]:
         placement, stage_of = self.budget.schedule.placement, self.program.stage
@@ -172,11 +172,11 @@ class _Chooser:
     def _saved(self, node: fx.Node, stage: int) -> bool:
         """Return whether memory stays on the device from a forward of ``stage`` to its backward.
 
-        Batches, values that are computed once a step, and offloaded ones do not count.
+        Batches, values that are computed once a step, and those that leave do not count.
         """
         if node.op != "call_function" or leaf(node) is not None or node in self.program.once:
             return False
-        return node in self.program.stage and not (self.away is not None and self.away(stage, node))
+        return node in self.program.stage and not any(leaves(stage, node) for leaves in self.leaves)
 
 
 def _signature(node: fx.Node) -> tuple[object, ...]:

@@ -241,7 +241,7 @@ def _recompute(s: PassSetting, program: Any) -> Pass | None:
         return None
     gib, budget = plan.activation_memory_budget, None
     if gib is not None:
-        budget = Budget(int(gib * 2**30), s.stage_schedule, s.node_seconds, _offload(s, program))
+        budget = Budget(int(gib * 2**30), s.stage_schedule, s.node_seconds, tuple(o.away for o in [_offload(s, program)] if o))
     return _planned(Recompute, s, blocks, budget=budget)
 
 
