@@ -32,19 +32,19 @@ from quintnet_compiler.driver.compiler import Runner
 from quintnet_compiler.equivalence.dry_run import check_ranks
 from quintnet_compiler.features.chunked_losses.checks.chunk_losses import check_chunked
 from quintnet_compiler.features.chunked_losses.chunk_losses import ChunkLosses
+from quintnet_compiler.features.offload.activations import OffloadActivations
+from quintnet_compiler.features.offload.checks.activations import check_offload
+from quintnet_compiler.features.offload.checks.parameters import check_offload_parameters
+from quintnet_compiler.features.offload.parameters import OffloadParameters
 from quintnet_compiler.ir.distributed_program import DistributedProgram
 from quintnet_compiler.ir.plan import Offloaded
 from quintnet_compiler.ir.program import Axis, Program, ShardedProgram, StagedProgram, Strategy, outputs
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
-from quintnet_compiler.passes.autodiff.offload import OffloadActivations
-from quintnet_compiler.passes.autodiff.offload_parameters import OffloadParameters
 from quintnet_compiler.passes.autodiff.recompute import Recompute
 from quintnet_compiler.passes.checks.backward import check_backward
 from quintnet_compiler.passes.checks.code import check_code
 from quintnet_compiler.passes.checks.padding import check_padding
-from quintnet_compiler.passes.checks.rewrites.offload import check_offload
-from quintnet_compiler.passes.checks.rewrites.offload_parameters import check_offload_parameters
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication

@@ -18,12 +18,12 @@ from quintnet_compiler.core.annotations import facts, num_bytes, values
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.driver.compiler import Runner, compile_program
 from quintnet_compiler.driver.pipeline import Request
+from quintnet_compiler.features.offload.checks.activations import check_offload
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.program import DifferentiatedProgram
 from quintnet_compiler.ops.collectives import wait
 from quintnet_compiler.ops.copies import COPIES, WAYS, copy_in, copy_out, read_in
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.passes.checks.rewrites.offload import check_offload
 
 from .models import CASES, build
 

@@ -17,6 +17,10 @@ from ..core.mesh import Mesh
 from ..core.sharding import AxisType
 from ..equivalence.dry_run import check_ranks
 from ..features import FEATURES, Rewrite
+from ..features.offload.activations import OffloadActivations
+from ..features.offload.checks.activations import check_offload
+from ..features.offload.checks.parameters import check_offload_parameters
+from ..features.offload.parameters import OffloadParameters
 from ..ir.cost_protocol import CostModel, RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan, fixed_types, precision_of
@@ -26,8 +30,6 @@ from ..ops.rank_local import MICROBATCHES
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
-from ..passes.autodiff.offload import OffloadActivations
-from ..passes.autodiff.offload_parameters import OffloadParameters
 from ..passes.autodiff.recompute import Blocks, Recompute, dequantised
 from ..passes.autodiff.recompute_budget import Budget
 from ..passes.checks.backward import check_backward
@@ -41,8 +43,6 @@ from ..passes.checks.rewrites.fused import check_fused
 from ..passes.checks.rewrites.in_place import check_in_place
 from ..passes.checks.rewrites.joined import check_joined
 from ..passes.checks.rewrites.norms import check_norms
-from ..passes.checks.rewrites.offload import check_offload
-from ..passes.checks.rewrites.offload_parameters import check_offload_parameters
 from ..passes.checks.rewrites.overlap import check_overlap
 from ..passes.checks.rewrites.step_end import check_step_end
 from ..passes.checks.rewrites.token_dispatch import check_token_dispatch
@@ -241,7 +241,9 @@ def _recompute(s: PassSetting, program: Any) -> Pass | None:
         return None
     gib, budget = plan.activation_memory_budget, None
     if gib is not None:
-        budget = Budget(int(gib * 2**30), s.stage_schedule, s.node_seconds, tuple(o.away for o in [_offload(s, program)] if o))
+        budget = Budget(
+            int(gib * 2**30), s.stage_schedule, s.node_seconds, tuple(o.away for o in [_offload(s, program)] if o)
+        )
     return _planned(Recompute, s, blocks, budget=budget)
 
 

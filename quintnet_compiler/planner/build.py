@@ -15,13 +15,13 @@ from ..core.annotations import is_getitem
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..driver.pipeline import Pass, PassSetting, Request, node_seconds, passed
+from ..features.offload.parameters import OffloadParameters
 from ..ir.cost_protocol import CostModel, RankCosts, guesses
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
 from ..ir.program import DifferentiatedProgram
 from ..ops.rules.notation import Rule
 from ..passes.autodiff.differentiate import Differentiate
-from ..passes.autodiff.offload_parameters import OffloadParameters
 from ..passes.autodiff.recompute import Recompute
 from ..passes.codegen.generate_ranks import GenerateRanks
 from ..passes.frontend.lower_precision import LowerPrecision

@@ -14,12 +14,12 @@ from quintnet_compiler.core.annotations import facts
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.driver.compiler import Runner, compile_program
 from quintnet_compiler.driver.pipeline import Request
+from quintnet_compiler.features.offload.checks.parameters import check_offload_parameters
+from quintnet_compiler.features.offload.parameters import OffloadParameters
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.program import DifferentiatedProgram
 from quintnet_compiler.ops.copies import copy_in
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.passes.autodiff.offload_parameters import OffloadParameters
-from quintnet_compiler.passes.checks.rewrites.offload_parameters import check_offload_parameters
 
 from ..models import CASES, build
 from ..test_offload import copied

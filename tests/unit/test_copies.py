@@ -13,9 +13,9 @@ from quintnet_compiler.core.errors import Where
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts, FastestCosts
 from quintnet_compiler.cost_models.hardware import HARDWARE
+from quintnet_compiler.features.offload.activations import MIN_OFFLOAD_BYTES
+from quintnet_compiler.features.offload.checks.activations import check_offload
 from quintnet_compiler.ops.copies import COPIES, WAYS, copy_in, copy_out
-from quintnet_compiler.passes.autodiff.offload import MIN_OFFLOAD_BYTES
-from quintnet_compiler.passes.checks.rewrites.offload import check_offload
 from quintnet_compiler.passes.overlap.copies import with_copies
 from quintnet_compiler.passes.overlap.items import Start, node_of, stored_in
 from quintnet_compiler.runtime.transport.host_copies import HostCopies, host_room

@@ -14,8 +14,8 @@ from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import ValueNumbers
 from ....ops.catalog import op_spec
 from ....ops.copies import BACK
-from ..failure import check_failure
-from .results import check_results
+from ....passes.checks.failure import check_failure
+from ....passes.checks.rewrites.results import check_results
 
 _fail = partial(check_failure, "offload check")
 

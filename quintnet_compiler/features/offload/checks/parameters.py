@@ -11,9 +11,9 @@ from ....core.annotations import facts, leaf, origin
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import ValueNumbers
 from ....ops.catalog import op_spec
-from ..failure import check_failure
-from .offload import NumberedCopies
-from .results import check_results
+from ....passes.checks.failure import check_failure
+from ....passes.checks.rewrites.results import check_results
+from .activations import NumberedCopies
 
 _fail = partial(check_failure, "check of parameters on the host")
 

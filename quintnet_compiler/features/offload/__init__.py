@@ -1,0 +1,1 @@
+"""Values of a device that wait in host memory, or in files."""
