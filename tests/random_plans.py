@@ -37,7 +37,7 @@ from quintnet_compiler.features.offload.checks.activations import check_offload
 from quintnet_compiler.features.offload.checks.parameters import check_offload_parameters
 from quintnet_compiler.features.offload.parameters import OffloadParameters
 from quintnet_compiler.ir.distributed_program import DistributedProgram
-from quintnet_compiler.ir.plan import Offloaded
+from quintnet_compiler.ir.host_state import HostState
 from quintnet_compiler.ir.program import Axis, Program, ShardedProgram, StagedProgram, Strategy, outputs
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
@@ -176,12 +176,12 @@ def random_program(
         outside = run(OffloadActivations(lambda node: 1e-6), differentiated)
         check_offload(differentiated, outside)
         differentiated = outside
-    on_host: tuple[Offloaded, ...] = ()
+    on_host = False
     if zero not in (1, 2) and random.Random(f"parameters {seed}").random() < 0.5:
-        on_host, outside = ("parameters",), run(OffloadParameters(), differentiated)
+        on_host, outside = True, run(OffloadParameters(), differentiated)
         check_offload_parameters(differentiated, outside)
         differentiated = outside
-    program = run(GenerateRanks(mesh, schedule, offload=on_host), differentiated)
+    program = run(GenerateRanks(mesh, schedule, host=HostState(parameters=on_host)), differentiated)
     check_code(program)
     check_ranks(program)
     return program

@@ -15,8 +15,9 @@ import torch
 import quintnet
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.cluster import Cluster
+from quintnet_compiler.features.offload.disk_copies import LOCK
+from quintnet_compiler.ir.distributed_program import SLOTS
 from quintnet_compiler.ir.plan import Plan
-from quintnet_compiler.runtime.transport.disk_copies import LOCK, SLOTS
 from quintnet_compiler.simulation.program import simulate_program
 
 from .models import CASES, build

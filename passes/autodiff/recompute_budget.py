@@ -23,14 +23,13 @@ Leaves = Callable[[int, fx.Node], bool]  # whether a value that a stage saves le
 class Budget:
     """The most bytes of values that a rank may save at once under ``schedule``.
 
-    ``seconds``: returns the time of recomputing a node. ``leaving``: return, for a program before recomputing, which
-    saved values leave their device, so that they do not count.
+    ``seconds``: returns the time of recomputing a node. ``leaving``: values that one of these is true of do not count.
     """
 
     bytes: int
     schedule: Schedule
     seconds: Seconds
-    leaving: tuple[Callable[[DifferentiatedProgram], Leaves], ...] = ()
+    leaving: tuple[Leaves, ...] = ()
 
 
 def within_budget(program: DifferentiatedProgram, inside: set[fx.Node], always: Nodes, budget: Budget) -> set[fx.Node]:
@@ -65,9 +64,6 @@ class _Chooser:
     always: Nodes
     budget: Budget
     hulls: dict[Hashable, list[tuple[RecomputeCut, frozenset[int]]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.leaves = [leaving(self.program) for leaving in self.budget.leaving]
 
     def run(self) -> set[fx.Node]:
         placement, stage_of = self.budget.schedule.placement, self.program.stage
@@ -176,7 +172,7 @@ class _Chooser:
         """
         if node.op != "call_function" or leaf(node) is not None or node in self.program.once:
             return False
-        return node in self.program.stage and not any(leaves(stage, node) for leaves in self.leaves)
+        return node in self.program.stage and not any(leaves(stage, node) for leaves in self.budget.leaving)
 
 
 def _signature(node: fx.Node) -> tuple[object, ...]:

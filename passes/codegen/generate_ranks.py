@@ -23,7 +23,7 @@ from ...ir.distributed_program import (
     ValueSpec,
 )
 from ...ir.generated import UnwrittenModule
-from ...ir.plan import Offloaded
+from ...ir.host_state import HostState
 from ...ir.program import BUCKET_MIB, DifferentiatedProgram, Program, ShardedProgram, outputs
 from ...ops.catalog import op_spec
 from ...schedules.check import verify_schedule
@@ -41,8 +41,8 @@ class GenerateRanks:
 
     ``schedule`` has compute actions alone. Where it splits a stage's backwards, so is the function: the first half
     computes what other stages wait for, the second the rest. ``checked``: whether to verify the schedule and write
-    code; a program that is only priced needs neither. ``bucket_mib``, ``expert_imbalance``, ``hot_rows``, ``offload``
-    and ``offload_folder``: see :class:`...ir.plan.Plan`.
+    code; a program that is only priced needs neither. ``bucket_mib``, ``expert_imbalance`` and ``hot_rows``: see
+    :class:`...ir.plan.Plan`. ``host``: what hosts hold.
     """
 
     mesh: Mesh
@@ -51,8 +51,7 @@ class GenerateRanks:
     bucket_mib: float = BUCKET_MIB
     expert_imbalance: float = 1.0
     hot_rows: float | None = None
-    offload: tuple[Offloaded, ...] = ()
-    offload_folder: str | None = None
+    host: HostState = HostState()
 
     def __call__(self, program: DifferentiatedProgram, /) -> DistributedProgram:
         stages = program.local.staged.num_stages
@@ -78,7 +77,7 @@ class GenerateRanks:
             self.mesh,
             program.local.staged.sharded.axes,
             built,
-            _state(program, host="parameters" in self.offload),
+            _state(program, host=self.host.parameters),
             _inputs(program),
             _results(program),
             transfers,
@@ -98,14 +97,14 @@ class GenerateRanks:
             expert_imbalance=self.expert_imbalance,
             hot_rows=self.hot_rows,
             disk=self._disk(program),
-            host_optimizer="optimizer" in self.offload,
+            host_optimizer=self.host.optimizer,
         )
 
     def _disk(self, program: DifferentiatedProgram) -> DiskSpec | None:
         written = [node for node in program.graph.nodes if op_spec(node).way == "to disk"]
-        if self.offload_folder is None or not written:
+        if self.host.folder is None or not written:
             return None
-        return DiskSpec(self.offload_folder, max(num_bytes(values(node.all_input_nodes[0])[0]) for node in written))
+        return DiskSpec(self.host.folder, max(num_bytes(values(node.all_input_nodes[0])[0]) for node in written))
 
 
 def _end(program: Program, make_module: MakeModule) -> Piece | None:

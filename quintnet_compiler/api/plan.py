@@ -18,7 +18,8 @@ from ..core.progress import bar
 from ..core.replaced import new_garbage_only, one_thread
 from ..cost_models.cluster import Cluster
 from ..ir.batch_form import BatchForm, FlatBatch, RowsElsewhere, plain_batch
-from ..ir.plan import Plan, check_host_parameters, check_plan, read_plan
+from ..ir.feature_fields import check_feature_fields
+from ..ir.plan import Plan, check_plan, read_plan
 from ..ops.rules.notation import Rule, user_rules
 from ..ops.rules.table import RULES
 from ..planner.asking import Question, plan_model
@@ -175,7 +176,7 @@ def _planner(
     check_engine(backend)
     decided = "virtual_stages" in pinned.model_fields_set
     check_schedule(pinned.schedule, pinned.virtual_stages if decided else None)
-    check_host_parameters(pinned)
+    check_feature_fields(pinned, searched=True)
     batch = plain_batch(batch)
     traced = partial(capture, model, batch, loss_fn, once=not pinned.parameters)  # a plan may single blocks out
     try:

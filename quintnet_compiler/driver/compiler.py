@@ -20,7 +20,6 @@ from ..core.sharding import AxisType
 from ..cost_models.cluster import Cluster
 from ..cost_models.cluster_costs import ClusterCosts
 from ..cost_models.roofline import Roofline
-from ..features import FEATURES
 from ..ir.distributed_program import DistributedProgram
 from ..ir.invariants import verify
 from ..ir.plan import Plan
@@ -38,7 +37,7 @@ from ..schedules.kinds import forward_only
 from ..schedules.schedule import Schedule
 from ..schedules.synthesis import schedule_of
 from ..strategies.rule_book import MissingRule, RowRule
-from .pipeline import PassSetting, Request, axes_of, expert_axes, node_seconds, passed
+from .pipeline import REWRITES, PassSetting, Request, axes_of, expert_axes, node_seconds, passed
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -175,8 +174,7 @@ def _compiled(captured: Captured, request: Request, runner: Runner, *, training:
     whole += stored_whole(sharded, plan.zero_axes if plan.zero else ())
     again = partial(compile_program, captured, request, training=training)
     complete = _complete(plan, mesh, sharded, staged, program)
-    rewrites = [rewrite for feature in FEATURES for rewrite in feature.rewrites]
-    wide = tuple(line for rewrite in rewrites for line in rewrite.notes(sharded.program, plan))
+    wide = tuple(line for rewrite in REWRITES for line in rewrite.notes(sharded.program, plan))
     return Compiled(program, complete, runner.seconds, _stages(staged), whole, wide, again)
 
 

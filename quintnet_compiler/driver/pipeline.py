@@ -17,10 +17,7 @@ from ..core.mesh import Mesh
 from ..core.sharding import AxisType
 from ..equivalence.dry_run import check_ranks
 from ..features import FEATURES, Rewrite
-from ..features.offload.activations import OffloadActivations
-from ..features.offload.checks.activations import check_offload
-from ..features.offload.checks.parameters import check_offload_parameters
-from ..features.offload.parameters import OffloadParameters
+from ..features.answers import host_state
 from ..ir.cost_protocol import CostModel, RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan, fixed_types, precision_of
@@ -66,7 +63,7 @@ from ..passes.sharding.shard_parameters import ShardParameters
 from ..passes.sharding.split_step_end import SplitStepEnd
 from ..passes.stages.cut_stages import CutStages
 from ..schedules.kinds import SCHEDULES, forward_only
-from ..schedules.schedule import COMPUTE, Op, Schedule
+from ..schedules.schedule import Op, Schedule
 from ..schedules.synthesis import SYNTHESIZED
 from ..strategies.expert_axes import check_experts
 from ..strategies.hot_experts import check_hot_experts, expert_loads
@@ -75,6 +72,7 @@ from ..strategies.rule_book import RuleBook
 T = TypeVar("T")
 Pass = Callable[[Any], Any]
 Check = tuple[Callable[..., None], tuple[Any, ...]]  # a function that raises, and its arguments
+REWRITES = tuple(rewrite for feature in FEATURES for rewrite in feature.rewrites)
 
 
 class PassRunner(Protocol):
@@ -163,6 +161,7 @@ class PassSpec:
 
     ``make(setting, program)``: the pass, or None where a plan has no use for it. ``checks(setting, before, after)``:
     proofs of its result, beside :func:`..ir.invariants.verify`; where it did not run, ``after`` is ``before``.
+    ``planned``: whether a planner runs it to price a plan; it prices slices and state without a graph.
     """
 
     kind: type
@@ -170,6 +169,7 @@ class PassSpec:
     decides: str
     make: Callable[[PassSetting, Any], Pass | None]
     checks: Callable[[PassSetting, Any, Any], Iterable[Check]] = lambda setting, before, after: ()
+    planned: bool = True
 
     @property
     def name(self) -> str:
@@ -241,9 +241,8 @@ def _recompute(s: PassSetting, program: Any) -> Pass | None:
         return None
     gib, budget = plan.activation_memory_budget, None
     if gib is not None:
-        budget = Budget(
-            int(gib * 2**30), s.stage_schedule, s.node_seconds, tuple(o.away for o in [_offload(s, program)] if o)
-        )
+        leaving = tuple(leaves for rewrite in REWRITES if (leaves := rewrite.leaving(s, program)) is not None)
+        budget = Budget(int(gib * 2**30), s.stage_schedule, s.node_seconds, leaving)
     return _planned(Recompute, s, blocks, budget=budget)
 
 
@@ -261,24 +260,6 @@ def node_seconds(prices: CostModel, costs: RankCosts) -> Callable[[fx.Node], flo
         return passes * prices.collective_seconds("all_gather", most, node.args[2])  # type: ignore[arg-type]
 
     return seconds
-
-
-def _offload(s: PassSetting, program: Any) -> OffloadActivations | None:
-    if "activations" not in s.plan.offload or not s.training:
-        return None
-    return OffloadActivations(s.node_seconds, _alone(s.stage_schedule), s.plan.offload_folder is not None)
-
-
-def _alone(schedule: Schedule) -> frozenset[int]:
-    """Return the stages in which each microbatch's backward follows its forward at once."""
-    stages = set(range(len(schedule.placement)))
-    for row in schedule.actions:
-        computing = [action for action in row if action.op in COMPUTE]
-        for action, following in zip(computing, [*computing[1:], None], strict=True):
-            place = action.stage, action.microbatch
-            if action.op is Op.FORWARD and (following is None or (following.stage, following.microbatch) != place):
-                stages.discard(action.stage)
-    return frozenset(stages)
 
 
 def _overlap(s: PassSetting, program: Any) -> Pass | None:
@@ -301,10 +282,9 @@ def _typed(s: PassSetting, old: Any, new: Any) -> list[Check]:
 
 def _with_rewrites(passes: Iterable[PassSpec]) -> Iterator[PassSpec]:
     """Yield passes, each with the rewrites of features that follow it."""
-    rewrites = [rewrite for feature in FEATURES for rewrite in feature.rewrites]
     for spec in passes:
         yield spec
-        for rewrite in rewrites:
+        for rewrite in REWRITES:
             if rewrite.follows is spec.kind:
                 yield _rewrite(rewrite, spec.result)
 
@@ -313,7 +293,7 @@ def _rewrite(rewrite: Rewrite, result: str) -> PassSpec:
     def checks(s: PassSetting, before: Any, after: Any) -> list[Check]:
         return rewrite.checks(before, after)
 
-    return PassSpec(rewrite.kind, result, rewrite.decides, rewrite.make, checks)
+    return PassSpec(rewrite.kind, result, rewrite.decides, rewrite.make, checks, rewrite.planned)
 
 
 _PASSES: tuple[PassSpec, ...] = (
@@ -342,7 +322,7 @@ _PASSES: tuple[PassSpec, ...] = (
     ),
     PassSpec(
         ShardParameters, "ShardedProgram", "which parameters are stored in slices (ZeRO), and when they are gathered",
-        _store,
+        _store, planned=False,
     ),
     PassSpec(
         CutStages, "StagedProgram", "which pipeline stage each operator belongs to: the cut with the shortest step",
@@ -383,16 +363,6 @@ _PASSES: tuple[PassSpec, ...] = (
         lambda s, p: _planned(CoalesceCollectives, s) if p.local.staged.sharded.gathered else None,
     ),
     PassSpec(
-        OffloadActivations, "DifferentiatedProgram", "which saved values wait for the backward in host memory",
-        _offload,
-        lambda s, before, after: [(check_offload, (before, after))] if after is not before else [],
-    ),
-    PassSpec(
-        OffloadParameters, "DifferentiatedProgram", "where parameters that are in host memory are copied in",
-        lambda s, p: OffloadParameters() if "parameters" in s.plan.offload else None,
-        lambda s, before, after: [(check_offload_parameters, (before, after))] if after is not before else [],
-    ),
-    PassSpec(
         Overlap, "DifferentiatedProgram", "when communication starts, and what is computed until it is waited for",
         _overlap,
         lambda s, before, after: [(check_overlap, (before, after))] if after is not before else [],
@@ -414,11 +384,12 @@ _PASSES: tuple[PassSpec, ...] = (
     ),
     PassSpec(
         GenerateRanks, "DistributedProgram", "Python functions per stage, transfers, and a verified schedule",
-        lambda s, p: _planned(GenerateRanks, s, s.request.mesh, s.stage_schedule),
+        lambda s, p: _planned(GenerateRanks, s, s.request.mesh, s.stage_schedule, host=host_state(s.plan)),
         lambda s, before, after: [(check_code, (after,)), (check_slices, (after,)), (check_ranks, (after,))],
     ),
 )  # fmt: skip
 PIPELINE = tuple(_with_rewrites(_PASSES))
+UNPLANNED = tuple(spec.kind for spec in PIPELINE if not spec.planned)
 
 
 def passed(

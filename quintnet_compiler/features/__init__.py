@@ -7,6 +7,7 @@ for passes. Without its folder and its line a feature is gone, and the compiler 
 from .chunked_losses import CHUNKED_LOSSES
 from .feature import Feature, Rewrite, add_feature
 from .fp8 import FP8
+from .offload import OFFLOAD
 
 __all__ = ["FEATURES", "Feature", "Rewrite"]
 
@@ -15,5 +16,6 @@ FEATURES: tuple[Feature, ...] = tuple(
     for feature in (
         FP8,
         CHUNKED_LOSSES,
+        OFFLOAD,
     )
 )

@@ -10,32 +10,36 @@ import torch
 from torch import fx
 
 from ..core.precision import add_precisions
-from ..ir.plan import Plan, add_plan_fields
-from ..ir.program import Program
+from ..ir.feature_fields import add_plan_fields
+from ..ir.host_state import HostState
+from ..ir.plan import Plan
+from ..ir.program import DifferentiatedProgram, Program
 from ..ops.extensions import extend
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import add_rules
+from ..passes.autodiff.recompute_budget import Leaves
+from ..runtime.execute.extensions import RankOperators
 from ..schedules.schedule import Schedule
 
 
 class RewriteSetting(Protocol):
-    """What a rewrite may depend on but the program.
-
-    Attributes:
-        plan: the plan.
-        node_seconds: the time of a node of a rank's graph.
-        training: whether there is a backward.
-        stage_schedule: the order of stages and microbatches on each rank; there is none before stages are cut.
-    """
+    """What a rewrite may depend on but the program."""
 
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> Plan:
+        """Return the plan."""
+
     @property
-    def node_seconds(self) -> Callable[[fx.Node], float]: ...
+    def node_seconds(self) -> Callable[[fx.Node], float]:
+        """Return the function that prices a node of a rank's graph."""
+
     @property
-    def training(self) -> bool: ...
+    def training(self) -> bool:
+        """Return whether there is a backward."""
+
     @property
-    def stage_schedule(self) -> Schedule: ...
+    def stage_schedule(self) -> Schedule:
+        """Return the order of stages and microbatches on each rank. There is none before stages are cut."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Rewrite:
         make: the pass for a setting and a program; None if there is no use for it.
         check: proves a rewrite from the programs before and after. Raises CompileError.
         notes: what a plan leaves as it is, and why, in lines, from the program that is sharded.
+        leaving: which saved values the pass takes off their device, from a program before recomputing; None if none.
+        planned: whether a planner runs it to price a plan. Otherwise prices need no graph, but the plan's state.
     """
 
     kind: type
@@ -57,10 +63,31 @@ class Rewrite:
     make: Callable[[RewriteSetting, Any], Callable[[Any], Any] | None]
     check: Callable[[Any, Any], None]
     notes: Callable[[Program, Plan], tuple[str, ...]] = lambda program, plan: ()
+    leaving: Callable[[RewriteSetting, DifferentiatedProgram], Leaves | None] = lambda setting, program: None
+    planned: bool = True
 
     def checks(self, old: Any, new: Any) -> list[tuple[Callable[..., None], tuple[Any, Any]]]:
         """Return the check of a rewrite with its arguments; none where nothing changed."""
         return [(self.check, (old, new))] if new is not old else []
+
+
+@dataclass(frozen=True)
+class MemorySaver:
+    """Decisions of a plan with which a step takes less memory of devices.
+
+    Attributes:
+        text: what they do, for people.
+        decisions: fields of a plan.
+        in_functions: whether they save nothing where generated functions are the same with and without them.
+    """
+
+    text: str
+    decisions: Mapping[str, Any]
+    in_functions: bool = False
+
+    def __and__(self, other: MemorySaver) -> MemorySaver:
+        """Return the decisions of both."""
+        return MemorySaver(f"{self.text}, and {other.text}", {**self.decisions, **other.decisions})
 
 
 @dataclass(frozen=True)
@@ -72,19 +99,27 @@ class Feature:
         rules: how its operators may be sharded.
         operators: by operator, what passes and checks ask of it (:mod:`..ops.extensions`), beside the facts that stand
             where it is defined.
+        on_ranks: by operator, its own or another, how ranks run it.
         rewrites: its passes.
         precisions: values of a plan's ``precision``, with the dtype of what is not the feature's.
         plan_fields: the fields of plans that it alone reads; in :class:`.Plan` they are marked.
-        check_plan: checks them. Raises CompileError QN207.
+        check_plan: checks them, of a plan that a planner completes (True) or of a complete one. Raises CompileError.
+        completed: a planner's plan, without what has no use in it.
+        host_state: what a plan has on hosts.
+        memory_savers: what a planner may decide where memory is short, in the order in which it is tried.
     """
 
     name: str
     rules: tuple[Rule, ...] = ()
     operators: Mapping[Any, tuple[object, ...]] = field(default_factory=dict)
+    on_ranks: Mapping[Any, RankOperators] = field(default_factory=dict)
     rewrites: tuple[Rewrite, ...] = ()
     precisions: Mapping[str, torch.dtype] = field(default_factory=dict)
     plan_fields: tuple[str, ...] = ()
-    check_plan: Callable[[Plan], None] = lambda plan: None
+    check_plan: Callable[[Plan, bool], None] = lambda plan, searched: None
+    completed: Callable[[Plan], Plan] = lambda plan: plan
+    host_state: Callable[[Plan], HostState] = lambda plan: HostState()
+    memory_savers: tuple[MemorySaver, ...] = ()
 
 
 def add_feature(feature: Feature) -> Feature:
@@ -98,4 +133,6 @@ def add_feature(feature: Feature) -> Feature:
     add_plan_fields(feature.plan_fields, feature.check_plan)
     for operator, extensions in feature.operators.items():
         extend(operator, *extensions)
+    for operator, ranks in feature.on_ranks.items():
+        extend(operator, ranks)
     return feature

@@ -170,12 +170,20 @@ class ValueSpec:
         return tuple(axis.name for axis, kind in kinds if kind is P and axis.role != "time" and self.shape != ())
 
 
+SLOTS = 2  # buffers for values that wait to be written; there is one more for reading
+
+
 @dataclass(frozen=True)
 class DiskSpec:
     """Files of a rank: the folder in which it creates its own, and the bytes of the largest value that it writes."""
 
     folder: str
     largest: int
+
+    @property
+    def staging_bytes(self) -> int:
+        """Return the bytes of the buffers in host memory through which values travel."""
+        return (SLOTS + 1) * self.largest
 
 
 @dataclass(frozen=True)

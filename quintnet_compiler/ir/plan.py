@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import fnmatch
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -21,6 +21,7 @@ from ..core.names import MAX_PATH_LENGTH, one_line
 from ..core.precision import COMPUTE_DTYPES, SUM_DTYPES, Precision, check_precision
 from ..core.sharding import AxisType, parse_type
 from ..schedules.synthesis import check_schedule
+from .feature_fields import OfFeature, check_feature_fields
 from .program import BUCKET_MIB, TILE_BYTES
 
 MAX_PLAN_BYTES = 16 * 2**20
@@ -40,20 +41,6 @@ def _printable(text: str) -> str:
 
 # a path of names, and as much again for what a pattern or an operator adds
 Text = Annotated[str, Field(max_length=2 * MAX_PATH_LENGTH), AfterValidator(_printable)]
-
-
-class OfFeature:
-    """Marks a field of plans that a feature reads: without that feature it can only have its default."""
-
-
-_FEATURE_FIELDS: dict[
-    str, Callable[[Plan], None]
-] = {}  # filled as features are added: the check of each field's values
-
-
-def add_plan_fields(names: Iterable[str], check: Callable[[Plan], None]) -> None:
-    """Add fields of plans that an installed feature reads; ``check`` raises where their values do not fit a plan."""
-    _FEATURE_FIELDS.update(dict.fromkeys(names, check))
 
 
 class Plan(BaseModel):
@@ -170,8 +157,8 @@ class Plan(BaseModel):
     async_tp: bool = False
     recompute: Literal["none", "selective", "full", "auto"] = "none"
     activation_memory_budget: float | None = Field(default=None, gt=0, lt=2**20)
-    offload: tuple[Offloaded, ...] = ()
-    offload_folder: Text | None = None
+    offload: Annotated[tuple[Offloaded, ...], OfFeature] = ()
+    offload_folder: Annotated[Text | None, OfFeature] = None
     loss_chunks: Annotated[int, OfFeature] = Field(default=1, ge=1, le=2**20)
     precision: Literal["model", "bf16", "fp16", "fp8"] = "model"
     fp8_recipe: Annotated[Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"], OfFeature] = (
@@ -337,36 +324,6 @@ def _read(path: Path) -> bytes:
     raise CompileError("QN207", f"there is no plan file {str(path)[:300]!r}", fix="pass a Plan, or the path of one")
 
 
-def check_feature_fields(plan: Plan) -> None:
-    """Check the fields that features read.
-
-    Raises:
-        CompileError: QN207 for a field of a feature that is not installed, or for what a feature does not allow.
-    """
-    for name, field in Plan.model_fields.items():
-        if OfFeature in field.metadata and name not in _FEATURE_FIELDS and getattr(plan, name) != field.default:
-            raise CompileError(
-                "QN207",
-                f"{name}={getattr(plan, name)!r} belongs to a feature that is not installed",
-                fix=f"leave {name} out",
-            )
-    for check in dict.fromkeys(_FEATURE_FIELDS.values()):
-        check(plan)
-
-
-HOSTED = (0, 3)  # ZeRO 1 and 2 have all parameters on the device for a whole step
-
-
-def check_host_parameters(plan: Plan) -> None:
-    """Raises: CompileError QN207 for parameters on hosts with ZeRO 1 or 2."""
-    if "parameters" in plan.offload and plan.zero not in HOSTED:
-        raise CompileError(
-            "QN207",
-            f'offload=("parameters",) with zero={plan.zero}, which has all parameters on the device for a whole step',
-            fix='use zero=3, which gathers them for each block, or zero=0; or offload=("optimizer",)',
-        )
-
-
 def check_plan(plan: Plan, mesh: Mesh) -> None:
     """Raises: CompileError QN201, QN207 or QN208 where a plan does not fit a mesh or itself."""
     if plan.mesh and plan.mesh != dict(mesh.axes):
@@ -387,12 +344,6 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
             fix="use zero=0, or give dp a size",
         )
     check_feature_fields(plan)
-    check_host_parameters(plan)
-    if plan.offload_folder is not None and "activations" not in plan.offload:
-        raise CompileError(
-            "QN207", f"offload_folder={plan.offload_folder!r}, and no activations leave the device",
-            fix='use offload=("activations",), or leave offload_folder out',
-        )  # fmt: skip
     for name in plan.experts:
         if mesh[name] == 1:
             raise CompileError(

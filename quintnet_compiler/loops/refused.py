@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..core.errors import CompileError
+from ..features.answers import host_state
 from ..ir.plan import Plan
 from .trainer_loss import loss_owner
 
@@ -40,7 +41,7 @@ def refuse_arguments(trainer: Any, args: Any, options: dict[str, Any]) -> None:
 
 def refuse_plan(plan: Plan) -> None:
     """Raise CompileError QN108 for plans that need the program's own optimizer, as a Trainer makes its own."""
-    if "optimizer" in plan.offload:
+    if host_state(plan).optimizer:
         raise CompileError(
             "QN108", 'a Trainer makes its own optimizer, and the plan has offload=("optimizer",)',
             fix="leave it out, or train in a loop of your own, with program.optimizer(make)",

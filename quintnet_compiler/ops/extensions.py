@@ -25,6 +25,11 @@ def extend(operator: Any, *extensions: object) -> None:
         _EXTENSIONS[operator, type(said)] = said
 
 
+def extensions_of(kind: type[T]) -> tuple[T, ...]:
+    """Return what was said of any operators with a ``kind``, in the order in which it was."""
+    return tuple(said for (_, said_kind), said in _EXTENSIONS.items() if said_kind is kind)
+
+
 def extension(operator: Any, kind: type[T]) -> T | None:
     """Return what was said of an operator with a ``kind``; None if nothing was."""
     said: T | None = _EXTENSIONS.get((operator, kind))

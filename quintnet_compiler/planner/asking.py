@@ -6,16 +6,16 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, get_args
 
 from ..core.errors import CompileError
 from ..cost_models.cluster import Cluster
+from ..features.answers import is_allowed, memory_savers, savers_together
 from ..ir.plan import Plan, read_plan
 from .compare import Alternative, Versus
 from .curves import SWEPT, ParetoFront, ScalingCurve, ScalingPoint, Sweep, SweepPoint, undominated
 from .estimate import Estimate
-from .host_memory import OFFLOADS, HostMemory, is_possible
+from .host_memory import HostMemory
 from .layouts import Layout
 from .planning import Planner, Pricing
 from .report import PlanReport
@@ -25,18 +25,6 @@ Progress = Callable[[int, int], None]
 MEMORY_SLACK = 0.25  # plans for little memory are the fastest that take at most so much more than the least
 SIMPLER_SLOWDOWN = 0.03  # a simpler plan is reported if it is slower by no more: prices are no more exact
 FRONT_MEMORY_STEPS = (0.2, 0.1, 0.03)  # shares of memory that the next point of a front saves, the first that fits
-# Decisions that save memory, tried in turn where nothing fits
-MEMORY_SAVERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "losses are computed in 8 parts (loss_chunks)": {"loss_chunks": 8},
-        "losses are computed in 64 parts (loss_chunks)": {"loss_chunks": 64},
-        **{said: {"offload": offload} for offload, said in OFFLOADS.items()},
-        **{
-            f"losses are computed in 8 parts (loss_chunks), and {said}": {"loss_chunks": 8, "offload": offload}
-            for offload, said in OFFLOADS.items()
-        },
-    }
-)  # fmt: skip
 SCALING_FACTORS = (0.25, 0.5, 1, 2, 4)  # sizes of a scaling curve, as multiples of the cluster
 
 
@@ -241,7 +229,7 @@ def plan_model(
 ) -> PlanReport:  # fmt: skip
     """Search for plans, and report them.
 
-    If nothing fits, search again with :data:`MEMORY_SAVERS`, where the plan leaves these open. ``of_length``: see
+    If nothing fits, search again with what saves memory, where the plan leaves that open. ``of_length``: see
     :class:`Questions`; ``among``: see :func:`listed`: each combination gets its own search, and the plans are those of
     the best.
 
@@ -329,26 +317,27 @@ def _search_all(
 def _search_with_savers(
     tried: _Searched, question: Question, top_k: int, progress: Progress | None
 ) -> tuple[_Searched, str] | None:
-    """Search with the first of :data:`MEMORY_SAVERS` with which any layout fits; return its description, too.
+    """Search with the first memory saver with which any layout fits; return its description, too.
 
     Those that the plan has decided are skipped.
     """
     planner, useless = tried.planner, set(tried.planner.pinned.model_fields_set)
     rows = planner.folded.program.batch_size
     whole = Layout(1, 1, 1, 1, 1, 1, rows, "all_gather", (), "1f1b", 1, "none", 0, ("dp",))
-    for name, decisions in MEMORY_SAVERS.items():
-        if useless & decisions.keys() or not is_possible(decisions.get("offload", ()), planner.pinned):
+    for saver in (*memory_savers(), *savers_together()):
+        decisions = saver.decisions
+        if useless & decisions.keys() or not is_allowed(planner.pinned.changed(decisions, keep_open=True)):
             continue
         decided = planner.deciding(decisions)
         pricing = decided.pricing()
-        if decisions.keys() == {"loss_chunks"} and pricing.build(whole) == tried.pricing.build(whole):
-            useless.add("loss_chunks")  # there is no such loss
+        if saver.in_functions and pricing.build(whole) == tried.pricing.build(whole):
+            useless |= decisions.keys()  # there is nothing that it is for
             continue
         result = question.search(decided, top_k, progress, pricing)
         on_hosts = tuple(estimate for estimate in result.ranked if estimate.host_bytes <= decided.machine.host_bytes)
         if on_hosts:
             result = replace(result, ranked=on_hosts)
-            return _Searched({**tried.decisions, **decisions}, decided, pricing, result), name
+            return _Searched({**tried.decisions, **decisions}, decided, pricing, result), saver.text
     return None
 
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from ..core.errors import CompileError
 from ..ir.cost_protocol import RankCosts
-from ..ir.plan import Offloaded
+from ..ir.host_state import HostState
 from ..simulation.host_update import MOMENTS
 from .estimate import LowerBound, RankBound
 from .layouts import Layout, RecomputeMode
@@ -42,11 +42,11 @@ class DeviceState:
     moments: int = MOMENTS
 
     @classmethod
-    def on_devices(cls, offload: tuple[Offloaded, ...]) -> DeviceState:
-        """Return what stays on devices when ``offload`` is on hosts."""
-        if "parameters" in offload:
+    def beside(cls, host: HostState) -> DeviceState:
+        """Return what devices store beside what hosts hold."""
+        if host.parameters:
             return cls(0, 0, 0)
-        return cls(moments=0) if "optimizer" in offload else cls()
+        return cls(moments=0) if host.optimizer else cls()
 
 
 class LayoutBounds:

@@ -14,8 +14,8 @@ from ..core.absent_gpu import CPU, CUDA, AbsentGpu
 from ..core.annotations import is_getitem
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
-from ..driver.pipeline import Pass, PassSetting, Request, node_seconds, passed
-from ..features.offload.parameters import OffloadParameters
+from ..driver.pipeline import UNPLANNED, Pass, PassSetting, Request, node_seconds, passed
+from ..features.answers import host_state
 from ..ir.cost_protocol import CostModel, RankCosts, guesses
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
@@ -28,7 +28,6 @@ from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.lowering.sum_in_place import SumInPlace
 from ..passes.sharding.choose_sharding import Solved
 from ..passes.sharding.fold_blocks import Folded
-from ..passes.sharding.shard_parameters import ShardParameters
 from ..passes.stages.cut_stages import CutStages
 from ..schedules.schedule import Action, Op, Schedule
 from ..simulation.footprint import Footprints
@@ -136,11 +135,11 @@ class Builder:
         if layout.recompute != "none" or self.plan.reshard_after_forward:
             differentiated = Recompute(layout.recompute, self.plan.reshard_after_forward)(differentiated)
         mesh = self._mesh(layout)
-        order = _each_twice if "activations" in self.plan.offload else _each_once
+        order = _each_twice if host_state(self.plan).values else _each_once
         schedule = order(layout, mesh["pp"])
         setting = replace(self._setting(layout.decided(self.plan), mesh, layout.microbatches), schedule=schedule)
         differentiated = passed(
-            _UncheckedRunner(), setting, differentiated, SumInPlace, after=Recompute, skip=(OffloadParameters,)
+            _UncheckedRunner(), setting, differentiated, SumInPlace, after=Recompute, skip=UNPLANNED
         )
         self.guessed.update(guesses(differentiated.graph.nodes, self.costs))
         self.work += RECOMPUTE_COMPILE_SHARE * self._compile_work
@@ -178,7 +177,7 @@ class Builder:
             self.folded.program,
             Differentiate,
             after=LowerPrecision,
-            skip=(ShardParameters,),
+            skip=UNPLANNED,
         )
         return program
 

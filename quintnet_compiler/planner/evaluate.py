@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain
 
 from ..cost_models.collectives import MIN_BUCKETS, beside
-from ..ir.plan import Offloaded
+from ..ir.host_state import HostState
 from ..ir.program import BUCKET_MIB
 from ..ops.copies import WAYS
 from ..runtime.state.gradients import PIECE_BYTES, PIECES
@@ -24,18 +24,18 @@ from .stages import Slices, Stages, cut_places, parameter_groups, send_seconds, 
 
 def evaluate(
     places: Sequence[Place], layout: Layout, begins: Sequence[str] = (), bucket: float = BUCKET_MIB * 2**20,
-    *, offload: tuple[Offloaded, ...] = (),
+    *, host: HostState = HostState(),
 ) -> Estimate:  # fmt: skip
     """Return the cost of a layout: cut the model into stages, run the schedule, and add up time and memory.
 
     Stages are balanced as their ``places`` run them, or begin at the modules ``begins``. Where places differ and a
     stage does not fit its devices, stages are cut again, by memory too. ``bucket``: bytes of gradients that ranks
-    reduce in one message. ``offload``: what is on hosts.
+    reduce in one message. ``host``: what hosts hold.
 
     Raises:
         CompileError: QN206 if no unit begins where a stage should, QN208 for stages that the schedule does not have.
     """
-    slices_of = {id(place): Slices(layout, place.costs, layout.mesh, offload) for place in places}
+    slices_of = {id(place): Slices(layout, place.costs, layout.mesh, host) for place in places}
     slices = [slices_of[id(place)] for place in places]
     estimate = _Evaluation(cut_places(places, layout, begins), places, layout, slices, bucket).to_estimate()
     if begins or all(memory.total <= place.memory_bytes for memory, place in zip(estimate.memory, places, strict=True)):
@@ -256,7 +256,7 @@ def _memory(rank: _Rank, peak: tuple[int, int], buffers: int = 0) -> StageMemory
     working = _working_bytes(rank.units, slices) + buffers
     settled = sum(slices.sum_bytes(group) for group in groups) + copies
     host = 0
-    if "optimizer" in slices.offload:
+    if slices.host.optimizer:
         host = moments + 2 * sum(slices.updated_bytes(group) for group in groups)
         moments = 0
     if slices.on_host:

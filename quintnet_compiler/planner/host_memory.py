@@ -1,4 +1,4 @@
-"""Offloading to the host, compared with the other ways to make a step fit into device memory."""
+"""Memory of hosts, compared with the other ways to make a step fit into device memory."""
 
 from __future__ import annotations
 
@@ -6,40 +6,32 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from ..core.errors import CompileError
+from ..features.answers import host_state, is_allowed, memory_savers
+from ..features.feature import MemorySaver
 from ..ir.cost_protocol import way_seconds
-from ..ir.plan import HOSTED, Offloaded, Plan
+from ..ir.host_state import HostState
+from ..ir.plan import Plan
 from .build import Builder
 from .estimate import Estimate
 from .layouts import Layout, RecomputeMode
 from .planning import Planner, Pricing
 from .search import Objective, SearchResult
 
-# offloads that are tried, with their descriptions
-OFFLOADS: Mapping[tuple[Offloaded, ...], str] = MappingProxyType(
-    {
-        ("activations",): "saved values wait in host memory (offload)",
-        ("optimizer",): "the optimizer computes on the host (offload)",
-        ("activations", "optimizer"): "saved values wait in host memory, and the optimizer computes there (offload)",
-        ("parameters",): "parameters, gradients and the optimizer are on the host (offload)",
-        ("activations", "parameters"): "all that can wait in host memory does (offload)",
-    }
-)
 COMPILE_SHARE = 0.015  # share of a search's work after which no further functions are compiled
 MAX_PRICED = 40  # layouts that are priced
-MOVED_SHARE = 0.9  # of the values of all blocks but the last, a lower bound of what is offloaded
+MOVED_SHARE = 0.9  # of the values of all blocks but the last, a lower bound of what leaves devices
 
 
 @dataclass(frozen=True)
 class Outside:
-    """A search with offloading.
+    """A search with more on hosts.
 
     Attributes:
         planner: with these decisions.
-        note: what offloading gains, for people.
+        note: what they gain, for people.
     """
 
     decisions: Mapping[str, Any]
@@ -53,10 +45,10 @@ class Outside:
 class HostMemory:
     """Layouts of a search that are faster than the best, but fit only with saved values or state on the host.
 
-    Layouts with any recompute mode are tried. What the search proved holds for layouts without offload.
+    Layouts with any recompute mode are tried. What the search proved holds for layouts with nothing on hosts.
 
     Attributes:
-        planner: of the search without offload.
+        planner: of the search with nothing on hosts.
         found: the result of this search.
         work: the work that this search could do.
     """
@@ -68,45 +60,47 @@ class HostMemory:
     work: float
 
     def better(self, top_k: int) -> Outside | None:
-        """Return the best ``top_k`` layouts with the best offload, if that is better than none.
+        """Return the best ``top_k`` layouts with the best of what hosts can hold, if that is better than nothing.
 
-        None where it is not, where the plan has decided ``offload``, and for the objective ``"memory"``.
+        None where it is not, where the plan has decided what hosts hold, and for the objective ``"memory"``.
         """
-        is_decided, machine = "offload" in self.planner.pinned.model_fields_set, self.planner.machine
-        if is_decided or self.objective == "memory" or machine.unlike or machine.cluster.gpu is None:
+        machine, large = self.planner.machine, self._large()
+        if self.objective == "memory" or machine.unlike or machine.cluster.gpu is None or not large:
             return None
-        best, best_value = None, self._value(self.found.ranked[0])
-        large, build = self._large(), self.pricing.build
-        moved = build.deciding(build.plan.changed({"offload": ("activations",)}, keep_open=True))
-        for offload in OFFLOADS if large else ():
-            if not is_possible(offload, self.planner.pinned):
+        best, best_value, build = None, self._value(self.found.ranked[0]), self.pricing.build
+        leaving: Builder | None = None  # of functions from which values leave
+        for saver in memory_savers():
+            plan = self.planner.pinned.changed(saver.decisions, keep_open=True)
+            host, is_decided = host_state(plan), not self.planner.pinned.model_fields_set.isdisjoint(saver.decisions)
+            if is_decided or host == host_state(self.planner.pinned) or not is_allowed(plan):
                 continue
-            functions, layouts = moved if "activations" in offload else build, large
-            if "parameters" in offload:
-                layouts = list({layout if layout.zero in HOSTED else replace(layout, zero=3): None for layout in large})
-            if (outside := self._with(offload, functions, layouts, best_value, top_k)) is not None:
+            if host.values and leaving is None:
+                leaving = build.deciding(plan)
+            functions = leaving if host.values and leaving is not None else build
+            layouts = _allowed(large, plan)
+            if (outside := self._with(saver, functions, layouts, best_value, top_k)) is not None:
                 best, best_value = outside, self._value(outside.found.ranked[0])
         return best
 
     def _with(
-        self, offload: tuple[Offloaded, ...], functions: Builder, large: Sequence[Layout], best_value: float, top_k: int
+        self, saver: MemorySaver, functions: Builder, large: Sequence[Layout], best_value: float, top_k: int
     ) -> Outside | None:
-        """Return the best layouts that cost less than ``best_value``; ``functions``: of plans with these offloads."""
-        least = {mode: self._device_seconds(mode, offload) for mode in dict.fromkeys(e.recompute for e in large)}
+        """Return the best layouts that cost less than ``best_value``; ``functions``: of plans with these decisions."""
+        planner = replace(self.planner, pinned=self.planner.pinned.changed(saver.decisions, keep_open=True))
+        host = host_state(planner.pinned)
+        least = {mode: self._device_seconds(mode, host) for mode in dict.fromkeys(e.recompute for e in large)}
         bounds = {layout: self._weighed(layout, least[layout.recompute] / layout.mesh.size) for layout in large}
         near = [layout for layout in large if bounds[layout] < best_value]
-        decisions = {"offload": offload}
-        planner = replace(self.planner, pinned=self.planner.pinned.changed(decisions, keep_open=True))
         pricing = replace(self.pricing, build=replace(functions, plan=planner.pinned), known={}, run=set())
         ranked = self._priced(planner, pricing, near, best_value, top_k) if near else []
         if not ranked:
             return None
         value = self._value(ranked[0])
         without = self._value(self.found.ranked[0])
-        note = f"{OFFLOADS[offload]}: the best without takes {without / value - 1:.1%} more"
+        note = f"{saver.text}: the best without takes {without / value - 1:.1%} more"
         gap = max(self.found.gap, 1 - min(bounds[layout] for layout in near) / value)
         return Outside(
-            decisions, planner, pricing, replace(self.found, ranked=tuple(ranked), ended="work", gap=gap), note
+            saver.decisions, planner, pricing, replace(self.found, ranked=tuple(ranked), ended="work", gap=gap), note
         )
 
     def _large(self) -> list[Layout]:
@@ -118,9 +112,9 @@ class HostMemory:
     def _priced(
         self, planner: Planner, pricing: Pricing, near: Sequence[Layout], best_value: float, top_k: int
     ) -> list[Estimate]:
-        """Return the best layouts that fit on devices and hosts, of those that are the fastest without offload."""
+        """Return the best layouts that fit on devices and hosts, of the fastest with nothing on hosts."""
         bounds = planner.bounds(self.pricing.build, planner.limits(self.objective), self._memory)
-        update = self._update_seconds(planner.pinned.offload)
+        update = self._update_seconds(host_state(planner.pinned))
 
         def may_be_better(layout: Layout) -> bool:
             if sum(bounds.state(layout)) > self._memory:
@@ -145,13 +139,13 @@ class HostMemory:
 
     def _on_host(self, layout: Layout, estimate: Estimate) -> int:
         """Return host bytes of the rank with the most: state, and the saved values that the device no longer holds."""
-        if self.planner.pinned.offload_folder:
+        if host_state(self.planner.pinned).folder:
             return estimate.host_bytes
         plain = self.pricing(layout).memory
         pairs = zip(plain, estimate.memory, strict=False)
-        return max(stage.saved - offloaded.saved + offloaded.host for stage, offloaded in pairs)
+        return max(stage.saved - outside.saved + outside.host for stage, outside in pairs)
 
-    def _device_seconds(self, recompute: RecomputeMode, offload: tuple[Offloaded, ...]) -> float:
+    def _device_seconds(self, recompute: RecomputeMode, host: HostState) -> float:
         """Return a lower bound of a step's seconds, times the devices.
 
         Saved values, parameters and gradients are copied out during the forward and in during the backward, and the
@@ -164,18 +158,18 @@ class HostMemory:
         except CompileError:
             return math.inf
         costs, out, back = self.planner.machine.costs, 0.0, 0.0
-        if "activations" in offload:
-            ways = ("to disk", "from disk") if self.planner.pinned.offload_folder else ("to host", "from host")
+        if host.values:
+            ways = ("to disk", "from disk") if host.folder else ("to host", "from host")
             saved = sum(unit.saved for unit in units[:-2])
             out, back = (MOVED_SHARE * way_seconds(costs, way, saved) for way in ways)
-        moved = costs.copy_seconds(self.planner.parameter_bytes()) if "parameters" in offload else 0.0
+        moved = costs.copy_seconds(self.planner.parameter_bytes()) if host.parameters else 0.0
         forward, backward = sum(unit.forward for unit in units), sum(unit.backward for unit in units)
-        return self._update_seconds(offload) + max(out, moved, forward) + max(back, moved, backward)
+        return self._update_seconds(host) + max(out, moved, forward) + max(back, moved, backward)
 
-    def _update_seconds(self, offload: tuple[Offloaded, ...]) -> float:
+    def _update_seconds(self, host: HostState) -> float:
         """Return seconds of updating all parameters on the host, times the devices; 0 if devices do that."""
         costs, size = self.planner.machine.costs, self.planner.parameter_bytes()
-        return 0.0 if {*offload} <= {"activations"} else costs.host_update_seconds(size)
+        return costs.host_update_seconds(size) if host.updates else 0.0
 
     @property
     def _memory(self) -> float:
@@ -188,7 +182,8 @@ class HostMemory:
         return seconds * (layout.mesh.size if self.objective == "cost" else 1)
 
 
-def is_possible(offload: tuple[Offloaded, ...], pinned: Plan) -> bool:
-    """Return whether the decisions of a pinned plan allow this offload."""
-    decided = "zero" in pinned.model_fields_set and pinned.zero not in HOSTED
-    return not (decided and "parameters" in offload)
+def _allowed(layouts: Sequence[Layout], plan: Plan) -> list[Layout]:
+    """Return layouts, with parameters in slices where a ZeRO stage is not allowed with what a plan decides."""
+    stages = {layout.zero for layout in layouts}
+    allowed = {stage for stage in stages if is_allowed(plan.changed({"zero": stage}, keep_open=True))}
+    return list(dict.fromkeys(layout if layout.zero in allowed else replace(layout, zero=3) for layout in layouts))

@@ -17,8 +17,9 @@ from ..core.annotations import value, values
 from ..core.axes import AXES, SHARDED
 from ..core.errors import CompileError
 from ..cost_models.collectives import bucket_bytes
+from ..features.answers import completed, host_state, is_allowed
 from ..ir.cost_protocol import RankCosts
-from ..ir.plan import HOSTED, Plan, precision_of
+from ..ir.plan import Plan, precision_of
 from ..ir.program import Captured
 from ..ops.attention.seen_keys import rows_of
 from ..ops.catalog import op_spec
@@ -71,7 +72,7 @@ class Pricing:
             actions = actions_run(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
             self.build.work += ACTION_WORK * actions if self._is_new_pipeline(layout) else 0.0
             plan = self.build.plan
-            estimate = evaluate(places, layout, begins, plan.bucket_mib * 2**20, offload=plan.offload)
+            estimate = evaluate(places, layout, begins, plan.bucket_mib * 2**20, host=host_state(plan))
             guessed = tuple(sorted(self.build.guessed))
             self.known[layout, begins] = replace(estimate, guessed=guessed, workload=self.workload)
         return self.known[layout, begins]
@@ -155,7 +156,7 @@ class Planner:
             experts=expert_axes,
             schedules=SCHEDULES,
             virtual_stages=STAGES_PER_RANK,
-            zero=HOSTED if "parameters" in pinned.offload else (0, 1, 2, 3),
+            zero=tuple(zero for zero in (0, 1, 2, 3) if is_allowed(pinned.changed({"zero": zero}, keep_open=True))),
             zero_axes=pinned.zero_axes if "zero_axes" in pinned.model_fields_set else None,
             recompute=RECOMPUTE_MODES,
             microbatches=divisors(batch),
@@ -303,7 +304,7 @@ class Planner:
             dispatched_bytes(program.graph, self.folded.repeats), program.batch_size, slowdown,
             self.parameter_bytes(experts),
             lambda layout: [other for other in slicings(layout, limits) if bounds.bytes(other) <= memory] or [layout],
-            build.learned, device_state=DeviceState.on_devices(self.pinned.offload),
+            build.learned, device_state=DeviceState.beside(host_state(self.pinned)),
         )  # fmt: skip
         return bounds
 
@@ -318,9 +319,7 @@ class Planner:
 
     def complete(self, estimate: Estimate) -> Plan:
         """Return the plan of an estimate: its layout, where stages begin, and the size of gradient buckets."""
-        plan = estimate.layout.decided(self.pinned).changed({"stages": estimate.begins})
-        if "activations" not in plan.offload:
-            plan = plan.model_copy(update={"offload_folder": None})
+        plan = completed(estimate.layout.decided(self.pinned).changed({"stages": estimate.begins}))
         is_decided = "bucket_mib" in self.pinned.model_fields_set
         return plan if is_decided else plan.changed({"bucket_mib": self._bucket_mib(estimate)})
 

@@ -15,7 +15,7 @@ from ..core.mesh import Mesh
 from ..cost_models.collectives import in_turn
 from ..cost_models.kernels import with_host
 from ..ir.cost_protocol import RankCosts
-from ..ir.plan import Offloaded
+from ..ir.host_state import HostState
 from ..passes.stages.partition import balanced_starts
 from ..simulation.host_update import GATHERED
 from .layouts import UNSPLIT, Layout
@@ -95,20 +95,20 @@ class Slices:
     """Prices of ZeRO, and of parameters on hosts.
 
     A rank holds slices of its parameters over the ranks of ``layout.zero_axes`` (Rajbhandari et al. 2019, 2021).
-    ``offload``: what is on hosts; with ``"optimizer"`` each parameter is updated whole, on the host of one of the ranks
-    of a stage.
+    ``host``: what hosts hold; an optimizer there updates each parameter whole, on the host of one of the ranks of a
+    stage.
     """
 
     layout: Layout
     costs: RankCosts
     mesh: Mesh
-    offload: tuple[Offloaded, ...] = ()
+    host: HostState = HostState()
     cache: dict[tuple[str, ParameterGroup], float] = field(default_factory=dict)  # equal blocks ask for the same
 
     @property
     def on_host(self) -> bool:
         """Return whether a rank's stored parameters, and their summed gradients, are on its host."""
-        return "parameters" in self.offload
+        return self.host.parameters
 
     def _slicing_axes(self, group: ParameterGroup) -> tuple[str, ...]:
         if not self.layout.zero:
@@ -121,7 +121,7 @@ class Slices:
 
     def updated_bytes(self, group: ParameterGroup) -> int:
         """Return bytes of parameters that a rank updates."""
-        if "optimizer" not in self.offload:
+        if not self.host.optimizer:
             return group.bytes // self.count(group)
         return group.bytes // int(np.prod([self.mesh[axis] for axis in group.axes if axis != "pp"], dtype=int))
 
@@ -132,7 +132,7 @@ class Slices:
         parameters are updated, copied in and gathered.
         """
         size = sum(map(self.updated_bytes, groups))
-        if "optimizer" not in self.offload:
+        if not self.host.optimizer:
             return self.costs.host_update_seconds(size) if self.on_host else self.costs.optimizer_seconds(size)
         ranks = self.mesh.peers(0, [axis for axis in self.mesh.names if axis != "pp"])
         slices = sum(group.bytes // self.count(group) for group in groups)

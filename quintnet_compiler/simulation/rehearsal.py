@@ -19,7 +19,6 @@ from ..ops.catalog import spec_of
 from ..runtime.execute.executor import Executor, Run
 from ..runtime.state.buckets import Bucket
 from ..runtime.state.gradients import GradientStore
-from ..runtime.transport.disk_copies import SLOTS
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..runtime.transport.transport import Wait
 from ..schedules.schedule import Action
@@ -270,16 +269,15 @@ def _rank_memory(
         points.append(point)
     gradients = {bool(store and store.host): store.nbytes if store else 0}
     state = {host: _state_bytes(program, part, processes=processes, host=host) for host in (False, True)}
-    host_kept, offloaded, disk = state[True] + gradients.get(True, 0), rehearsal.outside.most[0], 0
-    if program.disk is not None and offloaded:  # through buffers of the host that stay
-        staging = (SLOTS + 1) * program.disk.largest
-        host_kept, offloaded, disk = host_kept + staging, 0, offloaded
+    host_kept, waiting, disk = state[True] + gradients.get(True, 0), rehearsal.outside.most[0], 0
+    if program.disk is not None and waiting:  # through buffers of the host that stay
+        host_kept, waiting, disk = host_kept + program.disk.staging_bytes, 0, waiting
     return Footprint(
         parameters=state[False],
         gradients=gradients.get(False, 0),
         points=tuple(points),
         peak_live=rehearsal.peak_live,
-        host=offloaded + host_kept,
+        host=waiting + host_kept,
         host_kept=host_kept,
         disk=disk,
     )

@@ -1,4 +1,4 @@
-"""runtime.transport.disk_copies: values in files, and what they cost."""
+"""features.offload.disk_copies: values in files, and what they cost."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts, FastestCosts
 from quintnet_compiler.cost_models.hardware_numbers import described
+from quintnet_compiler.features.offload.disk_copies import LOCK, DiskCopies
 from quintnet_compiler.ir.cost_protocol import way_seconds
 from quintnet_compiler.ir.distributed_program import DiskSpec
-from quintnet_compiler.runtime.transport.disk_copies import LOCK, DiskCopies
 from quintnet_compiler.runtime.transport.host_copies import HostCopies
 
 

@@ -6,7 +6,7 @@ from ...ir.program import DifferentiatedProgram, LocalProgram
 from ...passes.autodiff.recompute import Recompute
 from ...passes.lowering.fuse_norms import FuseNorms
 from ...schedules.schedule import Op, Schedule
-from ..feature import Feature, Rewrite, RewriteSetting
+from ..feature import Feature, MemorySaver, Rewrite, RewriteSetting
 from .checks.chunk_losses import check_chunked
 from .checks.early_loss_gradients import check_early_loss_gradients
 from .chunk_losses import ChunkLosses
@@ -49,4 +49,8 @@ CHUNKED_LOSSES = Feature(
         ),
     ),
     plan_fields=("loss_chunks",),
+    memory_savers=tuple(
+        MemorySaver(f"losses are computed in {parts} parts (loss_chunks)", {"loss_chunks": parts}, in_functions=True)
+        for parts in (8, 64)
+    ),
 )

@@ -16,6 +16,7 @@ from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
 from ...ops.catalog import op_spec, spec_of
 from ...ops.copies import BACK, copy_out, write_out
+from ...passes.autodiff.recompute_budget import Leaves
 
 MIN_OFFLOAD_BYTES = 1024  # starting a copy of fewer costs more than their memory is worth (as in torchtune)
 HOST = torch.device("cpu")
@@ -54,7 +55,7 @@ class OffloadActivations:
         """Return the operator that copies a value to the host or a file."""
         return write_out if self.disk else copy_out
 
-    def away(self, program: DifferentiatedProgram) -> Callable[[int, fx.Node], bool]:
+    def away(self, program: DifferentiatedProgram) -> Leaves:
         """Return a predicate: would a value be on the host if a stage saved it?
 
         ``program``: before recomputing. True means on the host whatever is recomputed: the backward of a block may then

@@ -23,12 +23,12 @@ from ...ops.attention.tiles import AttentionInputs, AttentionTiles, Ids
 from ...ops.collectives import COLLECTIVES
 from ..state.gradients import GradientStore
 from ..transport.async_matmul import all_gather_matmul, factors, matmul_reduce_scatter
-from ..transport.disk_copies import DiskCopies
 from ..transport.host_copies import HostCopies
 from ..transport.ring import POSITIONS, Circle, Ring, ring_backward, ring_forward, runs_of
 from ..transport.run_exchange import RunExchange
 from ..transport.token_dispatch import Router
 from ..transport.transport import Pending, Transport
+from .extensions import RankService
 
 
 class Comm:
@@ -44,7 +44,7 @@ class Comm:
         mesh: Mesh,
         coordinate: Mapping[str, int],
         gradients: GradientStore | None = None,
-        disk: DiskCopies | None = None,
+        services: Sequence[RankService] = (),
     ) -> None:
         router = Router(transport, mesh)
         runs = RunExchange(transport, mesh, coordinate)
@@ -61,12 +61,12 @@ class Comm:
         self.copies = copies = HostCopies() if gradients is None else gradients.outward
         self.copy_out, self.start_copy_out = copies.copy_out, copies.start_copy_out
         self.copy_in, self.start_copy_in = copies.copy_in, copies.start_copy_in
-        # without a disk (meta tensors too), offloaded values stay on the host
+        # what is written to a disk stays in memory, unless a service has one
         self.write_out, self.start_write_out = self.copy_out, self.start_copy_out
         self.read_in, self.start_read_in = self.copy_in, self.start_copy_in
-        if disk is not None:
-            self.write_out, self.start_write_out = disk.write_out, disk.start_write_out
-            self.read_in, self.start_read_in = disk.read_in, disk.start_read_in
+        for service in services:
+            for name, method in service.operators.items():
+                setattr(self, name, method)
         if gradients is not None:
             self.accumulate = gradients.accumulate
             self.accumulate_matmul = gradients.accumulate_matmul

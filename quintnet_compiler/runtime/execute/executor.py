@@ -14,15 +14,16 @@ from torch import Tensor
 from ...core import slices
 from ...core.sharding import P, Shard, local_shape
 from ...ir.distributed_program import DistributedProgram, RankProgram, Slice, StageProgram, StateSpec, ValueSpec
+from ...ops.extensions import extensions_of
 from ...schedules.schedule import Action, Op
 from ...schedules.sends import arrived_sends
 from ..launch.preemption import Preemption
 from ..state.gradients import GradientStore
-from ..transport.disk_copies import DiskCopies
 from ..transport.host_copies import HostCopies
 from ..transport.transport import GRADIENTS, VALUES, Transport, Wait
 from .comm import Comm
 from .engines import Engine, eager, engine_of_parameters
+from .extensions import RankOperators
 from .interpreter_trace import Watch, run_watched
 from .stage_values import StageValues
 
@@ -73,9 +74,9 @@ class Executor:
         self.program, self.part, self.transport, self.device = program, part, transport, device
         self.gradients = gradients
         copies = HostCopies() if gradients is None else gradients.outward
-        written = None if device.type == "meta" else program.disk
-        self.disk = None if written is None else DiskCopies(written, part.rank, copies)
-        self.comm = Comm(transport, program.mesh, part.coordinate, gradients, self.disk)
+        services = [kind.make(program, part.rank, device, copies) for kind in extensions_of(RankOperators)]
+        self.services = [service for service in services if service is not None]
+        self.comm = Comm(transport, program.mesh, part.coordinate, gradients, self.services)
         self.stored = program.stored
         self.stages = {stage.index: stage for stage in self.part.stages}
         self.functions = {
@@ -156,8 +157,8 @@ class Executor:
             for handle, action in self.work:
                 handle(action)
         except BaseException:
-            if self.disk is not None:
-                self.disk.clear()
+            for service in self.services:
+                service.clear()
             raise
         for send in list(self.sent):
             self._forget(send)

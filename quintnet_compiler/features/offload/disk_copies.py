@@ -8,22 +8,21 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ...ir.distributed_program import DiskSpec
-from .host_copies import PLAIN, HostCopies, host_room
-from .transport import Pending
+from ...ir.distributed_program import SLOTS, DiskSpec, DistributedProgram
+from ...runtime.transport.host_copies import PLAIN, HostCopies, host_room
+from ...runtime.transport.transport import Pending
 
-SLOTS = 2  # pinned buffers for values that wait to be written; there is one more for reading
 LOCK = "lock"
 Result = TypeVar("Result")
 
@@ -63,6 +62,23 @@ class DiskCopies:
         self.arrived = torch.empty(0, dtype=torch.uint8)  # the pinned buffer for reading
         self.last: torch.Event | None = None  # the last copy of that buffer to the device is done
         self.writer, self.reader = (ThreadPoolExecutor(1, f"quintnet-{name}") for name in ("write", "read"))
+
+    @classmethod
+    def of_rank(
+        cls, program: DistributedProgram, rank: int, device: torch.device, copies: HostCopies
+    ) -> DiskCopies | None:
+        """Return the copies of a rank; None if its program writes nothing, or has no values."""
+        return None if program.disk is None or device.type == "meta" else cls(program.disk, rank, copies)
+
+    @property
+    def operators(self) -> Mapping[str, Callable[..., Any]]:
+        """Return what generated code calls, by name."""
+        return {
+            "write_out": self.write_out,
+            "start_write_out": self.start_write_out,
+            "read_in": self.read_in,
+            "start_read_in": self.start_read_in,
+        }
 
     def write_out(self, x: Tensor, at: int) -> Tensor:
         stand_in: Tensor = self.start_write_out(x, at)()
