@@ -51,8 +51,8 @@ def replace_local_tensor(x: DTensor, part: Tensor) -> None:
 def dtensor_over(
     part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
-    """A DTensor over ``part``, where that is: on the host, too, whatever kind of device ``mesh`` says (as FSDP2 does to
-    offload); instead: ``DTensor.from_local``, which moves it."""
+    """A DTensor over ``part``, where that is: on the host, too, whatever kind of device ``mesh`` says (as FSDP2 keeps
+    them); instead: ``DTensor.from_local``, which moves it."""
     if part.device.type == mesh.device_type or part.is_meta:
         found: DTensor = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
         return found

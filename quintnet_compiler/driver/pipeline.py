@@ -18,6 +18,7 @@ from ..core.sharding import AxisType
 from ..equivalence.dry_run import check_ranks
 from ..features import FEATURES, Rewrite
 from ..features.answers import host_state
+from ..features.feature import RewriteSetting
 from ..ir.cost_protocol import CostModel, RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan, fixed_types, precision_of
@@ -143,11 +144,14 @@ class PassSetting:
         return self.differentiate.training
 
     @property
+    def for_rewrites(self) -> RewriteSetting:
+        """Return what rewrites of features may depend on."""
+        return RewriteSetting(self.plan, self.node_seconds, self.training, self.schedule)
+
+    @property
     def stage_schedule(self) -> Schedule:
         """Return the schedule, which passes behind the cut of stages need."""
-        if self.schedule is None:
-            raise AssertionError("passes behind the cut of stages need a schedule")
-        return self.schedule
+        return self.for_rewrites.stage_schedule
 
     @property
     def book(self) -> RuleBook:
@@ -241,7 +245,9 @@ def _recompute(s: PassSetting, program: Any) -> Pass | None:
         return None
     gib, budget = plan.activation_memory_budget, None
     if gib is not None:
-        leaving = tuple(leaves for rewrite in REWRITES if (leaves := rewrite.leaving(s, program)) is not None)
+        leaving = tuple(
+            leaves for rewrite in REWRITES if (leaves := rewrite.leaving(s.for_rewrites, program)) is not None
+        )
         budget = Budget(int(gib * 2**30), s.stage_schedule, s.node_seconds, leaving)
     return _planned(Recompute, s, blocks, budget=budget)
 
@@ -290,10 +296,13 @@ def _with_rewrites(passes: Iterable[PassSpec]) -> Iterator[PassSpec]:
 
 
 def _rewrite(rewrite: Rewrite, result: str) -> PassSpec:
-    def checks(s: PassSetting, before: Any, after: Any) -> list[Check]:
-        return rewrite.checks(before, after)
+    def rewrite_for(s: PassSetting, program: Any) -> Pass | None:
+        return rewrite.make(s.for_rewrites, program)
 
-    return PassSpec(rewrite.kind, result, rewrite.decides, rewrite.make, checks, rewrite.planned)
+    def checks(s: PassSetting, old: Any, new: Any) -> list[Check]:
+        return rewrite.checks(old, new)
+
+    return PassSpec(rewrite.kind, result, rewrite.decides, rewrite_for, checks, rewrite.planned)
 
 
 _PASSES: tuple[PassSpec, ...] = (

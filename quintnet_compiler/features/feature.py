@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,24 +22,28 @@ from ..runtime.execute.extensions import RankOperators
 from ..schedules.schedule import Schedule
 
 
-class RewriteSetting(Protocol):
-    """What a rewrite may depend on but the program."""
+@dataclass(frozen=True)
+class RewriteSetting:
+    """Everything that a rewrite may depend on but the program.
 
-    @property
-    def plan(self) -> Plan:
-        """Return the plan."""
+    Attributes:
+        plan: the plan.
+        node_seconds: the time of a node of a rank's graph.
+        training: whether there is a backward.
+        schedule: the order of stages and microbatches on each rank; None before stages are cut.
+    """
 
-    @property
-    def node_seconds(self) -> Callable[[fx.Node], float]:
-        """Return the function that prices a node of a rank's graph."""
-
-    @property
-    def training(self) -> bool:
-        """Return whether there is a backward."""
+    plan: Plan
+    node_seconds: Callable[[fx.Node], float]
+    training: bool
+    schedule: Schedule | None
 
     @property
     def stage_schedule(self) -> Schedule:
-        """Return the order of stages and microbatches on each rank. There is none before stages are cut."""
+        """Return the schedule, which passes behind the cut of stages need."""
+        if self.schedule is None:
+            raise AssertionError("passes behind the cut of stages need a schedule")
+        return self.schedule
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HostState:
-    """What hosts hold for devices. Code is generated, run and priced by it, whoever decides it.
+    """A record of what hosts hold for devices. Code is generated, run and priced by it, whoever decides it.
 
     Attributes:
         values: whether values that a forward saves leave the device until the backward.

@@ -42,8 +42,8 @@ class DeviceState:
     moments: int = MOMENTS
 
     @classmethod
-    def beside(cls, host: HostState) -> DeviceState:
-        """Return what devices store beside what hosts hold."""
+    def excluding(cls, host: HostState) -> DeviceState:
+        """Return what devices store without what hosts hold."""
         if host.parameters:
             return cls(0, 0, 0)
         return cls(moments=0) if host.optimizer else cls()

@@ -304,7 +304,7 @@ class Planner:
             dispatched_bytes(program.graph, self.folded.repeats), program.batch_size, slowdown,
             self.parameter_bytes(experts),
             lambda layout: [other for other in slicings(layout, limits) if bounds.bytes(other) <= memory] or [layout],
-            build.learned, device_state=DeviceState.beside(host_state(self.pinned)),
+            build.learned, device_state=DeviceState.excluding(host_state(self.pinned)),
         )  # fmt: skip
         return bounds
 

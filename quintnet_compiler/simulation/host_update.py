@@ -1,4 +1,4 @@
-"""The time and memory of an optimizer on the host (``offload=("optimizer",)``): AdamW, as torch keeps it."""
+"""The time and memory of an optimizer on the host: AdamW, as torch keeps it."""
 
 from __future__ import annotations
 

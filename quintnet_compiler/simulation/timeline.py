@@ -73,7 +73,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class HostUpdate:
-    """An optimizer on the host (``offload=("optimizer",)``, AdamW) after a step; its four phases follow each other.
+    """An optimizer on the host (AdamW) after a step; its four phases follow each other.
 
     Attributes:
         gathering: seconds in which ranks exchange parts of parameters and gradients.

@@ -45,7 +45,7 @@ def test_values_of_any_layout_and_dtype_come_back_and_files_die_with_them(tmp_pa
     del there, waits, x
     assert size(tmp_path) == 0
     there = [copies.write_out(x, 0) for x in given]
-    copies.clear()
+    copies.drop_values()
     assert size(tmp_path) == 0 and len(there) == len(given)
     del copies
     gc.collect()

@@ -39,6 +39,7 @@ class ChunkLosses:
     loss_chunks: int
 
     def __call__(self, program: LocalProgram, /) -> LocalProgram:
+        """Return the program with losses in parts."""
         heads = list(loss_heads(program)) if self.loss_chunks > 1 else []
         return _Chunking(program, heads, self.loss_chunks).run() if heads else program
 

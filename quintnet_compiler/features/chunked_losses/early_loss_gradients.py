@@ -35,6 +35,7 @@ class EarlyLossGradients:
     """
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
+        """Return the program with gradients of logits in the forward."""
         moving = _moving_nodes(program)
         return _Moving(program, moving).run() if moving else program
 

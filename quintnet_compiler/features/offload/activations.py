@@ -46,6 +46,7 @@ class OffloadActivations:
     disk: bool = False
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
+        """Return the program in which values that pay leave the device."""
         memory = _Memory(program)
         moved = {key for key in _saved(program, memory) if self._pays(program, memory, key)}
         return _Rewriting(program, memory, moved, self.out).run() if moved else program

@@ -49,6 +49,7 @@ class DiskCopies:
     """
 
     def __init__(self, spec: DiskSpec, rank: int, copies: HostCopies) -> None:
+        """Make the folder of a rank, and the threads that write and read in it."""
         self.parent, self.largest, self.copies = Path(spec.folder), spec.largest, copies
         self.folder, lock = self._naming_folder(lambda: _own_folder(self.parent, rank))
         Finalize(
@@ -71,7 +72,7 @@ class DiskCopies:
         return None if program.disk is None or device.type == "meta" else cls(program.disk, rank, copies)
 
     @property
-    def operators(self) -> Mapping[str, Callable[..., Any]]:
+    def rank_operators(self) -> Mapping[str, Callable[..., Any]]:
         """Return what generated code calls, by name."""
         return {
             "write_out": self.write_out,
@@ -81,10 +82,12 @@ class DiskCopies:
         }
 
     def write_out(self, x: Tensor, at: int) -> Tensor:
+        """Write a value to a file, and return what stands in for it."""
         stand_in: Tensor = self.start_write_out(x, at)()
         return stand_in
 
     def read_in(self, x: Tensor, device: torch.device, at: int) -> Tensor:
+        """Return on the device what was written."""
         value: Tensor = self.start_read_in(x, device, at)()
         return value
 
@@ -121,7 +124,7 @@ class DiskCopies:
 
         return wait
 
-    def clear(self) -> None:
+    def drop_values(self) -> None:
         """Remove all files: a step has failed."""
         for path in list(self.files):
             _remove(path, self.files, os.getpid())

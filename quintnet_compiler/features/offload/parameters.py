@@ -32,6 +32,7 @@ class OffloadParameters:
     """
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
+        """Return the program that copies parameters in."""
         return _InFunctions(program, _repeated(program)).run()
 
 

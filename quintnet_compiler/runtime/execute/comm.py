@@ -65,7 +65,7 @@ class Comm:
         self.write_out, self.start_write_out = self.copy_out, self.start_copy_out
         self.read_in, self.start_read_in = self.copy_in, self.start_copy_in
         for service in services:
-            for name, method in service.operators.items():
+            for name, method in service.rank_operators.items():
                 setattr(self, name, method)
         if gradients is not None:
             self.accumulate = gradients.accumulate

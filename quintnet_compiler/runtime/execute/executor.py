@@ -14,7 +14,6 @@ from torch import Tensor
 from ...core import slices
 from ...core.sharding import P, Shard, local_shape
 from ...ir.distributed_program import DistributedProgram, RankProgram, Slice, StageProgram, StateSpec, ValueSpec
-from ...ops.extensions import extensions_of
 from ...schedules.schedule import Action, Op
 from ...schedules.sends import arrived_sends
 from ..launch.preemption import Preemption
@@ -23,7 +22,7 @@ from ..transport.host_copies import HostCopies
 from ..transport.transport import GRADIENTS, VALUES, Transport, Wait
 from .comm import Comm
 from .engines import Engine, eager, engine_of_parameters
-from .extensions import RankOperators
+from .extensions import rank_services
 from .interpreter_trace import Watch, run_watched
 from .stage_values import StageValues
 
@@ -74,8 +73,7 @@ class Executor:
         self.program, self.part, self.transport, self.device = program, part, transport, device
         self.gradients = gradients
         copies = HostCopies() if gradients is None else gradients.outward
-        services = [kind.make(program, part.rank, device, copies) for kind in extensions_of(RankOperators)]
-        self.services = [service for service in services if service is not None]
+        self.services = rank_services(program, part.rank, device, copies)
         self.comm = Comm(transport, program.mesh, part.coordinate, gradients, self.services)
         self.stored = program.stored
         self.stages = {stage.index: stage for stage in self.part.stages}
@@ -158,7 +156,7 @@ class Executor:
                 handle(action)
         except BaseException:
             for service in self.services:
-                service.clear()
+                service.drop_values()
             raise
         for send in list(self.sent):
             self._forget(send)

@@ -9,17 +9,18 @@ from typing import Any, Protocol
 import torch
 
 from ...ir.distributed_program import DistributedProgram
+from ...ops.extensions import extensions_of
 from ..transport.host_copies import HostCopies
 
 
 class RankService(Protocol):
-    """What runs some operators on one rank, and may hold memory, files or threads for them."""
+    """Runs some operators on one rank, and may hold memory, files or threads for them."""
 
     @property
-    def operators(self) -> Mapping[str, Callable[..., Any]]:
+    def rank_operators(self) -> Mapping[str, Callable[..., Any]]:
         """Return what generated code calls, by name."""
 
-    def clear(self) -> None:
+    def drop_values(self) -> None:
         """Drop what a step that failed has left."""
 
 
@@ -32,3 +33,11 @@ class RankOperators:
     """
 
     make: Callable[[DistributedProgram, int, torch.device, HostCopies], RankService | None]
+
+
+def rank_services(
+    program: DistributedProgram, rank: int, device: torch.device, copies: HostCopies
+) -> list[RankService]:
+    """Return the services that a rank of a program needs."""
+    services = [kind.make(program, rank, device, copies) for kind in extensions_of(RankOperators)]
+    return [service for service in services if service is not None]

@@ -22,67 +22,67 @@ CLASSES, FEATURES = 5, 3  # numbers are drawn for so many, as columns do not mee
 TOLERANCE = 1e-12
 
 
-def check_chunked(before: LocalProgram, after: LocalProgram) -> None:
-    """Each operator of ``after`` is that of the same name of ``before``, or part of what makes a value of ``before``.
+def check_chunked(old: LocalProgram, new: LocalProgram) -> None:
+    """Check that each operator of ``new`` is that of the same name of ``old``, or part of what makes one of its values.
 
     Raises:
         CompileError: QN209 with what differs.
     """
-    known = {node.name: node for node in before.graph.nodes}
-    same: dict[fx.Node, fx.Node] = {node: known[node.name] for node in after.graph.nodes if node.name in known}
+    by_name = {node.name: node for node in old.graph.nodes}
+    same: dict[fx.Node, fx.Node] = {node: by_name[node.name] for node in new.graph.nodes if node.name in by_name}
     replaced: dict[fx.Node, fx.Node] = {}
     for node, source in same.items():
         if (node.op, node.target) != (source.op, source.target):
             raise _fail(f"{node.name} is another call than before", source)
         _pair(node, source, same, replaced)
-        if after.stage.get(node) != before.stage.get(source) or (node in after.once) != (source in before.once):
+        if new.stage.get(node) != old.stage.get(source) or (node in new.once) != (source in old.once):
             raise _fail(f"{node.name} runs elsewhere than before", source)
     stands = {**same, **replaced}
-    typed = {stands.get(node): kind for node, kind in after.sharding.items()}
-    if typed != {source: kind for source, kind in before.sharding.items() if source in {*stands.values()}}:
+    typed = {stands.get(node): kind for node, kind in new.sharding.items()}
+    if typed != {source: kind for source, kind in old.sharding.items() if source in {*stands.values()}}:
         raise _fail("values have other types", None)
     kept = set(same.values())
-    for made, source in replaced.items():
-        _check_value(made, source, same, kept)
-    new = [node for node in after.graph.nodes if node not in same]
-    if any(node.op != "call_function" or node not in after.stage for node in new):
+    for value_of_parts, source in replaced.items():
+        _check_value(value_of_parts, source, same, kept)
+    added = [node for node in new.graph.nodes if node not in same]
+    if any(node.op != "call_function" or node not in new.stage for node in added):
         raise _fail("what computes parts has no stage", None)
 
 
 def _pair(node: fx.Node, source: fx.Node, same: Mapping[fx.Node, fx.Node], replaced: dict[fx.Node, fx.Node]) -> None:
-    """Reads the same as before, or a value that stands for what was read then."""
+    """Check that a node reads the same as before, or a value that stands for what was read then."""
     read: list[fx.Node] = []
     fx.map_arg((source.args, source.kwargs), read.append)
     due = iter(read)
 
-    def expected(given: fx.Node) -> fx.Node:
+    def expected(operand: fx.Node) -> fx.Node:
         then = next(due, None)
-        if then is None or (given in same and same[given] is not then) or replaced.get(given, then) is not then:
+        if then is None or (operand in same and same[operand] is not then) or replaced.get(operand, then) is not then:
             raise _fail(f"{node.name} reads another value than before", source)
-        if given not in same:
-            replaced[given] = then
+        if operand not in same:
+            replaced[operand] = then
         return then
 
     if fx.map_arg((node.args, node.kwargs), expected) != (source.args, source.kwargs):
         raise _fail(f"{node.name} has other arguments than before", source)
 
 
-def _check_value(made: fx.Node, source: fx.Node, same: Mapping[fx.Node, fx.Node], kept: set[fx.Node]) -> None:
-    """``made`` of the new graph is ``source`` of the old one, for numbers in what both graphs have."""
-    if (shape(made), value(made).dtype) != (shape(source), value(source).dtype):
-        raise _fail(f"{made.name} is of another shape or dtype than {source.name}", source)
-    old, given = _between(source, kept)
-    new, also = _between(made, set(same))
-    products = [node for node in old if node.target in _TABLES]
-    if len(products) != 1 or not {same[node] for node in also} <= given:
-        raise _fail(f"{made.name} is not a loss of one product", source)
+def _check_value(node: fx.Node, source: fx.Node, same: Mapping[fx.Node, fx.Node], kept: set[fx.Node]) -> None:
+    """Check that ``node`` of the new graph is ``source`` of the old one, for numbers in what both graphs have."""
+    if (shape(node), value(node).dtype) != (shape(source), value(source).dtype):
+        raise _fail(f"{node.name} is of another shape or dtype than {source.name}", source)
+    old, old_inputs = _between(source, kept)
+    new, new_inputs = _between(node, set(same))
+    products = [call for call in old if call.target in _TABLES]
+    if len(products) != 1 or not {same[x] for x in new_inputs} <= old_inputs:
+        raise _fail(f"{node.name} is not a loss of one product", source)
     sizes = _Sizes(products[0])
     dice = torch.Generator().manual_seed(0)
-    drawn = {node: sizes.draw(node, dice) for node in given}
+    drawn = {x: sizes.draw(x, dice) for x in old_inputs}
     expected = _run(old, dict(drawn))[source]
-    found = _run(new, {node: drawn[same[node]] for node in also})[made]
-    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE):
-        raise _fail(f"{made.name} is not what {source.name} was", source)
+    actual = _run(new, {x: drawn[same[x]] for x in new_inputs})[node]
+    if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=TOLERANCE, atol=TOLERANCE):
+        raise _fail(f"{node.name} is not what {source.name} was", source)
 
 
 # products with a table, where rows are and which of its dims has the classes
@@ -115,12 +115,12 @@ class _Sizes:
         return torch.randn(size, generator=dice, dtype=torch.float64)
 
 
-def _between(end: fx.Node, given: set[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
-    """What computes ``end``, in order, and what of ``given`` that reads."""
+def _between(end: fx.Node, inputs: set[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
+    """Return what computes ``end``, in order, and what of ``inputs`` that reads."""
     inside, read, todo = set[fx.Node](), set[fx.Node](), [end]
     while todo:
         here = todo.pop()
-        if here in given:
+        if here in inputs:
             read.add(here)
         elif here not in inside:
             inside.add(here)
@@ -129,7 +129,7 @@ def _between(end: fx.Node, given: set[fx.Node]) -> tuple[list[fx.Node], set[fx.N
 
 
 def _run(nodes: list[fx.Node], env: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """In float64, whatever the dtype: how it is rounded is another matter."""
+    """Run nodes in float64, whatever the dtype: how it is rounded is another matter."""
     for node in nodes:
         args, kwargs = on_device(fx.map_arg((node.args, node.kwargs), env.__getitem__), CPU)
         if is_getitem(node):

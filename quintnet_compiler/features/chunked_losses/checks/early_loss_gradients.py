@@ -20,30 +20,31 @@ _fail = partial(check_failure, "early gradients check")
 aten = torch.ops.aten
 
 
-def check_early_loss_gradients(before: DifferentiatedProgram, after: DifferentiatedProgram) -> None:
-    """Every value is computed by the same operators from the same values, in whichever order terms are added up; the
-    forward reads nothing of the backward.
+def check_early_loss_gradients(old: DifferentiatedProgram, new: DifferentiatedProgram) -> None:
+    """Check that each value is computed by the same operators from the same values, in whichever order terms are added.
+
+    The forward reads nothing of the backward.
 
     Raises:
         CompileError: QN209 with the first value that is another one.
     """
     numbers = ValueNumbers()
-    old, new = _Numbered(before, numbers), _Numbered(after, numbers)
-    check_results(before, after, old.of, new.of, _fail)
-    if old.calls != new.calls:
+    old_values, new_values = _Numbered(old, numbers), _Numbered(new, numbers)
+    check_results(old, new, old_values.of, new_values.of, _fail)
+    if old_values.calls != new_values.calls:
         raise _fail("other calls are made, or elsewhere", None)
-    for node in after.graph.nodes:
+    for node in new.graph.nodes:
         if node.op == "call_function" and facts(node).phase == "forward":
             late = [n for n in node.all_input_nodes if n.op == "call_function" and facts(n).phase == "backward"]
             if late:
                 raise _fail(f"{node.name} reads {late[0].name}, which the backward makes", node)
-    if any(facts(node).phase != "backward" for node in after.gradients.values() if node.op == "call_function"):
+    if any(facts(node).phase != "backward" for node in new.gradients.values() if node.op == "call_function"):
         raise _fail("a gradient is handed over in the forward", None)
 
 
 @dataclass
 class _Numbered:
-    """``of``: the number of each node; ``calls``: those of calls but sums and views, with where they run."""
+    """Numbers of values. ``of``: of each node; ``calls``: those of calls but sums and views, with where they run."""
 
     program: DifferentiatedProgram
     numbers: ValueNumbers
@@ -52,6 +53,7 @@ class _Numbered:
     calls: set[tuple[int, int | None, bool]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        """Give all values numbers."""
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 self.of[node] = self.numbers.number("leaf", node.name)
@@ -64,9 +66,9 @@ class _Numbered:
             return self.of[args[0]]
         if op_spec(node).adds and not node.kwargs and all(isinstance(x, fx.Node) for x in args):
             added = tuple(sorted(term for x in args for term in self.terms.get(self.of[x], (self.of[x],))))
-            found = self.numbers.number("sum", added)
-            self.terms[found] = added
-            return found
-        found = self.numbers.call(None, node.target, (args, node.kwargs), self.of.__getitem__)
-        self.calls.add((found, self.program.stage.get(node), node in self.program.once))
-        return found
+            total = self.numbers.number("sum", added)
+            self.terms[total] = added
+            return total
+        number = self.numbers.call(None, node.target, (args, node.kwargs), self.of.__getitem__)
+        self.calls.add((number, self.program.stage.get(node), node in self.program.once))
+        return number

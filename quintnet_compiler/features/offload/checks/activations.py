@@ -20,34 +20,38 @@ from ....passes.checks.rewrites.results import check_results
 _fail = partial(check_failure, "offload check")
 
 
-def check_offload(before: DifferentiatedProgram, after: DifferentiatedProgram) -> None:
-    """Every value is computed by the same operators from the same values, where a value that went to the host and came
-    back is what it was; each that left in a forward comes back in the backward of the same stage, which reads nothing
-    else of it.
+def check_offload(old: DifferentiatedProgram, new: DifferentiatedProgram) -> None:
+    """Check that each value is computed by the same operators from the same values.
+
+    A value that went to the host and came back is what it was; each that left in a forward comes back in the backward
+    of the same stage, which reads nothing else of it.
 
     Raises:
         CompileError: QN209 with the first value that is another one, or is kept after all.
     """
     numbers = ValueNumbers()
-    old, new = NumberedCopies(before, numbers), NumberedCopies(after, numbers)
-    check_results(before, after, old.of, new.of, _fail)
+    _check_calls(NumberedCopies(old, numbers), NumberedCopies(new, numbers))
+    names = {node.name for node in old.graph.nodes}
+    for node in new.graph.nodes:
+        if (back := BACK.get(node.target)) is not None:
+            _check_pair(new, node, back)
+        if node.op == "call_function" and not node.users and node.name not in names:
+            raise _fail(f"nothing reads {node.name}", node)
+    left = {(new.stage[n], n.all_input_nodes[0]) for n in new.graph.nodes if op_spec(n).copies_away}
+    for node in new.graph.nodes:
+        if node.op == "call_function" and facts(node).phase == "backward":
+            for source in node.all_input_nodes:
+                if kept := _kept(new, new.stage[node], source, left):
+                    raise _fail(f"{node.name} reads {source.name} of the forward, though {kept.name} has left", node)
+
+
+def _check_calls(old: NumberedCopies, new: NumberedCopies) -> None:
+    check_results(old.program, new.program, old.of, new.of, _fail)
     for call, node in new.calls.items():
         if call not in old.calls:
             raise _fail(f"{node.name} is another call than any there was", node)
     if missing := old.calls.keys() - new.calls.keys():
         raise _fail(f"{old.calls[min(missing, key=str)].name} is called no more", None)
-    known = {node.name for node in before.graph.nodes}
-    for node in after.graph.nodes:
-        if (back := BACK.get(node.target)) is not None:
-            _check_pair(after, node, back)
-        if node.op == "call_function" and not node.users and node.name not in known:
-            raise _fail(f"nothing reads {node.name}", node)
-    left = {(after.stage[n], n.all_input_nodes[0]) for n in after.graph.nodes if op_spec(n).copies_away}
-    for node in after.graph.nodes:
-        if node.op == "call_function" and facts(node).phase == "backward":
-            for source in node.all_input_nodes:
-                if kept := _kept(after, after.stage[node], source, left):
-                    raise _fail(f"{node.name} reads {source.name} of the forward, though {kept.name} has left", node)
 
 
 def _check_pair(program: DifferentiatedProgram, node: fx.Node, back: OpOverload) -> None:
@@ -61,22 +65,27 @@ def _check_pair(program: DifferentiatedProgram, node: fx.Node, back: OpOverload)
 
 
 def _kept(program: DifferentiatedProgram, stage: int, node: fx.Node, left: set[tuple[int, fx.Node]]) -> fx.Node | None:
-    """The value that has left a stage and in whose memory a value of its forward may lie."""
+    """Return the value that has left a stage and in whose memory a value of its forward may lie."""
     while facts(node).phase == "forward":
         if (stage, node) in left:
             return node
-        made = origin(node)[0]
-        views = any(r.alias_info is not None for r in getattr(schema_or_none(made.target), "returns", ()))
-        if program.stage.get(node) != stage or not (views and made.all_input_nodes):
+        call = origin(node)[0]
+        views = any(r.alias_info is not None for r in getattr(schema_or_none(call.target), "returns", ()))
+        if program.stage.get(node) != stage or not (views and call.all_input_nodes):
             return None
-        node = made.all_input_nodes[0]
+        node = call.all_input_nodes[0]
     return None
 
 
 @dataclass
 class NumberedCopies:
-    """``of``: the number of each node, a copy's that of what it is a copy of; ``calls``: those of all others, with the
-    stage in which each runs (a view may run once more), and a node that makes it."""
+    """Numbers of values, a copy's that of what it is a copy of.
+
+    Attributes:
+        of: the number of each node.
+        calls: those of all but copies, with the stage in which each runs (a view may run once more), and a node that
+            makes it.
+    """
 
     program: DifferentiatedProgram
     numbers: ValueNumbers
@@ -84,6 +93,7 @@ class NumberedCopies:
     calls: dict[tuple[int, int | None, bool], fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Give all values numbers."""
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 self.of[node] = self.numbers.number("leaf", node.name)
@@ -94,6 +104,6 @@ class NumberedCopies:
         args: Any = node.args
         if op_spec(node).is_copy:
             return self.of[args[0]]
-        found = self.numbers.call(None, node.target, (args, node.kwargs), self.of.__getitem__)
-        self.calls.setdefault((found, self.program.stage.get(node), node in self.program.once), node)
-        return found
+        number = self.numbers.call(None, node.target, (args, node.kwargs), self.of.__getitem__)
+        self.calls.setdefault((number, self.program.stage.get(node), node in self.program.once), node)
+        return number

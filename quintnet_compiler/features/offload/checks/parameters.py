@@ -18,8 +18,9 @@ from .activations import NumberedCopies
 _fail = partial(check_failure, "check of parameters on the host")
 
 
-def check_offload_parameters(before: DifferentiatedProgram, after: DifferentiatedProgram) -> None:
-    """Every value is computed by the same operators from the same values, where a copy is what it is a copy of.
+def check_offload_parameters(old: DifferentiatedProgram, new: DifferentiatedProgram) -> None:
+    """Check that each value is computed by the same operators from the same values, where a copy is what it copies.
+
     ``copy_in`` alone reads parameters, for a function of a microbatch, and what a backward reads of one was copied in
     there.
 
@@ -27,23 +28,26 @@ def check_offload_parameters(before: DifferentiatedProgram, after: Differentiate
         CompileError: QN209 with the first value that is another one, or is on the device when it should not be.
     """
     numbers = ValueNumbers()
-    old, new = NumberedCopies(before, numbers), NumberedCopies(after, numbers)
-    check_results(before, after, old.of, new.of, _fail)
-    known, found = ({(number, stage) for number, stage, _ in one.calls} for one in (old, new))
-    for (number, stage, _), node in new.calls.items():
-        if (number, stage) not in known:
-            raise _fail(f"{node.name} is another call than any there was", node)
-    if missing := known - found:
-        gone = next(node for (number, stage, _), node in old.calls.items() if (number, stage) in missing)
-        raise _fail(f"{gone.name} is called no more", None)
-    for node in after.graph.nodes:
+    _check_calls(NumberedCopies(old, numbers), NumberedCopies(new, numbers))
+    for node in new.graph.nodes:
         if node.op == "placeholder" and _parameter(node):
             for reader in node.users:
-                _check_copy(after, node, reader)
+                _check_copy(new, node, reader)
         elif node.op == "call_function" and facts(node).phase == "backward":
             for source in node.all_input_nodes:
                 if kept := _copied(source):
                     raise _fail(f"{node.name} reads {kept.name} of the forward, though it can be copied again", node)
+
+
+def _check_calls(old: NumberedCopies, new: NumberedCopies) -> None:
+    check_results(old.program, new.program, old.of, new.of, _fail)
+    old_calls, new_calls = ({(number, stage) for number, stage, _ in values.calls} for values in (old, new))
+    for (number, stage, _), node in new.calls.items():
+        if (number, stage) not in old_calls:
+            raise _fail(f"{node.name} is another call than any there was", node)
+    if missing := old_calls - new_calls:
+        gone = next(node for (number, stage, _), node in old.calls.items() if (number, stage) in missing)
+        raise _fail(f"{gone.name} is called no more", None)
 
 
 def _check_copy(program: DifferentiatedProgram, parameter: fx.Node, reader: fx.Node) -> None:
@@ -65,18 +69,18 @@ def _comes_from_host(node: fx.Node) -> bool:
 
 
 def _copied(node: fx.Node) -> fx.Node | None:
-    """The copy of a parameter in a forward in whose memory a value may lie."""
+    """Return the copy of a parameter in a forward in whose memory a value may lie."""
     while node.op == "call_function" and facts(node).phase == "forward":
         if _comes_from_host(node):
             return node if _parameter(node.all_input_nodes[0]) else None
-        made = origin(node)[0]
-        views = any(r.alias_info is not None for r in getattr(schema_or_none(made.target), "returns", ()))
-        if not (views and made.all_input_nodes):
+        call = origin(node)[0]
+        views = any(r.alias_info is not None for r in getattr(schema_or_none(call.target), "returns", ()))
+        if not (views and call.all_input_nodes):
             return None
-        node = made.all_input_nodes[0]
+        node = call.all_input_nodes[0]
     return None
 
 
 def _parameter(node: fx.Node) -> bool:
-    found = leaf(node) if node.op == "placeholder" else None
-    return found is not None and found.kind == "parameter"
+    node_leaf = leaf(node) if node.op == "placeholder" else None
+    return node_leaf is not None and node_leaf.kind == "parameter"
