@@ -37,7 +37,7 @@ from quintnet_compiler.features.offload.checks.activations import check_offload
 from quintnet_compiler.features.offload.checks.parameters import check_offload_parameters
 from quintnet_compiler.features.offload.parameters import OffloadParameters
 from quintnet_compiler.ir.distributed_program import DistributedProgram
-from quintnet_compiler.ir.host_state import HostState
+from quintnet_compiler.ir.plans.host_state import HostState
 from quintnet_compiler.ir.program import Axis, Program, ShardedProgram, StagedProgram, Strategy, outputs
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate

@@ -23,7 +23,7 @@ from ...ir.distributed_program import (
     ValueSpec,
 )
 from ...ir.generated import UnwrittenModule
-from ...ir.host_state import HostState
+from ...ir.plans.host_state import HostState
 from ...ir.program import BUCKET_MIB, DifferentiatedProgram, Program, ShardedProgram, outputs
 from ...ops.catalog import op_spec
 from ...schedules.check import verify_schedule

@@ -18,8 +18,8 @@ from ..core.progress import bar
 from ..core.replaced import new_garbage_only, one_thread
 from ..cost_models.cluster import Cluster
 from ..ir.batch_form import BatchForm, FlatBatch, RowsElsewhere, plain_batch
-from ..ir.feature_fields import check_feature_fields
 from ..ir.plan import Plan, check_plan, read_plan
+from ..ir.plans.feature_fields import check_feature_fields
 from ..ops.rules.notation import Rule, user_rules
 from ..ops.rules.table import RULES
 from ..planner.asking import Question, plan_model

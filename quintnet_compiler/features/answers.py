@@ -6,9 +6,9 @@ from functools import reduce
 from itertools import combinations
 
 from ..core.errors import CompileError
-from ..ir.feature_fields import check_feature_fields
-from ..ir.host_state import HostState
 from ..ir.plan import Plan
+from ..ir.plans.feature_fields import check_feature_fields
+from ..ir.plans.host_state import HostState
 from . import FEATURES
 from .feature import MemorySaver
 

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from ..core.precision import add_precisions
-from ..ir.feature_fields import add_plan_fields
-from ..ir.host_state import HostState
 from ..ir.plan import Plan
+from ..ir.plans.feature_fields import add_plan_fields
+from ..ir.plans.host_state import HostState
 from ..ir.program import DifferentiatedProgram, Program
 from ..ops.extensions import extend
 from ..ops.rules.notation import Rule

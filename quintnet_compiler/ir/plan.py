@@ -21,7 +21,7 @@ from ..core.names import MAX_PATH_LENGTH, one_line
 from ..core.precision import COMPUTE_DTYPES, SUM_DTYPES, Precision, check_precision
 from ..core.sharding import AxisType, parse_type
 from ..schedules.synthesis import check_schedule
-from .feature_fields import OfFeature, check_feature_fields
+from .plans.feature_fields import OfFeature, check_feature_fields
 from .program import BUCKET_MIB, TILE_BYTES
 
 MAX_PLAN_BYTES = 16 * 2**20

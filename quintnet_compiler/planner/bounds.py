@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from ..core.errors import CompileError
 from ..ir.cost_protocol import RankCosts
-from ..ir.host_state import HostState
+from ..ir.plans.host_state import HostState
 from ..simulation.host_update import MOMENTS
 from .estimate import LowerBound, RankBound
 from .layouts import Layout, RecomputeMode

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain
 
 from ..cost_models.collectives import MIN_BUCKETS, beside
-from ..ir.host_state import HostState
+from ..ir.plans.host_state import HostState
 from ..ir.program import BUCKET_MIB
 from ..ops.copies import WAYS
 from ..runtime.state.gradients import PIECE_BYTES, PIECES

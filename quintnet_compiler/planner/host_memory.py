@@ -12,8 +12,8 @@ from ..core.errors import CompileError
 from ..features.answers import host_state, is_allowed, memory_savers
 from ..features.feature import MemorySaver
 from ..ir.cost_protocol import way_seconds
-from ..ir.host_state import HostState
 from ..ir.plan import Plan
+from ..ir.plans.host_state import HostState
 from .build import Builder
 from .estimate import Estimate
 from .layouts import Layout, RecomputeMode

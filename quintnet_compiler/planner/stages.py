@@ -15,7 +15,7 @@ from ..core.mesh import Mesh
 from ..cost_models.collectives import in_turn
 from ..cost_models.kernels import with_host
 from ..ir.cost_protocol import RankCosts
-from ..ir.host_state import HostState
+from ..ir.plans.host_state import HostState
 from ..passes.stages.partition import balanced_starts
 from ..simulation.host_update import GATHERED
 from .layouts import UNSPLIT, Layout

@@ -15,9 +15,9 @@ from quintnet_compiler.features.offload.activations import OffloadActivations
 from quintnet_compiler.features.offload.disk_copies import DiskCopies
 from quintnet_compiler.features.offload.feature import OFFLOAD, stages_alone
 from quintnet_compiler.features.offload.parameters import OffloadParameters
-from quintnet_compiler.ir.feature_fields import OfFeature, check_feature_fields
-from quintnet_compiler.ir.host_state import HostState
 from quintnet_compiler.ir.plan import Plan
+from quintnet_compiler.ir.plans.feature_fields import OfFeature, check_feature_fields
+from quintnet_compiler.ir.plans.host_state import HostState
 from quintnet_compiler.ops.copies import copy_out, write_out
 from quintnet_compiler.ops.extensions import extension, extensions_of
 from quintnet_compiler.runtime.execute.extensions import RankOperators

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...core.errors import CompileError
-from ...ir.host_state import HostState
 from ...ir.plan import Plan
+from ...ir.plans.host_state import HostState
 from ...ir.program import DifferentiatedProgram
 from ...ops.copies import write_out
 from ...passes.autodiff.recompute_budget import Leaves

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ..core.errors import CompileError
+from ...core.errors import CompileError
 
 
 class OfFeature:
