@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from quintnet_compiler.ir.cost_protocol import RankCosts
 from quintnet_compiler.ir.distributed_program import DistributedProgram, StageProgram
-from quintnet_compiler.ops.collectives import collective_of
+from quintnet_compiler.ops.catalog import collective_of
 from quintnet_compiler.runtime.backends.local import LocalBackend
 from quintnet_compiler.runtime.execute.executor import Run
 from quintnet_compiler.runtime.execute.interpreter_trace import Observer

@@ -17,20 +17,17 @@ from ..core.slices import runs
 from ..ops.attention.blocks import Sight
 from ..ops.attention.seen_keys import SeenKeys, seen_by
 from ..ops.catalog import op_spec, priced_as, spec_of
-from ..ops.collectives import (
-    all_gather_matmul,
-    matmul_reduce_scatter,
-)
 from ..ops.experts.grouped_rows import grouped_linear, grouped_weight_grad
+from ..ops.extensions import extension
 from ..ops.filters_of_rows import grouped_convolution, grouped_convolution_weight
 from ..ops.op_spec import Attention
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
 from ..ops.rules.work import work_of
+from .extensions import ProductSize, SizeOfProduct
 from .kernels import Kernel, merged_bytes
 
 aten = torch.ops.aten
-ProductSize = tuple[int, int, int, int]  # batch, rows, columns, depth: a multiply-add for each of their product
 
 DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp32"}
@@ -78,20 +75,6 @@ def _grouped_weight_grad(node: fx.Node) -> ProductSize:
     return 1, grad[-1], rows[-1], math.prod(rows[:-1])
 
 
-def _all_gather_matmul(node: fx.Node) -> ProductSize:
-    """Return the size of one product for each slice that travels, with all weights concatenated."""
-    args: Any = node.args
-    x, size, results = shape(args[0]), args[2], values(node)[: len(args[5])]
-    return size, math.prod(x[:-1]), sum(value.shape[-1] for value in results), x[-1]
-
-
-def _matmul_reduce_scatter(node: fx.Node) -> ProductSize:
-    """Return the size of one product for each slice that travels, with all terms concatenated."""
-    args: Any = node.args
-    out = shape(node)
-    return args[2], math.prod(out[:-1]), out[-1], sum(shape(x)[-1] for x in args[0])
-
-
 def _trilinear(node: fx.Node) -> ProductSize:
     """Return the size of torch.bilinear: a multiply-add for each element of three tensors' common shape."""
     operands: Any = node.args
@@ -115,8 +98,6 @@ def _cdist_backward(node: fx.Node) -> ProductSize:
 # Of products without a rule, and of groups of filters, whose places in the image are no factors of a rule
 SIZES: Mapping[Any, Callable[[fx.Node], ProductSize]] = MappingProxyType(
     {
-        all_gather_matmul: _all_gather_matmul,
-        matmul_reduce_scatter: _matmul_reduce_scatter,
         grouped_linear: _grouped_linear,
         grouped_weight_grad: _grouped_weight_grad,
         aten.convolution_backward.default: _convolution_backward,
@@ -287,7 +268,10 @@ def product_size(node: fx.Node) -> ProductSize | None:
 
 def size_of(node: fx.Node) -> Callable[[fx.Node], ProductSize] | None:
     """Return the function that computes the size of a product, where the factors of a rule do not say it."""
-    return _convolution if op_spec(node).convolves else SIZES.get(priced_as(node))
+    if op_spec(node).convolves:
+        return _convolution
+    of_feature = extension(node.target, SizeOfProduct)
+    return SIZES.get(priced_as(node)) if of_feature is None else of_feature.size
 
 
 def _unpriced(node: fx.Node) -> CompileError:

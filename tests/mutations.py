@@ -22,9 +22,8 @@ from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.program import DifferentiatedProgram, LocalProgram
 from quintnet_compiler.ops.attention.ring_plan import ring_plan
 from quintnet_compiler.ops.attention.tiled import tiled_attention, tiled_attention_backward
+from quintnet_compiler.ops.catalog import op_spec
 from quintnet_compiler.ops.collectives import (
-    COMMUNICATION,
-    SIZED,
     combine,
     convert,
     dispatch,
@@ -184,7 +183,7 @@ def _attention(program: Any) -> Iterator[Change]:
 
 def joint(program: DifferentiatedProgram, dice: Dice) -> Iterator[Change]:
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
-    moves = [n for n in nodes if n.target in COMMUNICATION or n.target in SIZED]
+    moves = [n for n in nodes if op_spec(n).takes_size]
     plans = [n for n in moves if n.target is dispatch_plan]
     rings = [n for n in moves if _several(n) and n not in plans]
     moves = [n for n in moves if not _several(n)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,13 +21,13 @@ from quintnet_compiler.core.annotations import num_bytes, value, values
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.ir.program import DifferentiatedProgram
-from quintnet_compiler.ops.collectives import all_gather_matmul, matmul_reduce_scatter
+from quintnet_compiler.ops.collective_matmuls import all_gather_matmul, matmul_reduce_scatter
 from quintnet_compiler.passes.checks.rewrites.fused import check_fused
 from quintnet_compiler.runtime.execute.comm import Comm
 from quintnet_compiler.runtime.transport.async_matmul import factors
 from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh
 from quintnet_compiler.runtime.transport.local import LocalWorld
-from quintnet_compiler.runtime.transport.symmetric import Kernels, fused_kernels
+from quintnet_compiler.runtime.transport.symmetric import SymmetricKernels, fused_kernels, kernels_of
 from quintnet_compiler.simulation.program import simulate_program
 
 from .models import CASES, build
@@ -331,9 +332,9 @@ def _kernels_and_ring(lead: tuple[int, ...], dim: int) -> tuple[list[Tensor], li
     group = torch.distributed.group.WORLD
     mesh = Mesh(tp=2)
     transport = DistributedTransport(mesh, device_mesh(mesh, "cpu"))
-    assert transport.kernels("tp", torch.device("cpu")) is None
+    assert transport.of_group("tp", "kernels", partial(kernels_of, device=torch.device("cpu"))) is None
     comm = Comm(transport, mesh, mesh.coordinate(transport.rank))
-    reference = Kernels(
+    reference = SymmetricKernels(
         group.group_name, symmetric._fused_all_gather_matmul_fallback, symmetric._fused_matmul_reduce_scatter_fallback
     )
     generator = torch.Generator().manual_seed(transport.rank)

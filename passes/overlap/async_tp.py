@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from ...core.annotations import annotate, facts, shape, value
 from ...ir.program import DifferentiatedProgram
 from ...ops.catalog import op_spec
-from ...ops.collectives import all_gather_matmul, matmul_reduce_scatter
+from ...ops.collective_matmuls import all_gather_matmul, matmul_reduce_scatter
 from .matmul_chains import ChainFinder, Fused, Matmul
 
 aten = torch.ops.aten

@@ -37,7 +37,6 @@ from ..passes.checks.padding import check_padding
 from ..passes.checks.positions import check_positions
 from ..passes.checks.reductions import check_reductions
 from ..passes.checks.rewrites.early import check_early
-from ..passes.checks.rewrites.fused import check_fused
 from ..passes.checks.rewrites.in_place import check_in_place
 from ..passes.checks.rewrites.joined import check_joined
 from ..passes.checks.rewrites.norms import check_norms
@@ -55,7 +54,6 @@ from ..passes.lowering.fuse_token_dispatch import FuseTokenDispatch
 from ..passes.lowering.insert_communication import InsertCommunication
 from ..passes.lowering.join_slices import JoinSlices
 from ..passes.lowering.sum_in_place import SumInPlace
-from ..passes.overlap.async_tp import FuseCollectiveMatmuls
 from ..passes.overlap.gather_early import GatherEarly
 from ..passes.overlap.overlap import Overlap
 from ..passes.sharding.axis_view import ShardingOptions
@@ -375,11 +373,6 @@ _PASSES: tuple[PassSpec, ...] = (
         Overlap, "DifferentiatedProgram", "when communication starts, and what is computed until it is waited for",
         _overlap,
         lambda s, before, after: [(check_overlap, (before, after))] if after is not before else [],
-    ),
-    PassSpec(
-        FuseCollectiveMatmuls, "DifferentiatedProgram", "which collectives run slice by slice with matmuls (async TP)",
-        lambda s, p: _planned(FuseCollectiveMatmuls, s) if s.plan.async_tp else None,
-        lambda s, before, after: [(check_fused, (before, after))] if after is not before else [],
     ),
     PassSpec(
         SumInPlace, "DifferentiatedProgram", "which sums over ranks overwrite their terms",

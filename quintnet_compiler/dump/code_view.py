@@ -11,7 +11,7 @@ from torch import fx
 from ..core.annotations import facts, known, values
 from ..ir.distributed_program import DistributedProgram, Piece, StageProgram
 from ..ir.repeated_blocks import Block, block_of
-from ..ops.collectives import collective_of
+from ..ops.catalog import collective_of
 from .fold import FoldedUnit, fold
 
 _ASSIGNED = re.compile(r"\s*(\w+)(?:\s*:[^=]*)?\s=\s")

@@ -12,8 +12,7 @@ from torch import fx
 
 from ..core.annotations import facts, num_bytes, tensor_inputs, values
 from ..ir.distributed_program import DistributedProgram, Piece, Transfer
-from ..ops.catalog import op_spec
-from ..ops.collectives import collective_of
+from ..ops.catalog import collective_of, op_spec
 from ..runtime.state.gradients import GradientStore
 from ..runtime.transport.local import LocalTransport, LocalWorld
 

@@ -18,8 +18,7 @@ from ..core.errors import REPORT, CompileError, RunError
 from ..core.sharding import Sharding
 from ..core.slices import take_all
 from ..ir.distributed_program import DistributedProgram, Piece, RankProgram, StageProgram
-from ..ops.catalog import op_spec
-from ..ops.collectives import collective_of
+from ..ops.catalog import collective_of, op_spec
 from ..ops.copies import WAYS
 from ..runtime.execute.comm import Comm
 from ..runtime.execute.executor import Executor, Run

@@ -4,6 +4,7 @@ Nothing else imports such a folder: other packages ask operators what they are (
 for passes. Without its folder and its line a feature is gone, and the compiler is as it was before.
 """
 
+from .async_tp import ASYNC_TP
 from .chunked_losses import CHUNKED_LOSSES
 from .feature import Feature, Rewrite, add_feature
 from .fp8 import FP8
@@ -17,5 +18,6 @@ FEATURES: tuple[Feature, ...] = tuple(
         FP8,
         CHUNKED_LOSSES,
         OFFLOAD,
+        ASYNC_TP,
     )
 )

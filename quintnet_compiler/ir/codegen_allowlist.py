@@ -13,7 +13,7 @@ import torch
 from ..compat.torch import OpOverload, schema
 from ..core.errors import REPORT, CompileError
 from ..core.names import one_line
-from ..ops.rank_local import RANKED
+from ..ops.catalog import spec_of_method
 
 # What passes/codegen/python_ops.py calls; everything else goes by its full name, torch.ops.namespace.operator.overload.
 _SPELLED = frozenset(
@@ -25,7 +25,6 @@ _SPELLED = frozenset(
         "cos sin eq ne ge gt le lt logical_and logical_or logical_not _C._nn.gelu detach unsqueeze squeeze amax any",
     )
 )
-_COMM = frozenset({f"comm.{str(op).split('.')[1]}" for op in RANKED} | {"comm.accumulate", "comm.accumulate_matmul"})
 _FLOATS = frozenset({"inf", "nan"})  # as fx spells them
 _FIXED = _FLOATS | {"self", "args", "torch", "device"}  # names that code may not bind
 _OPTION = re.compile(r"[\w.,() >-]{0,100}")  # text arguments of operators: "tanh", "none", "bij,bjk->bik"
@@ -128,7 +127,7 @@ class _Function:
 
     def _call(self, node: ast.Call) -> None:
         path = _dotted(node.func)
-        to_comm = path in _COMM and "comm" in self.bound
+        to_comm = _is_rank_method(path) and "comm" in self.bound
         self._require(to_comm or path in _SPELLED or _is_operator(path), node.func)
         for arg in node.args:
             if to_comm and isinstance(arg, ast.Constant) and isinstance(arg.value, str):  # an axis, a parameter's value
@@ -170,6 +169,13 @@ def _dotted(node: ast.expr) -> str:
         names.append(node.attr)
         node = node.value
     return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else ""
+
+
+def _is_rank_method(path: str) -> bool:
+    """Return whether it is ``comm.name`` of an operator that the runtime carries out."""
+    comm, _, name = path.partition(".")
+    spec = spec_of_method(name)
+    return comm == "comm" and (spec.on_rank or spec.accumulates is not None)
 
 
 @cache

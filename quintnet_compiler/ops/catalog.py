@@ -28,7 +28,8 @@ from typing import Any, cast
 from torch import fx
 
 from ..compat.torch import operator_name
-from .extensions import extension
+from .collectives import CollectiveSpec
+from .extensions import extension, extension_of_method
 from .op_spec import FUSED, OpSpec
 from .rules.notation import Work
 from .traits import TRAITS
@@ -47,8 +48,19 @@ def spec_of(target: Any) -> OpSpec:
 def op_spec(node: fx.Node) -> OpSpec:
     """Return the spec of the operator that a node calls, in generated code as a method; others have the default one."""
     if node.op == "call_method":
-        return _OF_METHODS.get(str(node.target), _DEFAULT)
+        return spec_of_method(str(node.target))
     return spec_of(node.target)
+
+
+def collective_of(called: str) -> CollectiveSpec | None:
+    """Return the collective that generated code calls, or starts, by a name; None for other names."""
+    return spec_of_method(called).collective
+
+
+def spec_of_method(name: str) -> OpSpec:
+    """Return the spec of the operator that generated code calls the runtime for, by its name."""
+    spec = _OF_METHODS.get(name) or extension_of_method(name, OpSpec)
+    return spec if spec is not None and (spec.on_rank or spec.accumulates) else _DEFAULT
 
 
 def priced_as(node: fx.Node) -> Any:
@@ -91,12 +103,10 @@ _DEFAULT = OpSpec()
 OPERATORS = _read(
     # name, work, autocast, recompute
     """
-    all_gather_matmul                                     matmul     -   -
     _cdist_backward                                       matmul     -   -
     convolution_backward                                  matmul     -   -
     grouped_linear                                        matmul     -   keep
     grouped_weight_grad                                   matmul     -   -
-    matmul_reduce_scatter                                 matmul     -   -
     _trilinear                                            matmul     -   -
     ring_attention                                        attention  -   -
     ring_attention_backward                               attention  -   -

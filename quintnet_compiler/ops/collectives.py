@@ -144,39 +144,6 @@ ring_attention_backward = define_operator(
 )
 
 
-def _all_gather_matmul_shapes(
-    x: Tensor, axis: str, size: int, dim: int, parts: int, weights: list[Tensor], biases: object,
-    transposed: list[bool], keep: bool,
-) -> list[Tensor]:  # fmt: skip
-    whole = resized(x, dim, times=size)
-    columns = [w.shape[0] if turn else w.shape[1] for w, turn in zip(weights, transposed, strict=True)]
-    return [*(whole.new_empty([*whole.shape[:-1], n]) for n in columns), *([whole] if keep else [])]
-
-
-def _matmul_reduce_scatter_shape(
-    xs: list[Tensor], axis: str, size: int, dim: int, parts: int, weights: list[Tensor], biases: object,
-    transposed: list[bool],
-) -> Tensor:  # fmt: skip
-    columns = weights[0].shape[0] if transposed[0] else weights[0].shape[1]
-    return resized(xs[0].new_empty([*xs[0].shape[:-1], columns]), dim, over=size)
-
-
-# Collectives fused with matmuls that need them, or that they need (Wang et al. 2023): while a slice travels, another
-# is multiplied. A weight is [in, out], or ``transposed``: [out, in]; ``dim`` is never the last one.
-# Each weight's product with all_gather(x), and (``keep``) what was gathered
-all_gather_matmul = define_operator(
-    "all_gather_matmul(Tensor x, str axis, int size, int dim, int parts, Tensor[] weights, Tensor?[] biases, "
-    "bool[] transposed, bool keep) -> Tensor[]",
-    _all_gather_matmul_shapes,
-)
-# reduce_scatter of the sum of each of ``xs`` times its weight
-matmul_reduce_scatter = define_operator(
-    "matmul_reduce_scatter(Tensor[] xs, str axis, int size, int dim, int parts, Tensor[] weights, Tensor?[] biases, "
-    "bool[] transposed) -> Tensor",
-    _matmul_reduce_scatter_shape,
-)
-
-
 def _start_of(collective: OpOverload) -> OpOverload:
     return define_operator(f"start_{str(schema(collective)).removeprefix('quintnet::')}", collective)
 
@@ -218,7 +185,7 @@ class CollectiveSpec:
         return str(schema(self.op).name).removeprefix("quintnet::")
 
 
-# one entry for each; the fused ones are priced by their matmuls and what these do not hide
+# one entry for each; features have others, whose specs name them
 _TABLE = (
     CollectiveSpec(all_reduce, "all_reduce", _start_of(all_reduce)),
     CollectiveSpec(all_reduce_, "all_reduce", _start_of(all_reduce_)),
@@ -237,15 +204,8 @@ _TABLE = (
     CollectiveSpec(return_runs, "send", _start_of(return_runs), opaque=True, transpose=send_runs),
     CollectiveSpec(ring_attention, "ring", opaque=True),
     CollectiveSpec(ring_attention_backward, "ring", opaque=True),
-    CollectiveSpec(all_gather_matmul, "matmul", slice_at="input", opaque=True),
-    CollectiveSpec(matmul_reduce_scatter, "matmul", slice_at="result", opaque=True),
 )
 COLLECTIVES: Mapping[str, CollectiveSpec] = MappingProxyType({one.name: one for one in _TABLE})
-
-
-def collective_of(called: str) -> CollectiveSpec | None:
-    """The collective that generated code calls (or starts) by a name."""
-    return COLLECTIVES.get(called.removeprefix("start_"))
 
 
 _BEGUN = {one.op: one.start for one in _TABLE if one.start is not None}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
+
 T = TypeVar("T")
 _EXTENSIONS: dict[tuple[Any, type], Any] = {}  # filled as operators are defined, like torch's own registry
 
@@ -34,3 +36,9 @@ def extension(operator: Any, kind: type[T]) -> T | None:
     """Return what was said of an operator with a ``kind``; None if nothing was."""
     said: T | None = _EXTENSIONS.get((operator, kind))
     return said
+
+
+def extension_of_method(name: str, kind: type[T]) -> T | None:
+    """Return the same of the operator of this package that generated code calls by ``name``."""
+    operator = None if name.startswith("_") else getattr(torch.ops.quintnet, name, None)
+    return extension(getattr(operator, "default", None), kind)

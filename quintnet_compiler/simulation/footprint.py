@@ -20,8 +20,7 @@ from ..core.mesh import Mesh
 from ..ir.distributed_program import DistributedProgram, RankProgram, StageProgram
 from ..ir.generated import GeneratedModule
 from ..ops.attention.tiled import backward_working_bytes, working_bytes
-from ..ops.catalog import op_spec
-from ..ops.collectives import COLLECTIVES
+from ..ops.catalog import collective_of, op_spec
 from ..ops.copies import WAYS
 from ..runtime.execute.comm import Comm
 from ..runtime.state.products import adds_up
@@ -34,10 +33,13 @@ from .silent_transport import SilentTransport
 WORKING: Mapping[str, Callable[..., int]] = MappingProxyType(
     {"tiled_attention": working_bytes, "tiled_attention_backward": backward_working_bytes}
 )
-# always return new memory; not run here, since their values depend on data, or take long
-OPAQUE = frozenset(
-    {"keep_mask", "local_noise", *WORKING, *WAYS, *(name for name, spec in COLLECTIVES.items() if spec.opaque)}
-)
+_OPAQUE = frozenset({"keep_mask", "local_noise", *WORKING, *WAYS})
+
+
+def is_opaque(name: str) -> bool:
+    """Return whether a method returns new memory, and is not run: its values depend on data, or take long."""
+    collective = collective_of(name)
+    return name in _OPAQUE or (collective is not None and collective.opaque)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ class Footprints:
         sizes = tuple((name, size) for name, size in comm.mesh.axes if name != "pp")
         place = tuple((name, at) for name, at in comm.coordinate.items() if name != "pp")
         context = sizes, place, self.processes, self.program.expert_imbalance
-        return KnownFunctions(self.mode.results, context, OPAQUE)
+        return KnownFunctions(self.mode.results, context, is_opaque)
 
     def _received(self, name: str) -> Tensor:
         """Return a copy, in new memory, of what another stage computed."""
@@ -346,7 +348,7 @@ def _evaluate(
     if name == "wait":
         started = operands[0]
         return memory.communicate(started, ()) if callable(started) else (started[0], [])
-    if name in OPAQUE:
+    if is_opaque(name):
         result = _opaque_result(node, name, device, imbalance)
         # until it is waited for, what a start reads and what it returns are alive
         return (result if name == node.target else (result, operands)), []

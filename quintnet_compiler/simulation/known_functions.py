@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,12 +41,12 @@ class KnownFunctions:
     Attributes:
         known: results for all graphs of one mode.
         where: what results depend on besides the code and its arguments: the sizes of groups and a place among them.
-        opaque: methods whose results are read from the graph.
+        opaque: whether a method's results are read from the graph.
     """
 
     known: MutableMapping[Hashable, Any]
     where: Hashable
-    opaque: Container[str]
+    opaque: Callable[[str], bool]
 
     def run(
         self, graph: fx.Graph, arguments: Sequence[Tensor], lent: Iterable[Tensor], away: Iterable[Tensor],
@@ -86,7 +86,7 @@ class KnownFunctions:
             method = node.op == "call_method"
             args = fx.map_arg(node.args[:-1] if method else node.args, numbers.__getitem__)
             target = "" if node.op in ("placeholder", "output") else node.target
-            read = method and str(node.target).removeprefix("start_") in self.opaque
+            read = method and self.opaque(str(node.target).removeprefix("start_"))
             text = repr((args, fx.map_arg(node.kwargs, numbers.__getitem__)))
             yield node.op, target, text, _looks(node) if read else ()
             numbers[node] = f"%{len(numbers)}"

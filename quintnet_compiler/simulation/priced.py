@@ -19,12 +19,11 @@ from ..cost_models.operators import leaving_runs, ring_steps
 from ..ir.cost_protocol import RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram, StageProgram
 from ..ir.expert_load import ExpertLoad
-from ..ops.catalog import op_spec, priced_as
+from ..ops.catalog import collective_of, op_spec, priced_as
 from ..ops.collectives import (
     COLLECTIVES,
     STARTS,
     CollectiveSpec,
-    collective_of,
     combine,
     dispatch_plan,
     return_runs,
@@ -159,7 +158,7 @@ class ProgramPrices:
         """
         if str(node.target) in WAYS:
             return costs.host_seconds(None)
-        spec = collective_of(str(node.target).removeprefix("start_"))
+        spec = collective_of(str(node.target))
         messages = costs.host_seconds(None) if spec is not None else 0.0
         computes = spec is None or spec.price in ("ring", "matmul")
         return messages + (costs.host_seconds(source) if computes and source is not None else 0.0)

@@ -11,7 +11,6 @@ from torch import Tensor
 from ..core.mesh import Mesh
 from ..runtime.transport.collectives import Native, pending
 from ..runtime.transport.distributed import DistributedTransport
-from ..runtime.transport.symmetric import Kernels
 from ..runtime.transport.transport import Pending, Wait
 
 
@@ -60,7 +59,7 @@ class SilentTransport(DistributedTransport):
         self.mesh, self.rank, self.place = mesh, rank, mesh.coordinate(rank)
         self.axis = {axis: SilentGroup(mesh[axis], self.place[axis]) for axis in mesh.names if mesh[axis] > 1}
 
-    def kernels(self, axis: str, device: torch.device) -> Kernels | None:
+    def of_group(self, axis: str, kind: object, create: object) -> None:
         return None
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:

@@ -21,14 +21,14 @@ from ...ops.attention.paged import PageAccess, attend_pages
 from ...ops.attention.tiled import attend_runs, attend_runs_backward
 from ...ops.attention.tiles import AttentionInputs, AttentionTiles, Ids
 from ...ops.collectives import COLLECTIVES
+from ...ops.extensions import extension_of_method
 from ..state.gradients import GradientStore
-from ..transport.async_matmul import all_gather_matmul, factors, matmul_reduce_scatter
 from ..transport.host_copies import HostCopies
 from ..transport.ring import POSITIONS, Circle, Ring, ring_backward, ring_forward, runs_of
 from ..transport.run_exchange import RunExchange
 from ..transport.token_dispatch import Router
 from ..transport.transport import Pending, Transport
-from .extensions import RankService
+from .extensions import RankMethod, RankService
 
 
 class Comm:
@@ -76,6 +76,13 @@ class Comm:
         self.under_way: dict[int, tuple[Tensor, Callable[[], Any]]] = {}  # by id() of the gathered tensor
         self.pages: dict[Hashable, tuple[PageAccess, Tensor, Tensor]] = {}  # by id() of table and places, window, dtype
         self.ids: dict[tuple[int, ...], Ids] = {}  # by id() of the tensors: the layers of a function share them
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return what carries out an operator of a feature."""
+        method = extension_of_method(name, RankMethod)
+        if method is None:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return partial(method.run, self)
 
     def gather_early(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
@@ -298,45 +305,8 @@ class Comm:
         coordinates = [self.coordinate.get(axis, self.microbatch) for axis in axes]
         return AttentionTiles(scale, Sight.parse(mask), tile_bytes), slices.runs(whole, parts, sizes, coordinates)
 
-    def all_gather_matmul(
-        self,
-        x: Tensor,
-        axis: str,
-        dim: int,
-        parts: int,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        transposed: Sequence[bool],
-        keep: bool,
-        at: int,
-    ) -> tuple[Tensor, ...]:
-        """Return products with the all-gathered ``x``, with ``keep`` that, too, see :mod:`..transport.async_matmul`.
-
-        Fused kernels compute them where the transport has some.
-        """
-        matrices = factors(weights, biases, transposed)
-        kernels = self.transport.kernels(axis, x.device)
-        fused = kernels.all_gather_matmul(x, dim, parts, matrices, keep) if kernels is not None else None
-        return all_gather_matmul(self._circle(axis, at), x, dim, parts, matrices, keep) if fused is None else fused
-
-    def matmul_reduce_scatter(
-        self,
-        xs: Sequence[Tensor],
-        axis: str,
-        dim: int,
-        parts: int,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        transposed: Sequence[bool],
-        at: int,
-    ) -> Tensor:
-        """Reduce-scatter the sum of products over the ranks of ``axis``: see :mod:`..transport.async_matmul`."""
-        matrices = factors(weights, biases, transposed)
-        kernels = self.transport.kernels(axis, xs[0].device)
-        fused = kernels.matmul_reduce_scatter(xs, dim, parts, matrices) if kernels is not None else None
-        return matmul_reduce_scatter(self._circle(axis, at), xs, dim, parts, matrices) if fused is None else fused
-
-    def _circle(self, axis: str, at: int) -> Circle:
+    def circle(self, axis: str, at: int) -> Circle:
+        """Return this rank's place among those of an axis, for call ``at``."""
         return Circle(self.transport, axis, self.mesh[axis], self.coordinate[axis], at)
 
     def paged_attention(

@@ -6,15 +6,15 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from ..transport.symmetric import Kernels
 from ..transport.transport import Pending, Transport, Wait
 from .comm import Comm
 from .executor import Executor
@@ -239,8 +239,8 @@ class TimedTransport:
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
         return self.recorder.begun(lambda: self.inner.permute(x, axis, sources, at), **self._what(axis, at))
 
-    def kernels(self, axis: str, device: torch.device) -> Kernels | None:
-        return self.inner.kernels(axis, device)
+    def of_group(self, axis: str, kind: Hashable, create: Callable[[ProcessGroup], T]) -> T | None:
+        return self.inner.of_group(axis, kind, create)
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
         return self.recorder.begun(lambda: self.inner.start_sum(x, ranks, label), **self._over(ranks, label))

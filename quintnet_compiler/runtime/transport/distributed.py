@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,9 @@ from .connections import Connection, Connections
 from .groups import mesh_of_groups, new_group
 from .narrow import as_bytes, moved_as_bytes
 from .shared_memory import fits
-from .symmetric import Kernels, kernels_of
 from .transport import Pending, Wait
+
+T = TypeVar("T")
 
 # The order of a DeviceMesh's dims: the pipeline outermost, then the axes in the order in which shardings nest.
 
@@ -81,7 +82,7 @@ class DistributedTransport:
             assert dist.group.WORLD is not None
             self.group.setdefault(tuple(range(mesh.size)), collectives(dist.group.WORLD))
         self.grouped = set(self.group)  # sets of ranks, also those without this one
-        self.fused: dict[tuple[str, torch.device], Kernels | None] = {}
+        self.resources: dict[tuple[str, Hashable], Any] = {}  # of process groups, by axis and kind
         self.connections = Connections()
         self.add_groups(groups)
 
@@ -257,10 +258,11 @@ class DistributedTransport:
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
         return self.axis[axis].permute(x.contiguous(), sources)
 
-    def kernels(self, axis: str, device: torch.device) -> Kernels | None:
-        if (axis, device) not in self.fused:
-            self.fused[axis, device] = kernels_of(self.axis[axis].group, device)
-        return self.fused[axis, device]
+    def of_group(self, axis: str, kind: Hashable, create: Callable[[dist.ProcessGroup], T]) -> T | None:
+        if (axis, kind) not in self.resources:
+            self.resources[axis, kind] = create(self.axis[axis].group)
+        resource: T = self.resources[axis, kind]
+        return resource
 
     # -- calls of the executor
 

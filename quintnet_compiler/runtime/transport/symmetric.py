@@ -19,7 +19,7 @@ from .async_matmul import Factor
 
 
 @dataclass(frozen=True)
-class Kernels:
+class SymmetricKernels:
     """The kernels for the ranks of a process group, by its name.
 
     The methods return None for products that the kernels do not support: several terms of a scatter, a bias that is
@@ -51,7 +51,7 @@ class Kernels:
         return self.scatter(xs[0].contiguous(), factors[0].matrix, "sum", dim, self.group).contiguous()
 
 
-def kernels_of(group: dist.ProcessGroup, device: torch.device) -> Kernels | None:
+def kernels_of(group: dist.ProcessGroup, device: torch.device) -> SymmetricKernels | None:
     """Return the kernels for ``group``, or None; every rank of the group must call this.
 
     There are kernels if each rank has another device of this machine, and all can read each other's memory.
@@ -72,6 +72,6 @@ def kernels_of(group: dist.ProcessGroup, device: torch.device) -> Kernels | None
     return fused_kernels(group)
 
 
-def fused_kernels(group: dist.ProcessGroup) -> Kernels:
+def fused_kernels(group: dist.ProcessGroup) -> SymmetricKernels:
     """Return torch's kernels, which exist for CUDA devices and the meta device."""
-    return Kernels(group.group_name, *symmetric_matmuls())
+    return SymmetricKernels(group.group_name, *symmetric_matmuls())

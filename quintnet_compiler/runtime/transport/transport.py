@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-if TYPE_CHECKING:
-    from .symmetric import Kernels
-
+T = TypeVar("T")
 Wait = Callable[[], Tensor]  # blocks until a transfer is complete, and returns its tensor
 Pending = Callable[[], Any]  # the same for a collective of a graph, which may make several
 
@@ -54,8 +53,11 @@ class Transport(Protocol):
         """Start a permutation: the i-th rank of the axis gets the ``x`` of its ``sources[i]``-th rank."""
         ...
 
-    def kernels(self, axis: str, device: torch.device) -> Kernels | None:
-        """Return fused kernels for products with slices of the axis's ranks, if ``device`` has some."""
+    def of_group(self, axis: str, kind: Hashable, create: Callable[[ProcessGroup], T]) -> T | None:
+        """Return what ``create`` returns for the process group of ``axis``; None if ranks have no process groups.
+
+        It is called once for each ``kind``. Every rank of the axis must call this.
+        """
         ...
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:

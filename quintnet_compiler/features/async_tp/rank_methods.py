@@ -1,0 +1,59 @@
+"""What a rank runs for products that are fused with collectives: PyTorch's kernels where there are some, or a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...runtime.execute.comm import Comm
+from ...runtime.transport import async_matmul as ring_matmuls
+from ...runtime.transport.async_matmul import factors
+from ...runtime.transport.symmetric import SymmetricKernels, kernels_of
+
+
+def all_gather_matmul(
+    comm: Comm,
+    x: Tensor,
+    axis: str,
+    dim: int,
+    parts: int,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    transposed: Sequence[bool],
+    keep: bool,
+    at: int,
+) -> tuple[Tensor, ...]:
+    """Return products with the all-gathered ``x``, and with ``keep`` that, too."""
+    matrices = factors(weights, biases, transposed)
+    kernels = _kernels(comm, axis, x.device)
+    fused = kernels.all_gather_matmul(x, dim, parts, matrices, keep) if kernels is not None else None
+    if fused is not None:
+        return fused
+    return ring_matmuls.all_gather_matmul(comm.circle(axis, at), x, dim, parts, matrices, keep)
+
+
+def matmul_reduce_scatter(
+    comm: Comm,
+    xs: Sequence[Tensor],
+    axis: str,
+    dim: int,
+    parts: int,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    transposed: Sequence[bool],
+    at: int,
+) -> Tensor:
+    """Return this rank's slice of the sum of products over the ranks of ``axis``."""
+    matrices = factors(weights, biases, transposed)
+    kernels = _kernels(comm, axis, xs[0].device)
+    fused = kernels.matmul_reduce_scatter(xs, dim, parts, matrices) if kernels is not None else None
+    if fused is not None:
+        return fused
+    return ring_matmuls.matmul_reduce_scatter(comm.circle(axis, at), xs, dim, parts, matrices)
+
+
+def _kernels(comm: Comm, axis: str, device: torch.device) -> SymmetricKernels | None:
+    return comm.transport.of_group(axis, (SymmetricKernels, device), partial(kernels_of, device=device))
