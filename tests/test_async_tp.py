@@ -20,14 +20,14 @@ from quintnet_compiler.core import slices
 from quintnet_compiler.core.annotations import num_bytes, value, values
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
+from quintnet_compiler.features.async_tp.check import check_fused
+from quintnet_compiler.features.async_tp.ops import all_gather_matmul, matmul_reduce_scatter
+from quintnet_compiler.features.async_tp.ring_matmuls import factors
+from quintnet_compiler.features.async_tp.symmetric_memory import SymmetricKernels, fused_kernels, kernels_of
 from quintnet_compiler.ir.program import DifferentiatedProgram
-from quintnet_compiler.ops.collective_matmuls import all_gather_matmul, matmul_reduce_scatter
-from quintnet_compiler.passes.checks.rewrites.fused import check_fused
 from quintnet_compiler.runtime.execute.comm import Comm
-from quintnet_compiler.runtime.transport.async_matmul import factors
 from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh
 from quintnet_compiler.runtime.transport.local import LocalWorld
-from quintnet_compiler.runtime.transport.symmetric import SymmetricKernels, fused_kernels, kernels_of
 from quintnet_compiler.simulation.program import simulate_program
 
 from .models import CASES, build

@@ -35,7 +35,6 @@ MISSING = frozenset(
         "quintnet_compiler.runtime.execute.cudagraphs",
         "quintnet_compiler.runtime.state.state",
         "quintnet_compiler.runtime.transport.collectives",
-        "quintnet_compiler.runtime.transport.symmetric",
         "quintnet_compiler.runtime.transport.transport",
         "quintnet_compiler.simulation.program",
         "quintnet_compiler.training.run",

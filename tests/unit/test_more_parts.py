@@ -28,6 +28,7 @@ from quintnet_compiler.driver.refusals import check_divides, no_parameter
 from quintnet_compiler.driver.variants import _difference
 from quintnet_compiler.equivalence.unchanged import reseed_all
 from quintnet_compiler.equivalence.verify import Comparison, coarsest_of
+from quintnet_compiler.features.async_tp.ring_matmuls import all_gather_matmul, factors, matmul_reduce_scatter
 from quintnet_compiler.huggingface.parallel_plan import generic
 from quintnet_compiler.huggingface.registries import traced_as_few_nodes
 from quintnet_compiler.ir.builder import aten
@@ -44,7 +45,6 @@ from quintnet_compiler.runtime.launch.attempt import PRELOADED
 from quintnet_compiler.runtime.launch.board import Board, last_step
 from quintnet_compiler.runtime.launch.faults import report
 from quintnet_compiler.runtime.launch.heartbeat import dump_stacks
-from quintnet_compiler.runtime.transport.async_matmul import all_gather_matmul, factors, matmul_reduce_scatter
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
 from quintnet_compiler.runtime.transport.ring import Circle
 from quintnet_compiler.simulation.footprint import storage

@@ -18,6 +18,9 @@ from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.driver.pipeline import PIPELINE, PassSetting, Request
 from quintnet_compiler.equivalence.dry_run import check_ranks
+from quintnet_compiler.features.async_tp.check import check_fused
+from quintnet_compiler.features.async_tp.fuse_collective_matmuls import FuseCollectiveMatmuls
+from quintnet_compiler.features.async_tp.matmul_chains import matmul_of
 from quintnet_compiler.ir.invariants import verify
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.printer import code_text, program_text
@@ -39,7 +42,6 @@ from quintnet_compiler.passes.checks.code import check_code
 from quintnet_compiler.passes.checks.expected_calls import ExpectedCalls
 from quintnet_compiler.passes.checks.notation import check_notation
 from quintnet_compiler.passes.checks.reductions import check_reductions
-from quintnet_compiler.passes.checks.rewrites.fused import check_fused
 from quintnet_compiler.passes.checks.rewrites.overlap import check_overlap
 from quintnet_compiler.passes.checks.slices import check_slices
 from quintnet_compiler.passes.checks.types import check_types
@@ -53,8 +55,6 @@ from quintnet_compiler.passes.lowering.fuse_token_dispatch import FuseTokenDispa
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.passes.lowering.lower_cross_entropy import LowerCrossEntropy
 from quintnet_compiler.passes.lowering.padding import Padding
-from quintnet_compiler.passes.overlap.async_tp import FuseCollectiveMatmuls
-from quintnet_compiler.passes.overlap.matmul_chains import matmul_of
 from quintnet_compiler.passes.overlap.order import Order
 from quintnet_compiler.passes.overlap.overlap import Overlap
 from quintnet_compiler.passes.sharding.choose_sharding import ChooseSharding

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from ...cost_models.extensions import SizeOfProduct
 from ...ir.program import DifferentiatedProgram
-from ...ops.collective_matmuls import all_gather_matmul, matmul_reduce_scatter
-from ...passes.checks.rewrites.fused import check_fused
-from ...passes.overlap.async_tp import FuseCollectiveMatmuls
 from ...passes.overlap.overlap import Overlap
 from ...runtime.execute.extensions import RankMethod
 from ..feature import Feature, Rewrite, RewriteSetting
 from . import rank_methods
+from .check import check_fused
+from .fuse_collective_matmuls import FuseCollectiveMatmuls
+from .ops import all_gather_matmul, matmul_reduce_scatter
 from .prices import all_gather_matmul_size, matmul_reduce_scatter_size
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...runtime.execute.comm import Comm
-from ...runtime.transport import async_matmul as ring_matmuls
-from ...runtime.transport.async_matmul import factors
-from ...runtime.transport.symmetric import SymmetricKernels, kernels_of
+from . import ring_matmuls
+from .ring_matmuls import factors
+from .symmetric_memory import SymmetricKernels, kernels_of
 
 
 def all_gather_matmul(

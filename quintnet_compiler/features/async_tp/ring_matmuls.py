@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...compat.torch_codegen import SHIPPED
 from ...core import slices
-from .ring import Circle
+from ...runtime.transport.ring import Circle
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from ...core.annotations import annotate, facts, shape, value
 from ...ir.program import DifferentiatedProgram
 from ...ops.catalog import op_spec
-from ...ops.collective_matmuls import all_gather_matmul, matmul_reduce_scatter
 from .matmul_chains import ChainFinder, Fused, Matmul
+from .ops import all_gather_matmul, matmul_reduce_scatter
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compat.distributed import symmetric_matmuls, use_symmetric_memory
-from .async_matmul import Factor
+from .ring_matmuls import Factor
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SymmetricKernels:
     def all_gather_matmul(
         self, x: Tensor, dim: int, parts: int, factors: Sequence[Factor], keep: bool
     ) -> tuple[Tensor, ...] | None:
-        """Compute :func:`.async_matmul.all_gather_matmul`."""
+        """Compute :func:`.ring_matmuls.all_gather_matmul`."""
         if parts > 1:
             return None
         matrices = [factor.matrix for factor in factors]
@@ -45,7 +45,7 @@ class SymmetricKernels:
     def matmul_reduce_scatter(
         self, xs: Sequence[Tensor], dim: int, parts: int, factors: Sequence[Factor]
     ) -> Tensor | None:
-        """Compute :func:`.async_matmul.matmul_reduce_scatter`."""
+        """Compute :func:`.ring_matmuls.matmul_reduce_scatter`."""
         if parts > 1 or len(xs) > 1 or factors[0].bias is not None:
             return None
         return self.scatter(xs[0].contiguous(), factors[0].matrix, "sum", dim, self.group).contiguous()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .collectives import CollectiveSpec
-from .define import define_operator, resized
-from .extensions import extend
-from .op_spec import OpSpec
+from ...ops.collectives import CollectiveSpec
+from ...ops.define import define_operator, resized
+from ...ops.extensions import extend
+from ...ops.op_spec import OpSpec
 
 
 def _all_gather_matmul_shapes(

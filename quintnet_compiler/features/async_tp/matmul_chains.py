@@ -14,7 +14,7 @@ from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
 from ...ops.catalog import op_spec
 from ...ops.collectives import all_gather, reduce_scatter
-from .items import stored_in
+from ...passes.overlap.items import stored_in
 
 aten = torch.ops.aten
 
