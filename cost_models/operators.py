@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,6 @@ from ..ops.op_spec import Attention
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
 from ..ops.rules.work import work_of
-from .extensions import ProductSize, SizeOfProduct
 from .kernels import Kernel, merged_bytes
 
 aten = torch.ops.aten
@@ -33,6 +33,19 @@ DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp32"}
     | dict.fromkeys([torch.float8_e4m3fn, torch.float8_e5m2], "fp8")
 )
+
+ProductSize = tuple[int, int, int, int]  # batch, rows, columns, depth: a multiply-add for each of their product
+
+
+@dataclass(frozen=True)
+class SizeOfProduct:
+    """The size of a feature's operator that is priced as a product, and has no rule that says it.
+
+    Attributes:
+        size: takes the node of a rank's graph.
+    """
+
+    size: Callable[[fx.Node], ProductSize]
 
 
 def _convolution(node: fx.Node) -> ProductSize:

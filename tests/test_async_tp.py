@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -332,7 +331,7 @@ def _kernels_and_ring(lead: tuple[int, ...], dim: int) -> tuple[list[Tensor], li
     group = torch.distributed.group.WORLD
     mesh = Mesh(tp=2)
     transport = DistributedTransport(mesh, device_mesh(mesh, "cpu"))
-    assert transport.of_group("tp", "kernels", partial(kernels_of, device=torch.device("cpu"))) is None
+    assert transport.kernels("tp", torch.device("cpu"), kernels_of) is None
     comm = Comm(transport, mesh, mesh.coordinate(transport.rank))
     reference = SymmetricKernels(
         group.group_name, symmetric._fused_all_gather_matmul_fallback, symmetric._fused_matmul_reduce_scatter_fallback

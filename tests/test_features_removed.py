@@ -19,6 +19,7 @@ PRODUCT = ROOT / "quintnet_compiler"
 VALUES = {
     "fp8_recipe": "rowwise", "fp8_skip": ["head"],
     "loss_chunks": 2,
+    "async_tp": True,
     "offload": ["activations"], "offload_folder": "/tmp",
 }  # fmt: skip
 
@@ -80,7 +81,6 @@ assert not [module for module in sys.modules if module.startswith(f"quintnet_com
 print("as before")
 """
 
-
 def _without(feature: str, folder: Path) -> None:
     """Link the packages of the product in ``folder``, with a list of features that lacks one."""
     package = folder / "quintnet_compiler"
@@ -92,9 +92,9 @@ def _without(feature: str, folder: Path) -> None:
         if path.name not in (feature, "__init__.py", "__pycache__"):
             (package / "features" / path.name).symlink_to(path)
     text = (PRODUCT / "features/__init__.py").read_text()
-    line = f"from .{feature} import {feature.upper()}\n"
-    assert line in text and f"{feature.upper()}," in text
-    text = text.replace(line, "").replace(f"{feature.upper()},", "")
+    for line in (f"from .{feature} import {feature.upper()}\n", f"    add_feature({feature.upper()}),\n"):
+        assert line in text
+        text = text.replace(line, "")
     assert feature not in text.lower()
     (package / "features/__init__.py").write_text(text)
 

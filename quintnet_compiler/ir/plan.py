@@ -154,7 +154,7 @@ class Plan(BaseModel):
     zero_axes: tuple[DataAxis, ...] = ("dp",)
     reshard_after_forward: bool = True
     overlap: bool = True
-    async_tp: bool = False
+    async_tp: Annotated[bool, OfFeature] = False
     recompute: Literal["none", "selective", "full", "auto"] = "none"
     activation_memory_budget: float | None = Field(default=None, gt=0, lt=2**20)
     offload: Annotated[tuple[Offloaded, ...], OfFeature] = ()
@@ -192,9 +192,8 @@ class Plan(BaseModel):
         kinds = [(name, ", ".join(f"{a}: {k}" for a, k in types.items())) for name, types in self.parameters.items()]
         if not kinds:
             return decided
-        return (
-            f"{decided}<details><summary>parameters ({len(kinds)})</summary>{table(['name', 'types'], kinds)}</details>"
-        )
+        rows = table(["name", "types"], kinds)
+        return f"{decided}<details><summary>parameters ({len(kinds)})</summary>{rows}</details>"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:

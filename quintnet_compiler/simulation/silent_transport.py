@@ -59,7 +59,7 @@ class SilentTransport(DistributedTransport):
         self.mesh, self.rank, self.place = mesh, rank, mesh.coordinate(rank)
         self.axis = {axis: SilentGroup(mesh[axis], self.place[axis]) for axis in mesh.names if mesh[axis] > 1}
 
-    def of_group(self, axis: str, kind: object, create: object) -> None:
+    def kernels(self, axis: str, device: torch.device, create: object) -> None:
         return None
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:

@@ -12,13 +12,17 @@ from torch.utils import _pytree as pytree
 
 from quintnet_compiler.compat.torch import FakeTensorMode
 from quintnet_compiler.core.annotations import Leaf
+from quintnet_compiler.core.sharding import P, R, S
 from quintnet_compiler.ir.batch_form import BatchForm
 from quintnet_compiler.ir.builder import GraphBuilder, aten
-from quintnet_compiler.ir.program import Axis, Captured, Program, Strategy
+from quintnet_compiler.ir.program import Axis, Captured, DifferentiatedProgram, Program, ShardedProgram, Strategy
 from quintnet_compiler.ir.result_form import ResultForm
 from quintnet_compiler.ops.rules.notation import Factors
 from quintnet_compiler.ops.rules.table import RULES
+from quintnet_compiler.passes.autodiff.differentiate import Differentiate
+from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.passes.sharding.axis_view import AxisView, ShardingOptions
+from quintnet_compiler.passes.stages.follow_stages import FollowStages
 from quintnet_compiler.schedules.synthesis import StageTimes
 from quintnet_compiler.strategies.rule_book import RuleBook
 
@@ -113,3 +117,25 @@ class View:
         nothing: dict[fx.Node, tuple[Strategy, ...]] = dict.fromkeys(factors, ())
         chosen = {**nothing, **self.chosen}
         return AxisView(self.program, self.axis, (), factors, chosen, self.prices, self.wishes, {})
+
+
+LOSS = Strategy((P,), ())  # what a program returns: the runtime adds up terms of a scalar
+
+
+def column() -> DifferentiatedProgram:
+    """Return a column-parallel layer whose x is gathered over its rows, as sequence parallelism does."""
+    to = builder()
+    x, v, w = leaf(to, "input", "x", 8, 6), leaf(to, "parameter", "v", 8, 6), leaf(to, "parameter", "w", 4, 6)
+    h = to.call(torch.ops.aten.mul.Tensor, x, v)
+    y = to.call(torch.ops.aten.linear.default, h, w)
+    loss = to.call(torch.ops.aten.sum.default, y)
+    whole = program(to, loss)
+    kinds = {
+        x: Strategy((), (S(0),)), v: Strategy((), (S(0),)), w: Strategy((), (S(0),)),
+        h: Strategy((S(0), S(0)), (S(0),), "split d0 1"), y: Strategy((R, S(0)), (S(1),), "split b 1"),
+        loss: Strategy((S(1),), (P,), "split d1 1"),
+    }  # fmt: skip
+    kinds[whole.graph.output_node()] = LOSS
+    sharded = ShardedProgram(whole, (TP,), {node: (kind,) for node, kind in kinds.items()})
+    staged = FollowStages(1, {"w": (0,), "v": (0,)})(sharded)
+    return Differentiate(True)(InsertCommunication(dict(RULES), True)(staged))

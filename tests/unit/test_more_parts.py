@@ -28,7 +28,6 @@ from quintnet_compiler.driver.refusals import check_divides, no_parameter
 from quintnet_compiler.driver.variants import _difference
 from quintnet_compiler.equivalence.unchanged import reseed_all
 from quintnet_compiler.equivalence.verify import Comparison, coarsest_of
-from quintnet_compiler.features.async_tp.ring_matmuls import all_gather_matmul, factors, matmul_reduce_scatter
 from quintnet_compiler.huggingface.parallel_plan import generic
 from quintnet_compiler.huggingface.registries import traced_as_few_nodes
 from quintnet_compiler.ir.builder import aten
@@ -45,8 +44,7 @@ from quintnet_compiler.runtime.launch.attempt import PRELOADED
 from quintnet_compiler.runtime.launch.board import Board, last_step
 from quintnet_compiler.runtime.launch.faults import report
 from quintnet_compiler.runtime.launch.heartbeat import dump_stacks
-from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
-from quintnet_compiler.runtime.transport.ring import Circle
+from quintnet_compiler.runtime.transport.local import LocalWorld
 from quintnet_compiler.simulation.footprint import storage
 from quintnet_compiler.simulation.measured import shown_ranks
 from quintnet_compiler.simulation.rehearsal import Allocation, Ledger
@@ -174,25 +172,6 @@ def test_a_record_goes_to_another_rank_as_text() -> None:
     clock = Clock(torch.device("cpu"))
     assert clock.mark() >= clock.zero
     assert shown_ranks(Mesh(dp=2, tp=2)) >= {0}
-
-
-# -- communication with matmuls
-
-
-def test_matmuls_with_slices_that_travel() -> None:
-    x, w = torch.randn(4, 3), torch.randn(5, 3)
-
-    def work(transport: LocalTransport, rank: int) -> tuple[Tensor, Tensor]:
-        circle = Circle(transport, "tp", 2, rank, 0)
-        (made,) = all_gather_matmul(circle, x[2 * rank : 2 * rank + 2], 0, 1, factors([w], [None], [True]), False)
-        own = slice(None, 1) if rank == 0 else slice(1, None)  # of the contracted dim
-        return made, matmul_reduce_scatter(circle, [x[:, own]], 0, 1, factors([w[:, own]], [None], [True]))
-
-    world = LocalWorld(Mesh(tp=2), ["here"])
-    found = world.run({rank: lambda t, rank=rank: work(t, rank) for rank in range(2)})  # type: ignore[misc]
-    for rank, (whole, part) in found.items():
-        assert torch.allclose(whole, x @ w.T, atol=1e-6)
-        assert torch.allclose(part, (x @ w.T)[2 * rank : 2 * rank + 2], atol=1e-5)
 
 
 def test_what_depends_on_where_a_rank_stands() -> None:

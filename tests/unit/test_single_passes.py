@@ -18,9 +18,6 @@ from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.driver.pipeline import PIPELINE, PassSetting, Request
 from quintnet_compiler.equivalence.dry_run import check_ranks
-from quintnet_compiler.features.async_tp.check import check_fused
-from quintnet_compiler.features.async_tp.fuse_collective_matmuls import FuseCollectiveMatmuls
-from quintnet_compiler.features.async_tp.matmul_chains import matmul_of
 from quintnet_compiler.ir.invariants import verify
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.printer import code_text, program_text
@@ -65,15 +62,12 @@ from quintnet_compiler.passes.stages.partition import balanced_starts
 from quintnet_compiler.schedules.kinds import one_f_one_b
 from quintnet_compiler.strategies.rule_book import RuleBook
 
-from .graphs import DP, TP, builder, leaf, linear, program
+from .graphs import DP, LOSS, TP, builder, column, leaf, linear
 
 ROW = {
     "x": Strategy((), (S(1),)), "w": Strategy((), (S(1),)), "y": Strategy((S(1), S(1)), (P,), "split c 1"),
     "loss": Strategy((P,), (P,), "partial"),
 }  # fmt: skip
-
-
-LOSS = Strategy((P,), ())  # what the program returns: the runtime adds up terms of a scalar
 
 
 def _row_parallel() -> tuple[ShardedProgram, dict[str, fx.Node]]:
@@ -204,38 +198,8 @@ def test_nothing_is_recomputed_outside_of_repeated_blocks() -> None:
     assert _targets(CoalesceCollectives()(made)) == _targets(made)
 
 
-def _column() -> DifferentiatedProgram:
-    """x: gathered over its rows for a column-parallel layer, as sequence parallelism does."""
-    to = builder()
-    x, v, w = leaf(to, "input", "x", 8, 6), leaf(to, "parameter", "v", 8, 6), leaf(to, "parameter", "w", 4, 6)
-    h = to.call(torch.ops.aten.mul.Tensor, x, v)
-    y = to.call(torch.ops.aten.linear.default, h, w)
-    loss = to.call(torch.ops.aten.sum.default, y)
-    made = program(to, loss)
-    kinds = {
-        x: Strategy((), (S(0),)), v: Strategy((), (S(0),)), w: Strategy((), (S(0),)),
-        h: Strategy((S(0), S(0)), (S(0),), "split d0 1"), y: Strategy((R, S(0)), (S(1),), "split b 1"),
-        loss: Strategy((S(1),), (P,), "split d1 1"),
-    }  # fmt: skip
-    kinds[made.graph.output_node()] = LOSS
-    sharded = ShardedProgram(made, (TP,), {node: (kind,) for node, kind in kinds.items()})
-    staged = FollowStages(1, {"w": (0,), "v": (0,)})(sharded)
-    return Differentiate(True)(InsertCommunication(dict(RULES), True)(staged))
-
-
-def test_a_gather_and_its_matmul_become_one() -> None:
-    before = _column()
-    assert "quintnet.all_gather" in _targets(before)
-    after = FuseCollectiveMatmuls()(before)
-    check_fused(before, after)
-    assert "quintnet.all_gather_matmul" in _targets(after) and "quintnet.all_gather" not in _targets(after)
-    (forward,) = (n for n in before.graph.nodes if n.target is torch.ops.aten.linear.default)
-    found = matmul_of(forward)
-    assert found is not None and found.transposed and found.bias is None and shape(found.weight) == (2, 6)
-
-
 def test_communication_starts_early_where_something_hides_it() -> None:
-    before = _column()
+    before = column()
     after = Overlap(lambda node: 1.0)(before)
     check_overlap(before, after)
     starts = [target for target in _targets(after) if target.startswith("quintnet.start_")]
@@ -270,7 +234,7 @@ def test_a_pass_gets_the_options_of_a_plan_that_it_has_fields_for() -> None:
 
 
 def test_a_stage_is_cut_and_its_functions_are_generated() -> None:
-    program = _column()
+    program = column()
     cut = StageCut(program, 0, 1)
     assert not cut.received and not cut.slices and {*cut.forward, *cut.backward} <= set(program.graph.nodes)
     assert set(cut.results().values()) <= {*cut.forward, *cut.once}

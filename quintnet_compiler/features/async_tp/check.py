@@ -29,11 +29,15 @@ PARTS = frozenset(
 Number = tuple[int, tuple[int, ...] | None]  # of the contents in order, and their shape: a reshape keeps the first
 
 
-def check_fused(before: DifferentiatedProgram, after: DifferentiatedProgram) -> None:
-    """Raises: CompileError QN209 with the value that is another than ``before``."""
+def check_fused(source: DifferentiatedProgram, fused: DifferentiatedProgram) -> None:
+    """Check that a program with fused products has the values of its source.
+
+    Raises:
+        CompileError: QN209 with the value that is another one.
+    """
     numbers = ValueNumbers()
-    old, new = _Products(before, numbers), _Products(after, numbers)
-    nodes = {node.name: node for node in after.graph.nodes}
+    old, new = _Products(source, numbers), _Products(fused, numbers)
+    nodes = {node.name: node for node in fused.graph.nodes}
     for node, number in old.of.items():
         same = nodes.get(node.name)
         if same is None and node.target not in PARTS:
@@ -45,7 +49,7 @@ def check_fused(before: DifferentiatedProgram, after: DifferentiatedProgram) -> 
         if _looks(node) != _looks(same):
             raise _fail(f"{node.name} has another shape or dtype than it had", node)
     for what in ("outputs", "gradients"):
-        a, b = (_named(mine.of, getattr(program, what)) for mine, program in ((old, before), (new, after)))
+        a, b = (_named(products.of, getattr(program, what)) for products, program in ((old, source), (new, fused)))
         if a != b:
             raise _fail(f"the program has other {what} than it had", None)
 
@@ -54,8 +58,8 @@ def _looks(node: fx.Node) -> list[Any]:
     return [(v.shape, v.dtype) for v in values(node) if v is not None]  # an operator may leave one out
 
 
-def _named(of: dict[fx.Node, Number], found: Any) -> Any:
-    return {key: of[node] for key, node in (found.items() if hasattr(found, "items") else enumerate(found))}
+def _named(of: dict[fx.Node, Number], nodes: Any) -> Any:
+    return {key: of[node] for key, node in (nodes.items() if hasattr(nodes, "items") else enumerate(nodes))}
 
 
 class _Products:
@@ -71,8 +75,8 @@ class _Products:
                 self.of[node] = self._node(node)
 
     def _node(self, node: fx.Node) -> Number:
-        made = values(node)
-        own = tuple(made[0].shape) if len(made) == 1 else None
+        results = values(node)
+        own = tuple(results[0].shape) if len(results) == 1 else None
         if node.op == "placeholder":
             return self.number(node.name), own
         place = self.program.stage.get(node), facts(node).phase, node in self.program.once
@@ -80,8 +84,8 @@ class _Products:
         if is_getitem(node):
             source, index = args
             if source in self.several:
-                found: Number = self.several[source][index]
-                return found
+                number: Number = self.several[source][index]
+                return number
             return self.number("result", self.of[source], index), own
         if op_spec(node).reshapes:
             return self.of[args[0]][0], own
@@ -107,7 +111,7 @@ class _Products:
         return self.number("product", place, x[0], x[1][-1], self.of[weight], bias and self.of[bias], transposed)
 
     def _sum(self, place: Any, terms: Sequence[int]) -> int:
-        """In this order; which of two comes first makes no difference."""
+        """Return the number of a sum in this order; which of two terms comes first makes no difference."""
         total, *rest = terms
         for term in rest:
             total = self.number("sum", place, *sorted((total, term)))
@@ -118,20 +122,20 @@ class _Products:
         x, axis, size, dim, parts, weights, biases, transposed, keep = args
         whole = [n * size if d == dim else n for d, n in enumerate(shape(x))]
         gathered = self._call(place, all_gather, x, axis, size, dim, parts), tuple(whole)
-        made: list[Number] = []
+        results: list[Number] = []
         for each in zip(weights, biases, transposed, strict=True):
             columns = shape(each[0])[0 if each[2] else 1]
-            made.append((self._matmul(place, gathered, *each), (*whole[:-1], columns)))
-        self.several[node] = [*made, gathered] if keep else made
+            results.append((self._matmul(place, gathered, *each), (*whole[:-1], columns)))
+        self.several[node] = [*results, gathered] if keep else results
         return self.number("several", tuple(self.several[node])), None
 
     def _scatter(self, node: fx.Node, place: Any) -> int:
         args: Any = node.args
         xs, axis, size, dim, parts, weights, biases, transposed = args
-        given = list(zip(weights, biases, transposed, strict=True))
-        terms = [self._matmul(place, self.of[x], *each) for x, each in zip(xs, given, strict=True)]
+        factors = list(zip(weights, biases, transposed, strict=True))
+        terms = [self._matmul(place, self.of[x], *each) for x, each in zip(xs, factors, strict=True)]
         rows: set[tuple[int, ...]] = {
-            (*shape(x)[:-1], shape(each[0])[0 if each[2] else 1]) for x, each in zip(xs, given, strict=True)
+            (*shape(x)[:-1], shape(each[0])[0 if each[2] else 1]) for x, each in zip(xs, factors, strict=True)
         }
         if len(rows) > 1:
             raise _fail(f"{node.name} adds up products of several shapes", node)

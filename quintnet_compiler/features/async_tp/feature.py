@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...cost_models.extensions import SizeOfProduct
+from ...cost_models.operators import SizeOfProduct
 from ...ir.program import DifferentiatedProgram
 from ...passes.overlap.overlap import Overlap
-from ...runtime.execute.extensions import RankMethod
+from ...ops.extensions import RankMethod
 from ..feature import Feature, Rewrite, RewriteSetting
 from . import rank_methods
 from .check import check_fused

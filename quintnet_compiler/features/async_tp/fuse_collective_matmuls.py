@@ -35,6 +35,7 @@ class FuseCollectiveMatmuls:
     """
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
+        """Return the program with fused nodes, or the same one if nothing can be fused."""
         fused = ChainFinder(program).chains()
         return _Fusing(program, fused).fused_program() if fused else program
 
@@ -50,6 +51,7 @@ class _Fusing:
         self.members = {node for chain in fused for node in chain.members}
 
     def fused_program(self) -> DifferentiatedProgram:
+        """Return the copy, complete."""
         for node in self.program.graph.nodes:
             if node in self.fused_at:
                 chain = self.fused_at[node]

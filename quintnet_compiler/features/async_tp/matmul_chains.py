@@ -63,6 +63,7 @@ class Fused:
 
     @property
     def members(self) -> Iterator[fx.Node]:
+        """Yield the nodes that one fused node replaces."""
         yield from (self.collective, *(product.node for product in self.products), *self.views)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from ...core.annotations import shape, values
-from ...cost_models.extensions import ProductSize
+from ...cost_models.operators import ProductSize
 
 
 def all_gather_matmul_size(node: fx.Node) -> ProductSize:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
-import torch
 from torch import Tensor
 
 from ...runtime.execute.comm import Comm
 from . import ring_matmuls
 from .ring_matmuls import factors
-from .symmetric_memory import SymmetricKernels, kernels_of
+from .symmetric_memory import kernels_of
 
 
 def all_gather_matmul(
@@ -28,7 +26,7 @@ def all_gather_matmul(
 ) -> tuple[Tensor, ...]:
     """Return products with the all-gathered ``x``, and with ``keep`` that, too."""
     matrices = factors(weights, biases, transposed)
-    kernels = _kernels(comm, axis, x.device)
+    kernels = comm.transport.kernels(axis, x.device, kernels_of)
     fused = kernels.all_gather_matmul(x, dim, parts, matrices, keep) if kernels is not None else None
     if fused is not None:
         return fused
@@ -48,12 +46,8 @@ def matmul_reduce_scatter(
 ) -> Tensor:
     """Return this rank's slice of the sum of products over the ranks of ``axis``."""
     matrices = factors(weights, biases, transposed)
-    kernels = _kernels(comm, axis, xs[0].device)
+    kernels = comm.transport.kernels(axis, xs[0].device, kernels_of)
     fused = kernels.matmul_reduce_scatter(xs, dim, parts, matrices) if kernels is not None else None
     if fused is not None:
         return fused
     return ring_matmuls.matmul_reduce_scatter(comm.circle(axis, at), xs, dim, parts, matrices)
-
-
-def _kernels(comm: Comm, axis: str, device: torch.device) -> SymmetricKernels | None:
-    return comm.transport.of_group(axis, (SymmetricKernels, device), partial(kernels_of, device=device))

@@ -21,14 +21,14 @@ from ...ops.attention.paged import PageAccess, attend_pages
 from ...ops.attention.tiled import attend_runs, attend_runs_backward
 from ...ops.attention.tiles import AttentionInputs, AttentionTiles, Ids
 from ...ops.collectives import COLLECTIVES
-from ...ops.extensions import extension_of_method
+from ...ops.extensions import RankMethod, extension_of_method
 from ..state.gradients import GradientStore
 from ..transport.host_copies import HostCopies
 from ..transport.ring import POSITIONS, Circle, Ring, ring_backward, ring_forward, runs_of
 from ..transport.run_exchange import RunExchange
 from ..transport.token_dispatch import Router
 from ..transport.transport import Pending, Transport
-from .extensions import RankMethod, RankService
+from .extensions import RankService
 
 
 class Comm:

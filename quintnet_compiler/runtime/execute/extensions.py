@@ -13,18 +13,6 @@ from ...ops.extensions import extensions_of
 from ..transport.host_copies import HostCopies
 
 
-@dataclass(frozen=True)
-class RankMethod:
-    """How a rank carries out an operator that generated code calls by its name.
-
-    Attributes:
-        run: takes the rank's :class:`.comm.Comm`, and what generated code passes: the operator's arguments, without the
-            size of an axis, and the index of the call.
-    """
-
-    run: Callable[..., Any]
-
-
 class RankService(Protocol):
     """Runs some operators on one rank, and may hold memory, files or threads for them."""
 

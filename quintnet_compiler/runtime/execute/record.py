@@ -6,7 +6,7 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -239,8 +239,8 @@ class TimedTransport:
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
         return self.recorder.begun(lambda: self.inner.permute(x, axis, sources, at), **self._what(axis, at))
 
-    def of_group(self, axis: str, kind: Hashable, create: Callable[[ProcessGroup], T]) -> T | None:
-        return self.inner.of_group(axis, kind, create)
+    def kernels(self, axis: str, device: torch.device, create: Callable[[ProcessGroup, torch.device], T]) -> T | None:
+        return self.inner.kernels(axis, device, create)
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
         return self.recorder.begun(lambda: self.inner.start_sum(x, ranks, label), **self._over(ranks, label))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -82,7 +82,7 @@ class DistributedTransport:
             assert dist.group.WORLD is not None
             self.group.setdefault(tuple(range(mesh.size)), collectives(dist.group.WORLD))
         self.grouped = set(self.group)  # sets of ranks, also those without this one
-        self.resources: dict[tuple[str, Hashable], Any] = {}  # of process groups, by axis and kind
+        self.created: dict[tuple[str, torch.device, Callable[..., Any]], Any] = {}  # kernels for an axis
         self.connections = Connections()
         self.add_groups(groups)
 
@@ -258,11 +258,13 @@ class DistributedTransport:
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
         return self.axis[axis].permute(x.contiguous(), sources)
 
-    def of_group(self, axis: str, kind: Hashable, create: Callable[[dist.ProcessGroup], T]) -> T | None:
-        if (axis, kind) not in self.resources:
-            self.resources[axis, kind] = create(self.axis[axis].group)
-        resource: T = self.resources[axis, kind]
-        return resource
+    def kernels(
+        self, axis: str, device: torch.device, create: Callable[[dist.ProcessGroup, torch.device], T]
+    ) -> T | None:
+        if (axis, device, create) not in self.created:
+            self.created[axis, device, create] = create(self.axis[axis].group, device)
+        kernels: T = self.created[axis, device, create]
+        return kernels
 
     # -- calls of the executor
 

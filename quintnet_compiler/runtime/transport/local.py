@@ -322,7 +322,7 @@ class LocalTransport:
         received = self._meet("permute", x, self.peers[axis], self._site(at), *sources)
         return lambda: received
 
-    def of_group(self, axis: str, kind: object, create: object) -> None:
+    def kernels(self, axis: str, device: torch.device, create: object) -> None:
         return None
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:

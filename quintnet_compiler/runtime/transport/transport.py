@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -53,10 +53,10 @@ class Transport(Protocol):
         """Start a permutation: the i-th rank of the axis gets the ``x`` of its ``sources[i]``-th rank."""
         ...
 
-    def of_group(self, axis: str, kind: Hashable, create: Callable[[ProcessGroup], T]) -> T | None:
-        """Return what ``create`` returns for the process group of ``axis``; None if ranks have no process groups.
+    def kernels(self, axis: str, device: torch.device, create: Callable[[ProcessGroup, torch.device], T]) -> T | None:
+        """Return the kernels that ``create`` returns for the ranks of ``axis``; None if they are no process group.
 
-        It is called once for each ``kind``. Every rank of the axis must call this.
+        It is called once for each device. Every rank of the axis must call this.
         """
         ...
 
