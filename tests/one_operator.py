@@ -36,7 +36,6 @@ from quintnet_compiler.ir.program import (
 from quintnet_compiler.ir.result_form import ResultForm
 from quintnet_compiler.ops.catalog import op_spec
 from quintnet_compiler.ops.collectives import share
-from quintnet_compiler.ops.rank_local import RANKED
 from quintnet_compiler.ops.rules.notation import Factors, Rule
 from quintnet_compiler.passes.autodiff.differentiate import _Tape
 from quintnet_compiler.passes.lowering.insert_communication import _CommunicationLowering
@@ -366,7 +365,7 @@ def run_on_ranks(graph: fx.Graph, mesh: Mesh, given: Mapping[str, Sequence[Tenso
                 return tuple(args[0])
             if node.target is share:
                 env[node] = args[0] / args[2]
-            elif node.target in RANKED:
+            elif op_spec(node).on_rank:
                 args = [*args[:2], *args[3:]] if op_spec(node).takes_size else args
                 env[node] = getattr(comm, node.target._opname)(*args, 0)
             else:

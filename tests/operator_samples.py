@@ -18,7 +18,6 @@ from torch import Generator, Tensor
 
 from quintnet_compiler.compat.torch import OLD_CHOLESKY
 from quintnet_compiler.ops.attention.operator import attention
-from quintnet_compiler.ops.attention.paged import paged_attention
 from quintnet_compiler.ops.cross_entropy import row_nll
 from quintnet_compiler.ops.ctc import ctc_rows
 from quintnet_compiler.ops.experts.expert_linear import expert_linear
@@ -282,28 +281,7 @@ def _attention() -> list[Sample]:
         call(sdpa, f(2, 4, 6, 4), f(2, 1, 4, 4), f(2, 1, 4, 4)),
         call(sdpa, f(4, 6), f(6, 6), f(6, 4)),
         *_masked_attention(),
-        *_paged_attention(),
     ]
-
-
-def _paged_attention() -> list[Sample]:
-    q, few, kept = const(6, 4, 2, 4), const(6, 2, 2, 4), const(6, 10, 2, 2, 4)
-    wide, own, broad = const(6, 4, 2, 6), const(6, 10, 2, 4, 4), const(2, 10, 2, 4, 6)
-    table, places = Input((6, 3), _pages, grad=False), Input((6, 2), _places, grad=False)
-    return [
-        call(paged_attention, q, q, q, own, own, table, places, 0.5, 0),
-        call(paged_attention, q, few, few, kept, kept, table, places, 0.5, 3),
-        call(paged_attention, q, q, wide, const(2, 10, 2, 4, 4), broad, table, places, 0.3, 0),
-    ]
-
-
-def _pages(dice: Generator, shape: tuple[int, ...]) -> Tensor:
-    """Each of three rows in a pool has pages of its own."""
-    return 1 + torch.arange(shape[1]) + torch.arange(shape[0])[:, None] % 3 * shape[1]
-
-
-def _places(dice: Generator, shape: tuple[int, ...]) -> Tensor:
-    return torch.randint(0, 4, (shape[0], 1), generator=dice) + torch.arange(shape[1])
 
 
 def _masked_attention() -> list[Sample]:

@@ -22,6 +22,7 @@ VALUES = {
     "async_tp": True,
     "offload": ["activations"], "offload_folder": "/tmp",
 }  # fmt: skip
+ARGUMENTS = {"generate": "torch.zeros(1, 1, dtype=torch.int64)"}  # of methods that a feature gives programs
 
 PROGRAM = """
 import copy
@@ -70,13 +71,14 @@ for _ in range(3):
     program.zero_grad()
 program = quintnet.compile(model.float(), quintnet.Mesh(tp=2), (batch[0].float(), batch[1]), precision="bf16")
 program.step((batch[0].float(), batch[1]))
-for options in json.load(sys.stdin):
+half = batch[0].float(), batch[1]
+for call in json.load(sys.stdin):
     try:
-        quintnet.compile(model, quintnet.Mesh(), (batch[0].float(), batch[1]), **options)
-    except quintnet.CompileError as error:
-        assert "QN207" in str(error) and "belongs to a feature that is not installed" in str(error), error
+        eval(call)
+    except (quintnet.CompileError, quintnet.InputError) as error:
+        assert "belongs to a feature that is not installed" in str(error), error
     else:
-        raise AssertionError(f"{options} are compiled")
+        raise AssertionError(f"{call} does something")
 assert not [module for module in sys.modules if module.startswith(f"quintnet_compiler.features.{name}")]
 print("as before")
 """
@@ -102,12 +104,17 @@ def _without(feature: str, folder: Path) -> None:
 @pytest.mark.parametrize("feature", FEATURES, ids=[feature.name for feature in FEATURES])
 def test_a_feature_can_be_removed(feature: Feature, tmp_path: Path) -> None:
     name = feature.name
-    options = [{"precision": precision} for precision in feature.precisions]
-    options += [{field: VALUES[field]} for field in feature.plan_fields]
+    values = {"precision": feature.precisions} | {field: [VALUES[field]] for field in feature.plan_fields}
+    calls = [
+        f"quintnet.compile(model, quintnet.Mesh(), half, {field}={value!r})"
+        for field, field_values in values.items()
+        for value in field_values
+    ]
+    calls += [f"program.{method}({ARGUMENTS.get(method, '')})" for method in feature.methods]
     _without(name, tmp_path)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, name, str(tmp_path)], input=json.dumps(options), text=True,
+        [sys.executable, "-c", PROGRAM, name, str(tmp_path)], input=json.dumps(calls), text=True,
         env=environment, cwd=tmp_path, capture_output=True, timeout=600,
     )  # fmt: skip
     assert result.returncode == 0 and result.stdout == "as before\n", result.stderr[-3000:]

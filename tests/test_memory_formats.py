@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from quintnet_compiler.features.text_generation.ops import paged_attention
 from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ops.attention.operator import attention
-from quintnet_compiler.ops.attention.paged import paged_attention
 from quintnet_compiler.ops.rules.table import RULES
 
 from .all_samples import SAMPLES

@@ -18,7 +18,6 @@ from ..compat.torch import pytree
 from ..compat.torch_hooks import share_backward_hooks
 from ..core.errors import CompileError, InputError, QuintNetError, RunError
 from ..core.mesh import Mesh
-from ..driver.generation.decoding import Decoding
 from ..driver.task import Task, modules_of
 from ..driver.variants import Programs
 from ..driver.whole_loss.total import PartTotals
@@ -87,7 +86,7 @@ class CompiledProgram(ProgramGeneration):
         self._batch: Any = None
         self._steps = 0
         self._given: dict[Any, Any] = {}
-        self._decoding: Decoding | None = None
+        self._kept: dict[str, Any] = {}
         self._saving = None
         self._locks = FolderLocks()
         self._preemption = None
@@ -433,7 +432,7 @@ class CompiledProgram(ProgramGeneration):
             with announced("close", home.backend.label):
                 home.leave(home.backend.everywhere(program, names))
         self._locks.release()
-        self._backend, self._home, self._decoding, self._saving, self._closed = None, None, None, None, True
+        self._backend, self._home, self._kept, self._saving, self._closed = None, None, {}, None, True
 
     def _run(
         self, kind: str, batch: Any, local: bool, recorder: Recorder | None = None, *, name: str = ""

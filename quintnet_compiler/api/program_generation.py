@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..driver.generation.batches import joined, prompts_of
-from ..driver.generation.decoding import Decoding
-from ..driver.generation.generation import Generation
-from ..driver.generation.sampling import Sampling, ends_of
+from ..equivalence.reference import differs
+from ..features import FEATURES, ProgramParts
 from ..runtime.backends.copied import ProgramTensors, copied
 from ..runtime.launch.calls import announced
 from ..runtime.threads.turns import all_turns, in_turn
@@ -22,7 +20,7 @@ from .program_reports import ProgramReports
 class ProgramGeneration(ProgramReports):
     """What continues texts."""
 
-    _decoding: Decoding | None
+    _kept: dict[str, Any]
 
     @abc.abstractmethod
     def _require_device(self, what: str) -> None: ...
@@ -106,26 +104,15 @@ class ProgramGeneration(ProgramReports):
             CompileError: QN105 if the model's attention cannot keep a cache, QN102 before a batch was seen.
             InputError: QN102 if the prompts do not fit.
         """
-        prompts = prompts_of(ids, attention_mask) if isinstance(ids, Tensor) else [*ids]
-        sampling, seed = Sampling(do_sample, temperature, top_k, top_p), self._task.plan.seed if seed is None else seed
-        ends = ends_of(self._task.model, eos_token_id, pad_token_id)
-        if not prompts:
-            raise InputError("QN102", "there are no prompts", fix="pass one or more")
         with self._turn:
-            texts = self.generation(rows=len(prompts) if rows is None else rows)
-            numbers = [
-                texts.add_text(prompt, max_new_tokens, sampling, (seed, index), ends.ends)
-                for index, prompt in enumerate(prompts)
-            ]
-            with announced(
-                "generate", self._label, lambda: (str(prompts), str(max_new_tokens), str(sampling), str(ends))
-            ):
-                found = texts.run()
-        made = [found[number].to(prompt.device) for number, prompt in zip(numbers, prompts, strict=True)]
-        return joined(ids, prompts, made, ends.then) if isinstance(ids, Tensor) else made
+            written: Tensor | list[Tensor] = self._method("generate")(
+                self._parts(), ids, attention_mask, max_new_tokens, (do_sample, temperature, top_k, top_p),
+                (eos_token_id, pad_token_id), seed, rows,
+            )  # fmt: skip
+        return written
 
     @in_turn
-    def generation(self, *, rows: int = 16, page: int = 16, max_pages: int | None = None) -> Generation:
+    def generation(self, *, rows: int = 16, page: int = 16, max_pages: int | None = None) -> Any:
         """Texts that come and go (continuous batching): ``add`` prompts at any time, and ``step`` for the next token of
         each text under way. Every rank makes the same calls. What :meth:`generate` says of models holds here, too.
 
@@ -139,18 +126,30 @@ class ProgramGeneration(ProgramReports):
             CompileError: QN102 before a batch was seen.
             InputError: QN102 for numbers below 1.
         """
+        return self._method("generation")(self._parts(), rows, page, max_pages)
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        """Return what a feature does for a method of programs.
+
+        Raises:
+            InputError: QN102 if the feature is not installed.
+        """
+        methods = {method: run for feature in FEATURES for method, run in feature.methods.items()}
+        if name not in methods:
+            text = f"program.{name} belongs to a feature that is not installed"
+            raise InputError("QN102", text, fix=f"leave {name} out")
+        return methods[name]
+
+    def _parts(self) -> ProgramParts:
+        """Return what methods of features read of this program."""
         self._require_device("generate")
         self._require_open()
         self._primary()
-        for name, number in (("rows", rows), ("page", page), ("max_pages", max_pages)):
-            if number is not None and number < 1:
-                raise InputError("QN102", f"{name} is {number}", fix="use 1 or more")
-        plan = self._task.plan
-        with announced("generation", self._label, lambda: (str(rows), str(page), str(max_pages))):
-            if self._decoding is None:
-                pools = self.mesh.data_ways * (plan.microbatches if plan.batch_statistics == "batch" else 1)
-                self._decoding = Decoding(self._task.model, self._state(), self._programs.follow, pools)
-        return Generation(self._decoding, plan.seed, rows, page, max_pages, self._turn)
+        task, programs = self._task, self._programs
+        return ProgramParts(
+            task.model, self.mesh, task.plan, self._state(), programs.follow, differs, self._turn, self._label,
+            self._kept,
+        )  # fmt: skip
 
     def copy_parameters(self, source: ProgramGeneration) -> int:
         """Take over the parameters and buffers of another program of the same ranks, of any layout: to generate on

@@ -17,6 +17,7 @@ from ..capture.modes import modes_left, modes_of_a_trace
 from ..capture.versions import CapturedVersions, Version
 from ..compat.torch import pytree
 from ..core.errors import CompileError, CompileWarning, InputError
+from ..core.sharding import AxisType
 from ..equivalence.module_check import ModuleCheck
 from ..equivalence.module_step import Owner
 from ..equivalence.verdict import Verdict
@@ -30,7 +31,6 @@ from ..runtime.state.module_parameters import Slots
 from .any_length import LengthPrograms
 from .cache_folder import CacheFolder
 from .compiler import Compiled, Runner, compile_program, follow_program
-from .generation.decoding import Held
 from .pipeline import Request
 from .program_cache import ProgramCache
 from .refusals import changed_how, check_divides, no_parameter
@@ -39,6 +39,7 @@ from .task import Task, modules_of
 from .unread_state import UnreadState
 from .whole_loss.split import in_parts
 
+Held = Mapping[tuple[str, str], AxisType]  # by (cache, axis)
 MAX_SILENT_CAPTURES = 8  # of a kind; the next one is a warning
 
 
@@ -167,14 +168,18 @@ class Programs:
         captured: Captured,
         size: int,
         held: Held = MappingProxyType({}),
+        decisions: Mapping[str, Any] = MappingProxyType({}),
     ) -> DistributedProgram:
-        """Return a program that generates, on the parameters where the primary program has them.
+        """Return a program of another call of the model, on the parameters where the primary program has them.
 
-        What ranks exchange for a token is small, so latency decides: values between layers stay replicated, which needs
-        the fewest messages.
+        Args:
+            captured: the call.
+            size: the number of its rows.
+            held: by (cache, axis), the type that caches have already.
+            decisions: what its plan decides otherwise.
         """
         request = self._request(size, held)
-        plan = request.plan.changed({"sequence_parallel": False, "async_tp": False})
+        plan = request.plan.changed(decisions)
         return self._followed(captured, replace(request, plan=plan), training=False)
 
     def _request(

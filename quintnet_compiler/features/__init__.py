@@ -9,15 +9,15 @@ from .chunked_losses import CHUNKED_LOSSES
 from .feature import Feature, Rewrite, add_feature
 from .fp8 import FP8
 from .offload import OFFLOAD
+from .program_parts import ProgramParts
+from .text_generation import TEXT_GENERATION
 
-__all__ = ["FEATURES", "Feature", "Rewrite"]
+__all__ = ["FEATURES", "Feature", "ProgramParts", "Rewrite"]
 
-FEATURES: tuple[Feature, ...] = tuple(
-    add_feature(feature)
-    for feature in (
-        FP8,
-        CHUNKED_LOSSES,
-        OFFLOAD,
-        ASYNC_TP,
-    )
+FEATURES: tuple[Feature, ...] = (
+    add_feature(FP8),
+    add_feature(CHUNKED_LOSSES),
+    add_feature(OFFLOAD),
+    add_feature(ASYNC_TP),
+    add_feature(TEXT_GENERATION),
 )

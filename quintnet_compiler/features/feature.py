@@ -111,6 +111,7 @@ class Feature:
         completed: a planner's plan, without what has no use in it.
         host_state: what a plan has on hosts.
         memory_savers: what a planner may decide where memory is short, in the order in which it is tried.
+        methods: of compiled programs, by name: each takes a program's parts (:class:`.program_parts.ProgramParts`).
     """
 
     name: str
@@ -124,6 +125,7 @@ class Feature:
     completed: Callable[[Plan], Plan] = lambda plan: plan
     host_state: Callable[[Plan], HostState] = lambda plan: HostState()
     memory_savers: tuple[MemorySaver, ...] = ()
+    methods: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 def add_feature(feature: Feature) -> Feature:

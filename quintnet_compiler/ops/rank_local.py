@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from .attention.paged import paged_attention
 from .attention.tiled import tiled_attention, tiled_attention_backward
 from .collectives import COMMUNICATION, shard_pad, shard_slice, wait
 from .copies import COPIES
@@ -89,7 +88,7 @@ microbatch = define_operator(
 LOCAL = frozenset(
     {
         shard_slice, shard_pad, embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, keep_mask,
-        local_noise, rows_of, padding_of, local_experts, paged_attention, tiled_attention, tiled_attention_backward,
+        local_noise, rows_of, padding_of, local_experts, tiled_attention, tiled_attention_backward,
         loss_scale, arrived, pick_experts, place_experts,
     }
 )  # fmt: skip

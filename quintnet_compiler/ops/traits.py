@@ -10,7 +10,6 @@ import torch
 
 from ..ops.rank_local import DRAWS, LOOKUPS, RANDOM, embedding_rows, embedding_rows_backward
 from .attention.operator import attention
-from .attention.paged import paged_attention
 from .attention.ring_plan import ring_plan
 from .attention.tiled import tiled_attention, tiled_attention_backward
 from .collectives import (
@@ -57,7 +56,7 @@ _FLAGS: Mapping[str, Iterable[Any]] = {
     "shares": [share],
     "by_expert": [expert_linear],
     "unpadded": [
-        paged_attention, aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, fill_rows, aten.histc.default,
+        aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, fill_rows, aten.histc.default,
     ],
     "adds": [aten.add.Tensor],
     "reshapes": [aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default],
@@ -117,7 +116,6 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
     "attention": {
         aten.scaled_dot_product_attention.default: Attention(of_models=True),
         attention: Attention(of_models=True, masked=True),
-        paged_attention: Attention(),
         tiled_attention: Attention(positions="tiles", masked=True),
         tiled_attention_backward: Attention(positions="tiles", masked=True, backward=True),
         ring_attention: Attention(positions="ring", masked=True),
@@ -125,7 +123,6 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
         **dict.fromkeys(_KERNELS, Attention(fused=True)),
         **dict.fromkeys(_BACKWARD_KERNELS, Attention(fused=True, backward=True)),
     },
-    "caches": {paged_attention: (3, 4)},
     "shape_only": {
         **dict.fromkeys(
             [aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,

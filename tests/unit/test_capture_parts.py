@@ -18,7 +18,6 @@ import quintnet
 from quintnet_compiler.capture.block_reuse import blocks_once
 from quintnet_compiler.capture.canonical import module_of
 from quintnet_compiler.capture.capture import capture
-from quintnet_compiler.capture.decode import Shape, cache_shapes, capture_call
 from quintnet_compiler.capture.derivatives.autograd_functions import needs_gradient
 from quintnet_compiler.capture.derivatives.inner_gradients import InnerGradients
 from quintnet_compiler.capture.derivatives.module_hooks import ModuleHooks
@@ -35,6 +34,7 @@ from quintnet_compiler.capture.versions import MAX_PROGRAMS, CapturedVersions, V
 from quintnet_compiler.capture.watched_trace import WatchedTrace
 from quintnet_compiler.compat.torch_compiler import QUESTIONS, questions_answered
 from quintnet_compiler.core.errors import CompileError
+from quintnet_compiler.features.text_generation.capture_call import Shape, cache_shapes, capture_call
 from quintnet_compiler.ir.batch_form import BatchForm, FlatBatch
 from quintnet_compiler.ir.program import Captured
 

@@ -199,10 +199,10 @@ def test_the_memory_of_results(field: str) -> None:
 
 
 def test_all_attention_says_what_kind_it_is() -> None:
-    declared = _all("attention")
     priced = {getattr(getattr(torch.ops, space), name) for name, row in OPERATORS.items() if row.work == "attention"
               for space in ("aten", "quintnet") if name in dir(getattr(torch.ops, space))}  # fmt: skip
     ruled = {target for target in RULES if work_of(target) == "attention"}
+    declared = _all("attention") | {target for target in ruled if spec_of(target).attention is not None}
     assert {packet.default for packet in priced} | ruled == declared
     for target in declared:
         kind, names = spec_of(target).attention, [name for name, _ in _arguments(target)]

@@ -1,4 +1,4 @@
-"""driver.generation: pages of caches, and how tokens are chosen."""
+"""features.text_generation: pages of caches, and how tokens are chosen."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 import quintnet
 from quintnet_compiler.api.program_generation import ProgramGeneration
 from quintnet_compiler.core.errors import CompileError, InputError
-from quintnet_compiler.driver.generation import batches, decoding, generation, pages, sampling
-from quintnet_compiler.driver.generation.sampling import Sampling, draws_of
-from quintnet_compiler.ops.attention.paged import NOTHING
+from quintnet_compiler.features.text_generation import batches, decoding, generation, pages, sampling
+from quintnet_compiler.features.text_generation.ops import NOTHING
+from quintnet_compiler.features.text_generation.sampling import Sampling, draws_of
 
 
 def test_texts_that_begin_alike_share_whole_pages() -> None:

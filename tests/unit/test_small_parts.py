@@ -28,8 +28,9 @@ from quintnet_compiler.core.sharding import I, S
 from quintnet_compiler.cost_models.calibration import MeasuredMatmul, Point, interpolated, matmul_seconds
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
-from quintnet_compiler.driver.generation.sampling import Ends, Sampling, ends_of
 from quintnet_compiler.driver.task import Task, modules_of
+from quintnet_compiler.features.text_generation.ops import PageAccess, attend_pages
+from quintnet_compiler.features.text_generation.sampling import Ends, Sampling, ends_of
 from quintnet_compiler.ir.codegen_allowlist import check_source
 from quintnet_compiler.ir.cost_protocol import CostModel, RankCosts
 from quintnet_compiler.ir.invariants import verify
@@ -39,7 +40,6 @@ from quintnet_compiler.ir.program import ShardedProgram, StagedProgram, Strategy
 from quintnet_compiler.ir.repeated_blocks import as_block, block_members, block_of
 from quintnet_compiler.ops.attention.blocks import Sight
 from quintnet_compiler.ops.attention.operator import attention, visible
-from quintnet_compiler.ops.attention.paged import PageAccess, attend_pages
 from quintnet_compiler.weights.files import open_weights
 from quintnet_compiler.weights.names import assign, misread_names
 from quintnet_compiler.weights.sources import Join, Stack, runs_of

@@ -13,7 +13,6 @@ from torch import fx
 from ...compat.torch import OLD_CHOLESKY
 from ...core.annotations import is_float, tensor_inputs, value
 from ..attention.operator import attention
-from ..attention.paged import paged_attention
 from ..cross_entropy import row_nll
 from ..ctc import ctc_rows
 from ..derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
@@ -147,7 +146,6 @@ _TABLE = (
         _each([grouped_convolution_weight], c.grouped_convolution_weight, "matmul"),
         _each([aten.scaled_dot_product_attention.default], c.attention, "attention"),
         _each([attention], c.masked_attention, "attention"),
-        _each([paged_attention], c.paged_attention, "attention"),
         rule(aten.cdist.default, "... p k, ... r k -> ... p r", whole="k", work="matmul"),
         rule(aten._cdist_forward.default, "... p k, ... r k -> ... p r", whole="k", work="matmul"),
         # each matrix on its own

@@ -17,7 +17,6 @@ from ...core.rng import DISTRIBUTIONS, Key, keep_mask
 from ...core.sharding import Shard
 from ...ops.attention.blocks import Sight
 from ...ops.attention.operator import IDS
-from ...ops.attention.paged import PageAccess, attend_pages
 from ...ops.attention.tiled import attend_runs, attend_runs_backward
 from ...ops.attention.tiles import AttentionInputs, AttentionTiles, Ids
 from ...ops.collectives import COLLECTIVES
@@ -74,7 +73,7 @@ class Comm:
         self.seed = self.step = self.microbatch = 0
         self.scale = 1.0
         self.under_way: dict[int, tuple[Tensor, Callable[[], Any]]] = {}  # by id() of the gathered tensor
-        self.pages: dict[Hashable, tuple[PageAccess, Tensor, Tensor]] = {}  # by id() of table and places, window, dtype
+        self.shared: dict[Hashable, Any] = {}  # what the layers of a function share of operators of features
         self.ids: dict[tuple[int, ...], Ids] = {}  # by id() of the tensors: the layers of a function share them
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -308,25 +307,6 @@ class Comm:
     def circle(self, axis: str, at: int) -> Circle:
         """Return this rank's place among those of an axis, for call ``at``."""
         return Circle(self.transport, axis, self.mesh[axis], self.coordinate[axis], at)
-
-    def paged_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        table: Tensor,
-        places: Tensor,
-        scale: float,
-        window: int,
-        at: int,
-    ) -> Tensor:
-        """Compute attention to cached keys and values: see :mod:`quintnet_compiler.ops.attention.paged`."""
-        key = id(table), id(places), window, q.dtype
-        if key not in self.pages:  # all layers of a call read the same pages
-            self.pages[key] = PageAccess.of(keys, table, places, window, q.dtype), table, places
-        return attend_pages((q, k, v), (keys, values), self.pages[key][0], scale)
 
     def keep_mask(
         self,

@@ -145,7 +145,7 @@ class Executor:
         self.watch, self.check_finite, self.finite = watch, options.check_finite, True
         self.preemption = options.preemption
         self.comm.under_way.clear()  # a step that failed may have left some
-        self.comm.pages.clear()
+        self.comm.shared.clear()
         self.comm.ids.clear()
         if self.gradients is not None:
             self.gradients.begin(options.scale or 1.0)

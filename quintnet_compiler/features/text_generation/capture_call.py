@@ -18,19 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat.torch import FakeTensorMode
-from ..compat.transformers import MaskPart, attention_registries, mask_parts
-from ..core.annotations import Leaf
-from ..core.empty_storage import device_of, hollow_parameters
-from ..core.errors import CompileError
-from ..core.replaced import for_this_thread, one_thread
-from ..huggingface.registries import traced_as_few_nodes
-from ..ir.batch_form import BatchForm
-from ..ir.program import Captured
-from ..ops.attention.paged import paged_attention
-from .capture import capture
-from .modes import evaluating
-from .places import LEAF
+from ...capture.capture import capture
+from ...capture.modes import evaluating
+from ...capture.places import LEAF
+from ...compat.torch import FakeTensorMode
+from ...compat.transformers import MaskPart, attention_registries, mask_parts
+from ...core.annotations import Leaf
+from ...core.empty_storage import device_of, hollow_parameters
+from ...core.errors import CompileError
+from ...core.replaced import for_this_thread, one_thread
+from ...huggingface.registries import traced_as_few_nodes
+from ...ir.batch_form import BatchForm
+from ...ir.program import Captured
+from .ops import paged_attention
 
 NUM_INPUTS = 3  # before the caches: ids, table, places
 SAMPLE_PAGES = 3  # of each pool and each text while a model is captured
@@ -51,7 +51,7 @@ class Shape:
 def capture_call(model: nn.Module, shapes: Sequence[Shape], pools: int, page: int, tokens: int) -> Captured:
     """Capture the logits [rows, vocabulary] after ``tokens`` further tokens of each text; the last is no padding.
 
-    Inputs: ids [rows, tokens], and ``table`` and ``places`` of :data:`..ops.attention.paged.paged_attention`. Leaves of
+    Inputs: ids [rows, tokens], and ``table`` and ``places`` of :data:`.ops.paged_attention`. Leaves of
     the kind ``cache``: two for each of ``shapes``, with ``pools`` pools of pages of ``page`` tokens. The graph does not
     depend on the number of pages, so programs take caches and tables of any number.
 

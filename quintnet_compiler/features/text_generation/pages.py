@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ...ops.attention.paged import NOTHING
+from .ops import NOTHING
 
 Prefix = tuple[int, tuple[int, ...]]  # the page before (NOTHING: none), and the tokens of a whole page
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ...capture.decode import Shape, cache_shapes, capture_call
 from ...core.errors import CompileError
 from ...core.sharding import AxisType
-from ...equivalence.reference import differs
 from ...ir.distributed_program import DistributedProgram
 from ...ir.program import Captured
-from ...ops.attention.paged import NOTHING
 from ...runtime.backends.backend import Backend, Caches
 from ...runtime.execute.executor import Run
+from .capture_call import Shape, cache_shapes, capture_call
+from .ops import NOTHING
 
 SAME = {torch.float16: 2e-2, torch.bfloat16: 1e-1}  # how far equal logits are apart, relative to the largest
 LEAST, MOST = 8, 512  # tokens of a prompt in one call: a power of two, so that few numbers are ever compiled
@@ -56,6 +55,7 @@ class Decoding:
     backend: Backend
     compile: Compile
     pools: int
+    difference: Callable[[Tensor, Tensor], float]
     shapes: tuple[Shape, ...] = ()
     captured: dict[CallSize, Captured] = field(default_factory=dict)
     programs: dict[CallSize, DistributedProgram] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Decoding:
 
         expected, alone = run(call), run(replace(call, tokens=1))
         # rounding may send a row to another expert; what is carried past attention shows in every row
-        error = min(differs(a, b) for a, b in zip(alone, expected, strict=True))
+        error = min(self.difference(a, b) for a, b in zip(alone, expected, strict=True))
         if not error <= SAME.get(expected.dtype, 1e-3):
             raise CompileError(
                 "QN105",

@@ -13,14 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..define import define_operator
+from ...ops.define import define_operator
+from ...ops.extensions import extend
+from ...ops.op_spec import Attention, OpSpec
 
 NOTHING = 0  # the page of each pool that no text has: what is no token is written there
 
 
 @dataclass(frozen=True)
 class PageAccess:
-    """Where a call writes and what it reads: the same in each of its attentions.
+    """The places that a call writes to and reads from: the same in each of its attentions.
 
     ``slots`` [B * S]: where each new token goes, counted in tokens over all pools. ``pages`` [B * M]: the pages that
     are read of each row. ``seen`` [B, 1, S, M * page]: 0 for those of their tokens that each new one sees, else -inf.
@@ -63,12 +65,12 @@ def attend_pages(
     if shared > 1:  # heads of queries that read the same keys are further queries
         q = q.reshape(rows, groups, shared * count, width)
         seen = seen if count == 1 else seen.repeat(1, 1, shared, 1)
-    made = F.scaled_dot_product_attention(q, keys, values, seen, scale=scale)
-    return made.reshape(rows, heads, count, v.shape[3])
+    attended = F.scaled_dot_product_attention(q, keys, values, seen, scale=scale)
+    return attended.reshape(rows, heads, count, v.shape[3])
 
 
 def _kept(cache: Tensor, new: Tensor, access: PageAccess) -> Tensor:
-    """What rows have in their pages [B, G, M * page, D], with ``new`` [B, G, S, D], which is written."""
+    """Return what rows have in their pages [B, G, M * page, D], after ``new`` [B, G, S, D] is written."""
     rest = cache.shape[3:]
     cache.view(-1, *rest).index_copy_(0, access.slots, new.transpose(1, 2).flatten(0, 1).to(cache.dtype))
     pages = cache.view(-1, cache.shape[2], *rest).index_select(0, access.pages)
@@ -96,3 +98,4 @@ paged_attention = define_operator(
     lambda q, k, v, *_: q.new_empty([*q.shape[:3], v.shape[3]]),
     _paged_attention,
 )
+extend(paged_attention, OpSpec(unpadded=True, attention=Attention(), caches=(3, 4), on_rank=True))

@@ -1,0 +1,5 @@
+"""Texts that a compiled program writes, with caches of keys and values in pages. See README.md."""
+
+from .feature import TEXT_GENERATION
+
+__all__ = ["TEXT_GENERATION"]
