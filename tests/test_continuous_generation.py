@@ -129,8 +129,8 @@ def test_a_token_needs_two_messages_in_each_layer() -> None:
     """As in Megatron: what attention and MLP add is summed, and so are the looked up rows; logits are gathered."""
     program = program_of(large_model("Llama"), {"tp": 2}, sequence_parallel=False)
     program.generate(prompts_of(3, 3), max_new_tokens=2)
-    assert program._decoding is not None
-    for one in program._decoding.programs.values():
+    assert program._kept["decoding"] is not None
+    for one in program._kept["decoding"].programs.values():
         found = re.findall(r"comm\.(all_\w+|reduce\w+)", one.rank(0).forward.code)
         assert sum(name.startswith("all_reduce") for name in found) <= 2 * 2 + 1 and len(found) <= 2 * 2 + 2, found
 
@@ -146,7 +146,7 @@ def test_a_program_that_trains_generates_with_its_own_parameters() -> None:
             for p in parameters.values():
                 p.mul_(change)
         assert torch.equal(program.generate(prompts_of(5), max_new_tokens=4)[0], alone(model, prompts_of(5)[0], 4))
-    backend, decoding = program._state(), program._decoding
+    backend, decoding = program._state(), program._kept["decoding"]
     assert isinstance(backend, LocalBackend) and decoding is not None and decoding.programs
     there = {x.untyped_storage().data_ptr() for x in parameters.values()}
     for made in decoding.programs.values():
@@ -163,8 +163,8 @@ def test_a_program_that_trains_in_16_bits_generates_with_caches_of_16_bits() -> 
     program = quintnet.compile(model, quintnet.Mesh(tp=2), {"input_ids": ids, "labels": ids}, precision="bf16")
     prompts = prompts_of(5, 12, 3)
     found = program.generate(prompts, max_new_tokens=4)
-    assert program._decoding is not None
-    for made in program._decoding.programs.values():
+    assert program._kept["decoding"] is not None
+    for made in program._kept["decoding"].programs.values():
         assert {spec.dtype for spec in made.state.values() if spec.kind == "cache"} == {torch.bfloat16}
     with torch.autocast("cpu", torch.bfloat16):
         assert [one.tolist() for one in found] == [alone(model, one, 4).tolist() for one in prompts]

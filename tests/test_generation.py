@@ -90,7 +90,7 @@ def test_caches_are_split_and_samples_are_the_same_on_every_layout() -> None:
         texts.append(program.generate(ids, attention_mask=mask, max_new_tokens=NEW, **how))  # type: ignore[arg-type]
         greedy = program.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)
         assert torch.equal(greedy, theirs(model, ids, mask))
-        decoding = program._decoding
+        decoding = program._kept["decoding"]
         assert decoding is not None and len(decoding.programs) == 2  # the prompt's, and one token's
         kept = [decoding.backend.new_caches(one, 5) for one in decoding.programs.values()]
         pools = axes.get("dp", 1) * microbatches
