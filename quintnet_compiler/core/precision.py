@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
+from torch import Tensor
 
 from .errors import CompileError
 
@@ -43,6 +44,14 @@ def check_precision(name: str) -> None:
 def widened(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which to add up values of ``dtype``."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def times(x: Tensor, factor: float | Tensor) -> Tensor:
+    """Return ``x`` times a number, rounded once: the host's, or a float64 on the device, which has no dims."""
+    if not isinstance(factor, Tensor):
+        return x * factor
+    wide = widened(x.dtype)
+    return (x.to(wide) * factor.to(wide)).to(x.dtype)
 
 
 _LOSS_TOLERANCES = MappingProxyType({torch.float64: 1e-9, torch.float32: 1e-3})

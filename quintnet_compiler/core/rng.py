@@ -36,8 +36,29 @@ class Key:
     step: int
     op: int
 
+    def hash(self, stream: int) -> int:
+        """Return the key and the number of one of its streams as an int64: one SplitMix64 step takes in one number."""
+        state = 0
+        for number in (self.seed, self.step, self.op, stream):
+            state = _mix((state ^ number) + _GAMMA) % 2**64
+        return state - 2**63
 
-def keep_mask(positions: Sequence[Tensor], sizes: Sequence[int], p: float, key: Key) -> Tensor:
+
+@dataclass(frozen=True)
+class KeyOnDevice:
+    """The hashes of a key on the device, where they can change between runs of the same kernels: int64 [2]."""
+
+    hashes: Tensor
+
+    def hash(self, stream: int) -> Tensor:
+        """Return the hash of the key and the number of one of its streams."""
+        return self.hashes[stream]
+
+
+AnyKey = Key | KeyOnDevice
+
+
+def keep_mask(positions: Sequence[Tensor], sizes: Sequence[int], p: float, key: AnyKey) -> Tensor:
     """Return which elements dropout keeps: a bool tensor, True with probability 1 - p (a multiple of 2**-32).
 
     Its shape is ``[len(positions[0]), len(positions[1]), ...]``, its bits are the same on every device.
@@ -53,7 +74,7 @@ def keep_mask(positions: Sequence[Tensor], sizes: Sequence[int], p: float, key: 
     return word.ge(int(p * 2**32) - 2**31) if p < 1 else torch.zeros_like(word, dtype=torch.bool)
 
 
-def bits(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: torch.dtype = torch.int32) -> Tensor:
+def bits(positions: Sequence[Tensor], sizes: Sequence[int], key: AnyKey, dtype: torch.dtype = torch.int32) -> Tensor:
     """Return uniform numbers of all that int32 has, the same on every device; for comparisons.
 
     Arguments and shape are those of :func:`keep_mask`.
@@ -65,7 +86,7 @@ def bits(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: tor
     return _stir(word)
 
 
-def uniform(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: torch.dtype) -> Tensor:
+def uniform(positions: Sequence[Tensor], sizes: Sequence[int], key: AnyKey, dtype: torch.dtype) -> Tensor:
     """Return uniform numbers in [0, 1): multiples of 2**-53 in float64, of 2**-24 in float32.
 
     Arguments and shape are those of :func:`keep_mask`; ``dtype`` is a floating-point type.
@@ -74,7 +95,7 @@ def uniform(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: 
     return _bits(positions, sizes, key, digits).to(dtype).mul_(2.0**-digits)
 
 
-def normal(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: torch.dtype) -> Tensor:
+def normal(positions: Sequence[Tensor], sizes: Sequence[int], key: AnyKey, dtype: torch.dtype) -> Tensor:
     """Return standard normal numbers: the inverse distribution function of uniform ones, computed in float64.
 
     Arguments and shape are those of :func:`keep_mask`; ``dtype`` is a floating-point type. Devices agree to rounding.
@@ -85,7 +106,7 @@ def normal(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: t
     return normals.to(dtype)
 
 
-def exponential(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: torch.dtype) -> Tensor:
+def exponential(positions: Sequence[Tensor], sizes: Sequence[int], key: AnyKey, dtype: torch.dtype) -> Tensor:
     """Return exponential numbers of rate 1, all above 0: the inverse distribution function, computed in float64.
 
     Arguments and shape are those of :func:`keep_mask`; ``dtype`` is a floating-point type. Devices agree to rounding.
@@ -94,34 +115,26 @@ def exponential(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dty
     return middles.log1p_().neg_().to(dtype).clamp_(min=torch.finfo(dtype).tiny)
 
 
-DISTRIBUTIONS: Mapping[str, Callable[[Sequence[Tensor], Sequence[int], Key, torch.dtype], Tensor]] = MappingProxyType(
-    {"uniform": uniform, "normal": normal, "exponential": exponential, "bits": bits}
+DISTRIBUTIONS: Mapping[str, Callable[[Sequence[Tensor], Sequence[int], AnyKey, torch.dtype], Tensor]] = (
+    MappingProxyType({"uniform": uniform, "normal": normal, "exponential": exponential, "bits": bits})
 )
 """The standard distributions, by the names that programs call them by."""
 
 
-def _bits(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, count: int) -> Tensor:
+def _bits(positions: Sequence[Tensor], sizes: Sequence[int], key: AnyKey, count: int) -> Tensor:
     """Return ``count`` < 64 random bits per element, as non-negative int64."""
     rows, columns = _hashes(positions, sizes, key)
     return (_mix(rows + columns) >> (64 - count)) & ((1 << count) - 1)
 
 
-def _hashes(positions: Sequence[Tensor], sizes: Sequence[int], key: Key) -> tuple[Tensor, Tensor]:
+def _hashes(positions: Sequence[Tensor], sizes: Sequence[int], key: AnyKey) -> tuple[Tensor, Tensor]:
     """Return the 64-bit hashes of rows, [..., 1], and of columns, [n]; broadcast, they have the result's shape."""
     *leading, columns = positions or [torch.zeros((), dtype=torch.int64)]
     rows = columns.new_zeros(())
     for position, size in zip(leading, sizes, strict=False):  # the columns' size plays no role
         rows = (rows * size + position).unsqueeze(-1)
     # Output number i of the generator SplitMix64 is the mix of seed + i * gamma.
-    return _mix(rows * _GAMMA + _fold(key, 0)), _mix(columns * _GAMMA + _fold(key, 1))
-
-
-def _fold(key: Key, stream: int) -> int:
-    """Return the key and the number of one of its streams as an int64: one SplitMix64 step takes in one number."""
-    state = 0
-    for number in (key.seed, key.step, key.op, stream):
-        state = _mix((state ^ number) + _GAMMA) % 2**64
-    return state - 2**63
+    return _mix(rows * _GAMMA + key.hash(0)), _mix(columns * _GAMMA + key.hash(1))
 
 
 def _mix(x: _Word) -> _Word:

@@ -91,7 +91,7 @@ class _ShapeStore(GradientStore):
     The first two terms of a gradient are added as in training; further terms of the same shapes are only counted.
     """
 
-    def begin(self, scale: float = 1.0) -> None:
+    def begin(self, scale: float | Tensor | None = None) -> None:
         super().begin(scale)
         self.added = Counter[Hashable]()
 

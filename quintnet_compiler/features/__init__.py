@@ -11,6 +11,7 @@ from .fp8 import FP8
 from .offload import OFFLOAD
 from .program_parts import ProgramParts
 from .text_generation import TEXT_GENERATION
+from .whole_step_graph import WHOLE_STEP_GRAPH
 
 __all__ = ["FEATURES", "Feature", "ProgramParts", "Rewrite"]
 
@@ -20,4 +21,5 @@ FEATURES: tuple[Feature, ...] = (
     add_feature(OFFLOAD),
     add_feature(ASYNC_TP),
     add_feature(TEXT_GENERATION),
+    add_feature(WHOLE_STEP_GRAPH),
 )

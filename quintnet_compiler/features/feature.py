@@ -18,6 +18,7 @@ from ..ops.extensions import extend
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import add_rules
 from ..passes.autodiff.recompute_budget import Leaves
+from ..runtime.execute.engines import Engine, add_engines
 from ..runtime.execute.extensions import RankOperators
 from ..schedules.schedule import Schedule
 
@@ -112,6 +113,7 @@ class Feature:
         host_state: what a plan has on hosts.
         memory_savers: what a planner may decide where memory is short, in the order in which it is tried.
         methods: of compiled programs, by name: each takes a program's parts (:class:`.program_parts.ProgramParts`).
+        engines: values of ``backend``, with what makes the engine of a program.
     """
 
     name: str
@@ -126,6 +128,7 @@ class Feature:
     host_state: Callable[[Plan], HostState] = lambda plan: HostState()
     memory_savers: tuple[MemorySaver, ...] = ()
     methods: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    engines: Mapping[str, Callable[[], Engine]] = field(default_factory=dict)
 
 
 def add_feature(feature: Feature) -> Feature:
@@ -137,6 +140,7 @@ def add_feature(feature: Feature) -> Feature:
     add_rules(feature.rules)
     add_precisions(feature.precisions)
     add_plan_fields(feature.plan_fields, feature.check_plan)
+    add_engines(feature.engines)
     for operator, extensions in feature.operators.items():
         extend(operator, *extensions)
     for operator, ranks in feature.on_ranks.items():

@@ -125,7 +125,7 @@ class CountedGradients(GradientStore):
 
     transport: RehearsedTransport
 
-    def begin(self, scale: float = 1.0) -> None:
+    def begin(self, scale: float | Tensor | None = None) -> None:
         super().begin(scale)
         self.bucket_bytes = {id(bucket): _memory(bucket) for bucket in self.buckets}
         lasting = [*self.copies[0], *(bucket.total for bucket in self.buckets if bucket.total is not None)]

@@ -20,6 +20,7 @@ from ..execute.interpreter_trace import Watch
 from ..execute.loss_scale import LossScale
 from ..execute.out_of_memory import with_operator
 from ..execute.record import Recorder
+from ..execute.whole_steps import StepFunction
 from ..launch.consistency import SAME_SCRIPT
 from ..launch.device_faults import explained
 from ..state.gradients import GradientStore
@@ -28,6 +29,7 @@ from ..state.same_state import Saved
 from ..state.whole_optimizer import WholeTensors
 
 HOST = torch.device("cpu")
+MAX_OWN_GRADIENTS = 4  # programs (sizes of batches, say) whose gradients have memory at once, because graphs write it
 Caches = Mapping[int, Mapping[str, Tensor]]  # of each rank of this process, by name
 
 
@@ -179,13 +181,25 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: gradient for name, gradient in gradients if gradient is not None}
 
 
+def too_many_gradients(stores: Mapping[int, GradientStore | None]) -> list[int]:
+    """Return the keys of other programs whose gradients stay in memory, but for the newest ones that may."""
+    keys = [key for key, store in stores.items() if store is not None and store.stays]
+    return keys[: max(0, len(keys) - (MAX_OWN_GRADIENTS - 1))]
+
+
 @dataclass(frozen=True)
 class Ready:
-    """The executor of a program on one rank, for all of its runs. ``store``: None for forwards alone."""
+    """The executor of a program on one rank, for all of its runs.
+
+    Attributes:
+        store: None for forwards alone.
+        run_step: runs the steps that nobody watches.
+    """
 
     program: DistributedProgram
     executor: Executor
     store: GradientStore | None
+    run_step: StepFunction
 
     def step(
         self,
@@ -202,7 +216,9 @@ class Ready:
                 or communication between devices failed.
         """
         try:
-            if recorder is None:
+            if recorder is None and watch is None:
+                results = self.run_step(state, inputs, how)
+            elif recorder is None:
                 results = self.executor.step(state, inputs, how, watch)
             else:
                 results = recorder.step(self.executor, lambda: self.executor.step(state, inputs, how, watch))

@@ -21,13 +21,25 @@ from ..execute.host_linears import HostLinears
 from ..execute.interpreter_trace import Watch
 from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
+from ..execute.whole_steps import step_function
 from ..state.changed_state import split_results, written
 from ..state.grad_handoff import HandOver, Old
 from ..state.gradients import GradientStore
 from ..state.module_parameters import Slots, WholeTensor, check_fits, like, moved, whole_parameter
 from ..state.state import new_caches, part_of
 from ..transport.local import LocalTransport, LocalWorld
-from .backend import Caches, Ready, clip, gradients_of, home_of, new_constants, refuse_unset, running_on, total_norm
+from .backend import (
+    Caches,
+    Ready,
+    clip,
+    gradients_of,
+    home_of,
+    new_constants,
+    refuse_unset,
+    running_on,
+    too_many_gradients,
+    total_norm,
+)
 from .whole_state import WholeState
 
 
@@ -228,11 +240,21 @@ class LocalBackend(WholeState):
         return work
 
     def _world(self, program: DistributedProgram, train: bool) -> _LocalRanks:
-        """Return the ranks of ``program``, set up once; only one program at a time has memory for gradients."""
+        """Return the ranks of ``program``, set up once.
+
+        Only one program at a time has memory for gradients, beside a few whose graphs write theirs.
+        """
         if id(program) not in self.worlds:
-            self.worlds = {key: w for key, w in self.worlds.items() if not train or w.ranks[0].store is None}
+            if train:
+                self._free_gradients()
             self.worlds[id(program)] = self._new_world(program, train)
         return self.worlds[id(program)]
+
+    def _free_gradients(self) -> None:
+        stores = {key: world.ranks[0].store for key, world in self.worlds.items()}
+        surplus = too_many_gradients(stores)
+        kept = {key for key, store in stores.items() if store is None or store.stays}
+        self.worlds = {key: world for key, world in self.worlds.items() if key in kept.difference(surplus)}
 
     def _new_world(self, program: DistributedProgram, train: bool) -> _LocalRanks:
         world, device, ranks = LocalWorld(self.mesh, program.sites), self.device, []
@@ -242,7 +264,8 @@ class LocalBackend(WholeState):
             part, transport = program.rank(rank), world.transport(rank)
             store = GradientStore(program, part, transport, device) if train else None
             engine = self.linears.of(program, self.engine)
-            ranks.append(Ready(program, Executor(program, part, transport, device, store, engine), store))
+            executor = Executor(program, part, transport, device, store, engine)
+            ranks.append(Ready(program, executor, store, step_function(executor, engine)))
             state.append(
                 {s.name: part_of(self.tensors[s.name], s.sharding, program.axes, part.coordinate) for s in specs}
             )

@@ -26,6 +26,7 @@ from ..execute.executor import Executor, Run
 from ..execute.host_linears import HostLinears
 from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
+from ..execute.whole_steps import step_function
 from ..launch.calls import next_label
 from ..launch.consistency import SAME_SCRIPT, agree, tell
 from ..state.buckets import reduced_axes, scattered_axes
@@ -45,7 +46,18 @@ from ..transport.connections import connections_of
 from ..transport.distributed import gradient_groups, shared_transport
 from ..transport.gloo_threads import lower_gloo_thread_priority
 from ..transport.host_copies import host_room
-from .backend import Caches, Ready, clip, gradients_of, home_of, new_constants, refuse_unset, running_on, total_norm
+from .backend import (
+    Caches,
+    Ready,
+    clip,
+    gradients_of,
+    home_of,
+    new_constants,
+    refuse_unset,
+    running_on,
+    too_many_gradients,
+    total_norm,
+)
 from .whole_parameters import OneOwnerEach
 
 
@@ -250,7 +262,7 @@ class ProcessBackend:
         self.same.newest = path
 
     def _free_gradients(self, program: DistributedProgram) -> None:
-        """Release the gradients of other programs: only one at a time has memory for them."""
+        """Release the gradients of other programs, but of a few whose graphs write them."""
         for key, other in list(self.ready.items()):
             if key == id(program) or other.store is None:
                 continue
@@ -258,6 +270,9 @@ class ProcessBackend:
                 del self.ready[key]  # the caller holds them: the program gets new ones when it runs next
             else:
                 other.store.release()
+        others = {key: other.store for key, other in self.ready.items() if key != id(program)}
+        for key in too_many_gradients(others):
+            del self.ready[key]
 
     def _write(self, program: DistributedProgram, new: Mapping[str, Tensor]) -> None:
         """Keep the new values of buffers and parameters, of which this rank has parts."""
@@ -400,8 +415,9 @@ class ProcessBackend:
         ]
         if self.mesh["pp"] > 1:  # without a loop, whose variable would be one more reference when they are counted
             deque(map(setattr, gradients, repeat("__class__"), repeat(StageGradient)), maxlen=0)
-        executor = Executor(program, part, self.transport, self.device, store, self.linears.of(program, self.engine))
-        return _Process(program, executor, store, HandOver(parameters, gradients))
+        engine = self.linears.of(program, self.engine)
+        executor = Executor(program, part, self.transport, self.device, store, engine)
+        return _Process(program, executor, store, step_function(executor, engine), HandOver(parameters, gradients))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...compat.torch_codegen import SHIPPED
 from ...core import slices
 from ...core.mesh import Mesh
-from ...core.precision import widened
-from ...core.rng import DISTRIBUTIONS, Key, keep_mask
+from ...core.precision import times, widened
+from ...core.rng import DISTRIBUTIONS, AnyKey, Key, keep_mask
 from ...core.sharding import Shard
 from ...ops.attention.blocks import Sight
 from ...ops.attention.operator import IDS
@@ -33,8 +33,9 @@ from .extensions import RankService
 class Comm:
     """One rank's communication, slices, random masks and gradients.
 
-    The executor sets ``seed``, ``step`` and ``scale`` for each step, and ``microbatch`` (the coordinate on the time
-    axis) before each function. ``at`` in all methods is the call's index in ``DistributedProgram.sites``.
+    The executor sets ``seed``, ``step``, ``scale`` and ``keys`` (which makes a key of seed, step and operator) for each
+    step, and ``microbatch`` (the coordinate on the time axis) before each function. ``at`` in all methods is the call's
+    index in ``DistributedProgram.sites``.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class Comm:
             self.accumulate_matmul = gradients.accumulate_matmul
         self.transport, self.mesh, self.coordinate = transport, mesh, coordinate
         self.seed = self.step = self.microbatch = 0
-        self.scale = 1.0
+        self.scale: float | Tensor = 1.0
+        self.keys: Callable[[int, int, int], AnyKey] = Key
         self.under_way: dict[int, tuple[Tensor, Callable[[], Any]]] = {}  # by id() of the gathered tensor
         self.shared: dict[Hashable, Any] = {}  # what the layers of a function share of operators of features
         self.ids: dict[tuple[int, ...], Ids] = {}  # by id() of the tensors: the layers of a function share them
@@ -110,7 +112,7 @@ class Comm:
 
     def loss_scale(self, x: Tensor, at: int) -> Tensor:
         """Return ``x`` times this step's loss scale."""
-        return x * self.scale
+        return times(x, self.scale)
 
     def shard_slice(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         """Return this rank's slice of a value that is replicated over the axis."""
@@ -326,7 +328,7 @@ class Comm:
         ``x`` is this rank's part of a value of shape ``whole``.
         """
         positions = self._positions(whole, axes, sizes, dims, parts, units, x.device)
-        return keep_mask(positions, whole, p, Key(self.seed, self.step, op))
+        return keep_mask(positions, whole, p, self.keys(self.seed, self.step, op))
 
     def local_noise(
         self,
@@ -345,7 +347,7 @@ class Comm:
     ) -> Tensor:
         """Return this rank's part of random numbers of shape ``whole``: the same on every layout."""
         positions = self._positions(whole, axes, sizes, dims, parts, units, device)
-        return DISTRIBUTIONS[kind](positions, whole, Key(self.seed, self.step, op), dtype)
+        return DISTRIBUTIONS[kind](positions, whole, self.keys(self.seed, self.step, op), dtype)
 
     def _positions(
         self,

@@ -113,7 +113,7 @@ class CudaGraphSegment:
             if i not in self.taken:
                 self.taken[i] = self.buffers.free(args[i], self.taken.values())
             placed[i] = self.buffers.tensors[self.taken[i]]
-        _copy([_unexpanded(placed[i]) for i in copied], [_unexpanded(args[i]) for i in copied])
+        _copy([unexpanded(placed[i]) for i in copied], [unexpanded(args[i]) for i in copied])
         return placed
 
     def _work(self, placed: list[Tensor]) -> None:
@@ -165,7 +165,7 @@ def _whole(x: Tensor) -> Tensor:
     return x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
 
 
-def _unexpanded(x: Tensor) -> Tensor:
+def unexpanded(x: Tensor) -> Tensor:
     """Return ``x`` with expanded dims narrowed to one element, so that a copy writes each element once."""
     for dim, stride in enumerate(x.stride()):
         if stride == 0 and x.shape[dim] > 1:

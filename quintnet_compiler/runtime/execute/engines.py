@@ -170,12 +170,26 @@ def _base(node: fx.Node) -> fx.Node:
     return node
 
 
-ENGINES: Mapping[str, Callable[[], Engine]] = MappingProxyType(
-    {"eager": lambda: eager, "inductor": Inductor, "cudagraphs": lambda: Inductor(Graphs(CudaGraphs()))}
-)
+_ENGINES: dict[str, Callable[[], Engine]] = {
+    "eager": lambda: eager,
+    "inductor": Inductor,
+    "cudagraphs": lambda: Inductor(Graphs(CudaGraphs())),
+}
+ENGINES: Mapping[str, Callable[[], Engine]] = MappingProxyType(_ENGINES)
 """Constructors of engines, by the name that ``compile(backend=...)`` takes."""
-EngineName = Literal["eager", "inductor", "cudagraphs"]
+EngineName = Literal["eager", "inductor", "cudagraphs", "graph"]
 REPLAYS: EngineName = "cudagraphs"  # the engine without launch costs of single kernels
+
+
+def add_engines(engines: Mapping[str, Callable[[], Engine]]) -> None:
+    """Add the engines of a feature.
+
+    Raises:
+        ValueError: if there is one of the same name.
+    """
+    if repeated := engines.keys() & ENGINES.keys():
+        raise ValueError(f"there is an engine {', '.join(sorted(repeated))} already")
+    _ENGINES.update(engines)
 
 
 def check_engine(name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...core import slices
+from ...core.rng import AnyKey, Key
 from ...core.sharding import P, Shard, local_shape
 from ...ir.distributed_program import DistributedProgram, RankProgram, Slice, StageProgram, StateSpec, ValueSpec
 from ...schedules.schedule import Action, Op
@@ -37,8 +38,9 @@ class Run:
         seed: random masks depend on it and on ``step``.
         step: the number of the step.
         check_finite: look for NaN and Inf in the loss and the gradients.
-        scale: the loss scale; None where the loss is not scaled.
+        scale: the loss scale, which may be a float64 on the device; None where the loss is not scaled.
         preemption: whether some rank is asked to end, which a training step asks it and tells it.
+        keys: makes the key of random numbers of a seed, a step and the number of an operator.
     """
 
     train: bool = False
@@ -46,13 +48,14 @@ class Run:
     seed: int = 0
     step: int = 0
     check_finite: bool = True
-    scale: float | None = None
+    scale: float | Tensor | None = None
     preemption: Preemption | None = None
+    keys: Callable[[int, int, int], AnyKey] = Key
 
     @property
     def may_skip(self) -> bool:
         """Return whether the loss scale may have caused an overflow; scales up to 1 cannot."""
-        return self.scale is not None and self.scale > 1
+        return self.scale is not None and bool(self.scale > 1)
 
 
 class Executor:
@@ -120,6 +123,33 @@ class Executor:
 
         Sets ``finite``: false if the loss (the first output) or a gradient of any rank is not finite.
 
+        Returns:
+            What :meth:`compute` returns first.
+        """
+        results, verdict = self.compute(state, inputs, options, watch)
+        self.conclude(options, verdict)
+        return results
+
+    def conclude(self, options: Run, verdict: Tensor | None) -> None:
+        """Wait for what :meth:`compute` says of all ranks; set ``finite``, and tell whether ranks are asked to end."""
+        self.finite = True
+        if verdict is None:
+            return
+        numbers = verdict.tolist()
+        if options.check_finite:
+            self.finite = all(map(math.isfinite, numbers))
+        if options.preemption is not None:
+            options.preemption.hear(numbers[1])
+
+    def compute(
+        self,
+        state: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        options: Run,
+        watch: Watch | None = None,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Do the work of a step on the device, without waiting for any of it.
+
         Args:
             state: this rank's parts of parameters, buffers and constants, by name.
             inputs: this rank's part of the flat batch, with all microbatches.
@@ -127,7 +157,8 @@ class Executor:
             watch: sees every value (slow).
 
         Returns:
-            The program's outputs, whole and the same on every rank; for a parameter's new value, this rank's part.
+            The program's outputs, whole and the same on every rank (for a parameter's new value, this rank's part), and
+            the verdict for :meth:`conclude`, if it needs one.
         """
         self.whole: dict[int, dict[str, Tensor]] = {}
         self.static: dict[tuple[int, str], tuple[Tensor, ...]] = {}
@@ -141,14 +172,16 @@ class Executor:
         self.first_draw = options.step * self.batches
         self.live: set[tuple[int, int]] = set()
         self.peak_live = 0
-        self.comm.seed, self.comm.step, self.comm.scale = options.seed, options.step, options.scale or 1.0
-        self.watch, self.check_finite, self.finite = watch, options.check_finite, True
+        self.comm.seed, self.comm.step, self.comm.keys = options.seed, options.step, options.keys
+        self.comm.scale = 1.0 if options.scale is None else options.scale
+        self.watch, self.check_finite = watch, options.check_finite
+        self.verdict: Tensor | None = None
         self.preemption = options.preemption
         self.comm.under_way.clear()  # a step that failed may have left some
         self.comm.shared.clear()
         self.comm.ids.clear()
         if self.gradients is not None:
-            self.gradients.begin(options.scale or 1.0)
+            self.gradients.begin(options.scale)
         for stage in self.part.stages:
             self._once(stage, state, inputs)
         try:
@@ -169,7 +202,7 @@ class Executor:
             self.comm.copies.settle()
         for tensors in (self.whole, self.static, self.values, self.cotangents, self.results, self.carried):
             tensors.clear()
-        return results
+        return results, self.verdict
 
     # -- functions of stages
 
@@ -404,7 +437,7 @@ class Executor:
         """Return the sum of a scalar over all ranks: terms where partial, one replica, nothing from other stages.
 
         ``screened``: the same message also tells every rank whether all gradients may be finite, and how many ranks
-        are asked to end.
+        are asked to end: it is the step's verdict.
         """
         dtype, several = self.program.results[position].dtype, len(self.everyone) > 1
         if local is None or not self.counts[position]:
@@ -418,9 +451,5 @@ class Executor:
             status = status + 1
         pair = torch.stack((local, status))
         pair = self.transport.start_sum(pair, self.everyone, "loss")() if several else pair
-        numbers = pair.tolist()
-        if self.check_finite:
-            self.finite = all(map(math.isfinite, numbers))
-        if self.preemption is not None:
-            self.preemption.hear(numbers[1])
+        self.verdict = pair
         return pair[0]

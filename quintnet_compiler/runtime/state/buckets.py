@@ -57,7 +57,8 @@ class Bucket:
         terms: the number of gradients that are accumulated in a step.
         left: the number of those that are still to come.
         wait: waits for the reduction.
-        held: whether the buffer has memory.
+        held: whether the buffer has memory for this step.
+        stays: whether the buffer keeps its memory between steps.
         host: memory of the host to which ``own`` is copied after the reduction.
         total: the sum of the elements of ``own`` at that time.
     """
@@ -78,6 +79,7 @@ class Bucket:
     left: int = 0
     wait: Wait | None = None
     held: bool = True
+    stays: bool = False
     host: Tensor | None = None
     total: Tensor | None = None
 
@@ -96,15 +98,22 @@ class Bucket:
 
     def hold(self) -> None:
         """Allocate the buffer's memory again, for all views of it; only the gaps have values (zeros)."""
-        self.buffer.untyped_storage().resize_(self.buffer.nbytes)
+        if not self.stays:
+            self.buffer.untyped_storage().resize_(self.buffer.nbytes)
         for gap in self.gaps:
             gap.zero_()
         self.held = True
 
     def release(self) -> None:
         """Free the buffer's memory, after the last use of its gradients."""
-        self.buffer.untyped_storage().resize_(0)
+        if not self.stays:
+            self.buffer.untyped_storage().resize_(0)
         self.held = False
+
+    def stay(self) -> None:
+        """Keep the buffer's memory, which is allocated if it has none."""
+        self.hold()
+        self.stays = True
 
 
 def reduced_axes(spec: StateSpec, program: DistributedProgram) -> tuple[str, ...]:

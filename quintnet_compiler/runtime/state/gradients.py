@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...compat.torch import foreach_copy_, foreach_mul_
 from ...compat.torch_codegen import SHIPPED
+from ...core.precision import times
 from ...ir.distributed_program import DistributedProgram, RankProgram, StateSpec
 from ..transport.host_copies import HostCopies, host_room
 from ..transport.transport import Pending, Transport
@@ -61,6 +62,7 @@ class GradientStore:
         settled: this rank's part of each parameter's reduced gradient.
         outward: copies to the host.
         leaving: the bucket that is being copied to the host, and what waits for the copy.
+        stays: whether its memory is never freed, because graphs write there.
     """
 
     program: DistributedProgram
@@ -72,13 +74,14 @@ class GradientStore:
     settled: dict[str, Tensor] = field(default_factory=dict)
     outward: HostCopies = field(default_factory=HostCopies)
     leaving: tuple[Bucket, Pending] | None = None
+    stays: bool = False
 
     def __post_init__(self) -> None:
         """Allocate the buckets."""
         self.times: dict[str, int] = defaultdict(int)  # how many functions accumulate a parameter's gradient
         self.names: dict[str, str] = {}  # the parameter of each value that generated code accumulates
         self.step = 0
-        self.scale = 1.0
+        self.scale: float | Tensor | None = None
         for names in self._groups():
             for bucket_names in self._split(names):
                 self.buckets.append(make_bucket(bucket_names, self.program, self.part.rank, self.device))
@@ -152,11 +155,20 @@ class GradientStore:
     def _bytes(self, spec: StateSpec) -> int:
         return accumulated_shape(spec, self.program).numel() * spec.summed.itemsize
 
-    def begin(self, scale: float = 1.0) -> None:
+    def stay(self) -> None:
+        """Allocate all memory of gradients, and keep it at its place in every later step."""
+        self.stays = True
+        for bucket in self.buckets:
+            bucket.stay()
+        for copy in self.copies[0]:
+            copy.untyped_storage().resize_(copy.nbytes)
+
+    def begin(self, scale: float | Tensor | None = None) -> None:
         """Begin a step: free the gradients of the last one. ``scale``: the loss scale, by which sums are divided."""
         self.step += 1
         self.scale = scale
-        self._arrive()
+        if self.leaving is not None:
+            self._arrive()
         for bucket in self.buckets:
             bucket.wait = None
             bucket.left = bucket.terms
@@ -169,7 +181,7 @@ class GradientStore:
         """Free all memory until the next step, after the last use of the gradients."""
         for bucket in self.buckets:
             bucket.release()
-        for copy in self.copies[0]:
+        for copy in self.copies[0] if not self.stays else ():
             copy.untyped_storage().resize_(0)
 
     def _idle(self) -> list[str]:
@@ -236,8 +248,8 @@ class GradientStore:
     def _leave(self, bucket: Bucket) -> None:
         """Start copying a reduced bucket to the host, and finish the copy of the one before."""
         assert bucket.host is not None
-        if self.scale != 1:
-            bucket.own.mul_(1 / self.scale)
+        if self.scale is not None:
+            self._unscale([bucket.own], self.scale)
         SHIPPED.sum(bucket.own, 0, out=bucket.total)
         wait = self.outward.start_into(bucket.host, bucket.own)
         self._arrive()
@@ -273,13 +285,21 @@ class GradientStore:
                 if bucket.held and (self.leaving is None or self.leaving[0] is not bucket):
                     self._leave(bucket)
             self._arrive()
-        elif self.scale != 1:
-            foreach_mul_([bucket.own for bucket in self.buckets], 1 / self.scale)
+        elif self.scale is not None:
+            self._unscale([bucket.own for bucket in self.buckets], self.scale)
         if self.copies[0]:
             self.outward.settle()
-            for copy in self.copies[0]:
+            for copy in self.copies[0] if not self.stays else ():
                 copy.untyped_storage().resize_(copy.nbytes)
             foreach_copy_(*self.copies)
+
+    def _unscale(self, sums: list[Tensor], scale: float | Tensor) -> None:
+        """Divide sums of gradients by the loss scale."""
+        if isinstance(scale, Tensor):
+            for x in sums:
+                x.copy_(times(x, 1 / scale))
+        else:
+            foreach_mul_(sums, 1 / scale)
 
     def _finish(self, bucket: Bucket) -> None:
         assert bucket.wait is not None and bucket.moving is not None
