@@ -72,7 +72,8 @@ def compile(
         backend: ``"eager"``: generated functions run as Python. ``"inductor"``: TorchInductor compiles each compute
             segment between collectives when it first runs; what it cannot compile runs eagerly, with a BackendWarning.
             ``"cudagraphs"``: as ``"inductor"``, and segments are captured in CUDA graphs where a replay does the same;
-            others run as with ``"inductor"``, with a BackendWarning.
+            others run as with ``"inductor"``, with a BackendWarning. ``"graph"``: as ``"inductor"``, and a whole step
+            is one CUDA graph where it can be (one rank, nothing that waits for the host); else likewise.
         device: where ranks run. By default the model's device; with an accelerator process group, this rank's.
             ``"cuda"`` on a machine without CUDA: the program that H100 GPUs would run is made, to be dumped, explained
             and simulated. It cannot run; the module's parameters stay as and where they are. A cluster of GPUs as

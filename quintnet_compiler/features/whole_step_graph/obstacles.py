@@ -70,11 +70,15 @@ def _reads_ids(node: fx.Node) -> bool:
 
 
 def _is_on_host(node: fx.Node, device: torch.device) -> bool:
-    if node.op == "placeholder" or not known(node):
+    """Return whether a copy, or an operator of ours, brings values to the host, which waits for them.
+
+    Attention may return what its dropout began with on the host, which nobody reads.
+    """
+    ours = getattr(node.target, "namespace", None) == "quintnet"
+    if device.type == "cpu" or not known(node) or not (ours or op_spec(node).casts):
         return False
     value = facts(node).value
-    tensors = (value,) if isinstance(value, Tensor) else value
-    return device.type != "cpu" and any(x.device.type == "cpu" for x in tensors)
+    return any(x.device.type == "cpu" for x in ((value,) if isinstance(value, Tensor) else value))
 
 
 def _draws(node: fx.Node) -> bool:
