@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
 class Tape:
     """Captures steps of programs on CPUs."""
 
-    device: str = "cpu"
+    device_kind: str = "cpu"
     tapes: list[Recorder] = field(default_factory=list)
     warmed: int = 0
     replayed: int = 0
@@ -120,7 +120,7 @@ class Tape:
         self.warmed += 1
         return work()
 
-    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+    def capture_step(self, work: Callable[[], object]) -> Callable[[], None]:
         tape = Recorder()
         with _no_reads(), tape:
             work()

@@ -15,10 +15,10 @@ from quintnet_compiler.core.errors import RunError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.runtime.backends import backends
 from quintnet_compiler.runtime.backends.split_parameters import leave_out_others, refuse_call
-from quintnet_compiler.runtime.execute.executor import Run
 from quintnet_compiler.runtime.execute.finite import WORDS, badness
 from quintnet_compiler.runtime.execute.interpreter_trace import run_watched
 from quintnet_compiler.runtime.execute.loss_scale import LossScale
+from quintnet_compiler.runtime.execute.run_options import Run
 from quintnet_compiler.runtime.launch import world
 from quintnet_compiler.runtime.state.buckets import GradientSlice, by_rank
 from quintnet_compiler.runtime.state.computed_loss import SettledLoss

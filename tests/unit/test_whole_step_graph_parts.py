@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import quintnet
 from quintnet_compiler.core.precision import times
 from quintnet_compiler.core.rng import DISTRIBUTIONS, Key, KeyOnDevice, keep_mask
-from quintnet_compiler.features.whole_step_graph.captured_step import CapturedStep, NotCaptured
+from quintnet_compiler.features.whole_step_graph.captured_step import CapturedStep, CaptureError
 from quintnet_compiler.features.whole_step_graph.cuda_capture import CudaStepCapture
 from quintnet_compiler.features.whole_step_graph.engine import WholeStepEngine
 from quintnet_compiler.features.whole_step_graph.feature import WHOLE_STEP_GRAPH
@@ -56,7 +56,7 @@ def test_values_of_a_step_are_written_where_the_graph_reads_them() -> None:
     keys(1, 6, 2)
     values = StepValues(keys, torch.device("cpu"), scaled=True)
     values.set(Run(seed=1, step=3, scale=8.0), first=6)
-    row, scale = values.key(1, 7, 4), values.scale
+    row, scale = values.drawn_key(1, 7, 4), values.scale
     assert scale is not None
     for first in (6, 10):
         values.set(Run(seed=1, step=first // 2, scale=float(first)), first)
@@ -64,7 +64,7 @@ def test_values_of_a_step_are_written_where_the_graph_reads_them() -> None:
         assert row.hashes.tolist() == [key.hash(0), key.hash(1)]
         assert float(scale) == first
     with pytest.raises(KeyError):
-        values.key(1, 12, 4)
+        values.drawn_key(1, 12, 4)
 
 
 # -- captures
@@ -88,14 +88,14 @@ class Doubles:
 class Repeats:
     """Captures work as itself, which is done again on what it was given."""
 
-    device: str = "cpu"
+    device_kind: str = "cpu"
     captures: int = 0
     refuses: bool = False
 
     def warm_up(self, work: Callable[[], T]) -> T:
         return work()
 
-    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+    def capture_step(self, work: Callable[[], object]) -> Callable[[], None]:
         self.captures += 1
         if self.refuses:
             raise RuntimeError("not permitted\nwhen a stream is capturing")
@@ -123,7 +123,7 @@ def test_a_step_that_a_device_refuses_to_capture_says_why_in_a_line() -> None:
     step = CapturedStep(Doubles(), Repeats(refuses=True), [torch.ones(3)], DrawnKeys(0), Run())  # type: ignore[arg-type]
     state = {"weight": torch.ones(3)}
     step(state, [torch.ones(3)], Run())
-    with pytest.raises(NotCaptured, match=r"^RuntimeError: not permitted$"):
+    with pytest.raises(CaptureError, match=r"^RuntimeError: not permitted$"):
         step(state, [torch.ones(3)], Run())
 
 
@@ -139,11 +139,11 @@ def _obstacle(model: nn.Module, batch: Any, axes: dict[str, int] | None = None, 
 @pytest.mark.parametrize("name", ["gpt", "cnn"])
 def test_models_are_captured(name: str) -> None:
     case = CASES[name]
-    assert _obstacle(build(name, torch.float32), case.batch(8), loss_fn=case.loss_fn, precision="bf16") is None
+    assert _obstacle(build(name), case.batch(8), loss_fn=case.loss_fn) is None
 
 
 def test_experts_whose_rows_the_host_counts_are_not() -> None:
-    reason = _obstacle(build("mixture", torch.float32), CASES["mixture"].batch(8))
+    reason = _obstacle(build("mixture"), CASES["mixture"].batch(8))
     assert reason is not None and "the host waits for the result of quintnet.group_plan" in reason
 
 
@@ -154,9 +154,10 @@ def test_collectives_are_not() -> None:
 
 def test_offloaded_values_are_not() -> None:
     options: dict[str, Any] = {"loss_fn": F.cross_entropy, "microbatches": 2, "offload": ("activations",)}
-    reason = _obstacle(build("mlp"), CASES["mlp"].batch(8), **options)
+    reason = _obstacle(build("gpt"), CASES["gpt"].batch(8), **options | {"loss_fn": None})
     assert reason is not None and "copies values to the host or to a disk" in reason
-    reason = _obstacle(build("mlp"), CASES["mlp"].batch(8), loss_fn=F.cross_entropy, zero=3, offload=("parameters",))
+    options |= {"offload": ("optimizer", "parameters")}
+    reason = _obstacle(build("mlp"), CASES["mlp"].batch(8), **options)
     assert reason is not None and "offloaded" in reason
 
 
@@ -172,7 +173,7 @@ def test_other_devices_are_not() -> None:
 def test_the_engine_is_one_of_steps_that_no_other_feature_has() -> None:
     engine = ENGINES["graph"]()
     assert isinstance(engine, WholeStepEngine) and isinstance(engine, EngineOfSteps)
-    assert isinstance(engine.capture, CudaStepCapture) and engine.capture.device == "cuda"
+    assert isinstance(engine.capture, CudaStepCapture) and engine.capture.device_kind == "cuda"
     assert not isinstance(eager, EngineOfSteps) and not isinstance(ENGINES["inductor"](), EngineOfSteps)
     with pytest.raises(ValueError, match="an engine graph already"):
         add_engines(WHOLE_STEP_GRAPH.engines)
@@ -182,6 +183,6 @@ def test_a_reason_is_told_once() -> None:
     engine = ENGINES["graph"]()
     assert isinstance(engine, WholeStepEngine)
     with pytest.warns(quintnet.BackendWarning, match="one CUDA graph, .* as with inductor: some reason") as seen:
-        engine.warn("some reason")
-        engine.warn("some reason")
+        engine.tell_once("some reason")
+        engine.tell_once("some reason")
     assert len(seen) == 1

@@ -23,7 +23,7 @@ class StepCapture(Protocol):
     """Captures work of a device as a graph, for example :class:`.cuda_capture.CudaStepCapture`."""
 
     @property
-    def device(self) -> str:
+    def device_kind(self) -> str:
         """Return the type of device that runs the work."""
         ...
 
@@ -31,12 +31,12 @@ class StepCapture(Protocol):
         """Run work where it will be captured, and return its result."""
         ...
 
-    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+    def capture_step(self, work: Callable[[], object]) -> Callable[[], None]:
         """Return what repeats ``work`` on the same memory. The work itself has no effect on the device."""
         ...
 
 
-class NotCaptured(Exception):
+class CaptureError(Exception):
     """A step could not be captured: the reason is its text."""
 
 
@@ -56,6 +56,7 @@ class CapturedStep:
     def __init__(
         self, executor: Executor, capture: StepCapture, inputs: Sequence[Tensor], keys: DrawnKeys, options: Run
     ) -> None:
+        """Allocate the places of batches like ``inputs``, and of the values that change from step to step."""
         self.executor, self.capture = executor, capture
         self.values = StepValues(keys, executor.device, scaled=options.scale is not None)
         self.inputs = list(map(_place_for, inputs))
@@ -71,7 +72,7 @@ class CapturedStep:
         """Run a step, as :meth:`Executor.step` does.
 
         Raises:
-            NotCaptured: if it cannot be captured; nothing was computed.
+            CaptureError: if it cannot be captured; nothing was computed.
         """
         self.values.set(options, options.step * self.executor.batches)
         if not self.warm:
@@ -98,19 +99,19 @@ class CapturedStep:
 
     def _compute(self, state: Mapping[str, Tensor], options: Run) -> tuple[list[Tensor], Tensor | None]:
         preemption = None if options.preemption is None else Preemption()  # by which nobody is asked
-        options = replace(options, keys=self.values.key, scale=self.values.scale, preemption=preemption)
+        options = replace(options, keys=self.values.drawn_key, scale=self.values.scale, preemption=preemption)
         return self.executor.compute({**state, **self.copied}, self.inputs, options)
 
     def _capture(self, state: Mapping[str, Tensor], options: Run) -> None:
-        def work() -> None:
+        def run_captured() -> None:
             self.results, self.verdict = self._compute(state, options)
 
         self.results, self.verdict = [], None
         try:
-            self.replay = self.capture.capture(work)
+            self.replay = self.capture.capture_step(run_captured)
         except Exception as error:  # of many types: memory, or what CUDA does not permit in a capture
             reason = (str(error).strip().splitlines() or [""])[0][:300]
-            raise NotCaptured(f"{type(error).__name__}: {reason}") from error
+            raise CaptureError(f"{type(error).__name__}: {reason}") from error
 
     def _copy_in(self, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
         """Copy the batch, and state that moves, to the places that the graph reads."""

@@ -26,7 +26,7 @@ class CudaStepCapture:
     graphs: CudaGraphs = field(default_factory=CudaGraphs)
 
     @property
-    def device(self) -> str:
+    def device_kind(self) -> str:
         """Return the type of device that runs the work."""
         return self.graphs.device
 
@@ -39,7 +39,7 @@ class CudaStepCapture:
         current.wait_stream(stream)
         return result
 
-    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+    def capture_step(self, work: Callable[[], object]) -> Callable[[], None]:
         """Return what replays ``work``."""
         gc.collect()  # not in the capture, where freeing what belongs to a device may not be permitted
         torch.cuda.empty_cache()  # of earlier steps, whose memory the graph's pool cannot take

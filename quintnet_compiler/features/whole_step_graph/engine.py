@@ -11,7 +11,7 @@ from torch import Tensor
 from ...core.errors import BackendWarning
 from ...runtime.execute.engines import Inductor
 from ...runtime.execute.executor import Executor, Run
-from .captured_step import CapturedStep, NotCaptured, StepCapture
+from .captured_step import CapturedStep, CaptureError, StepCapture
 from .obstacles import obstacle
 from .step_values import DrawnKeys
 
@@ -32,7 +32,7 @@ class WholeStepEngine(Inductor):
         """Return what runs the steps of an executor."""
         return WholeSteps(executor, self)
 
-    def warn(self, reason: str) -> None:
+    def tell_once(self, reason: str) -> None:
         """Warn, once for each reason, that steps run without a graph."""
         if reason not in self.warned:
             self.warned.add(reason)
@@ -68,12 +68,14 @@ class WholeSteps:
             return self._first(key, state, inputs, options)
         try:
             return captured(state, inputs, options)
-        except NotCaptured as error:
+        except CaptureError as error:
             self._refuse(str(error))
             return self.executor.step(state, inputs, options)
 
     def _decide(self) -> None:
-        reason = obstacle(self.executor.program, self.executor.part, self.executor.device, self.engine.capture.device)
+        reason = obstacle(
+            self.executor.program, self.executor.part, self.executor.device, self.engine.capture.device_kind
+        )
         self.refused = reason is not None
         if reason is not None:
             self._refuse(reason)
@@ -83,14 +85,14 @@ class WholeSteps:
     def _refuse(self, reason: str) -> None:
         self.refused = True
         self.captured.clear()
-        self.engine.warn(reason)
+        self.engine.tell_once(reason)
 
     def _first(
         self, key: Hashable, state: Mapping[str, Tensor], inputs: Sequence[Tensor], options: Run
     ) -> list[Tensor]:
         """Run the first step of a size, and note which random numbers it draws."""
         if len(self.captured) == MAX_SIZES:
-            self.engine.warn(f"more than {MAX_SIZES} sizes of batches have a graph already")
+            self.engine.tell_once(f"more than {MAX_SIZES} sizes of batches have a graph already")
             return self.executor.step(state, inputs, options)
         keys = DrawnKeys(options.step * self.executor.batches)
         results = self.executor.step(state, inputs, replace(options, keys=keys))

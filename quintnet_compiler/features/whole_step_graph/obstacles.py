@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from ...compat.torch import schema
+from ...compat.torch import schema, schema_or_none
 from ...core.annotations import facts, known
 from ...ir.distributed_program import DistributedProgram, RankProgram
 from ...ops.attention.operator import IDS
 from ...ops.catalog import name_of, op_spec
-from ...ops.filled_rows import alike
 
 
 def obstacle(program: DistributedProgram, part: RankProgram, device: torch.device, kind: str) -> str | None:
@@ -43,13 +42,13 @@ def _of_node(node: fx.Node, device: torch.device, *, drawn_once: bool) -> str | 
         return f"{name} copies values to the host or to a disk, or back"
     if spec.routing == "plan":
         return f"the host waits for {name}, which says how many rows each rank gets"
-    if node.target is alike:
+    if name_of(node.target) == "alike":
         return "the host counts the places of a mask, which each row has to have as many of"
     if _reads_ids(node):
         return f"the host reads the documents or the padding of a batch for {name}"
     if drawn_once and spec.random:
         return f"{name} draws random numbers for several batches at once"
-    if _is_on_host(node, device):
+    if _is_on_host(node, device) or _argument(node, "on_host"):
         return f"the host waits for the result of {name}"
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags and _draws(node):
@@ -83,8 +82,12 @@ def _is_on_host(node: fx.Node, device: torch.device) -> bool:
 
 def _draws(node: fx.Node) -> bool:
     """Return whether an operator that can draw random numbers does: attention without dropout does not."""
-    names = [argument.name for argument in schema(node.target).arguments]
-    if "dropout_p" not in names:
-        return True
-    values = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return bool(values.get("dropout_p", 0.0))
+    has_dropout = any(argument.name == "dropout_p" for argument in schema(node.target).arguments)
+    return not has_dropout or bool(_argument(node, "dropout_p"))
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    """Return what a node says of an argument of its operator; None if nothing, or if it has no such argument."""
+    arguments = getattr(schema_or_none(node.target), "arguments", ())
+    values = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
+    return values.get(name)

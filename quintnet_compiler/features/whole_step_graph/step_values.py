@@ -17,6 +17,7 @@ class DrawnKeys:
     """
 
     def __init__(self, first: int) -> None:
+        """Begin with no keys. ``first``: the number of the step's first draw."""
         self.first = first
         self.drawn: dict[tuple[int, int], None] = {}
 
@@ -34,6 +35,7 @@ class StepValues:
     """
 
     def __init__(self, keys: DrawnKeys, device: torch.device, *, scaled: bool) -> None:
+        """Allocate the values of a step that draws these keys."""
         self.drawn, self.first = list(keys.drawn), 0
         self.hashes = torch.empty(len(self.drawn), 2, dtype=torch.int64, device=device)
         self.rows = dict(zip(self.drawn, map(KeyOnDevice, self.hashes.unbind()), strict=True))
@@ -50,6 +52,6 @@ class StepValues:
             assert options.scale is not None
             self.scale.fill_(options.scale)
 
-    def key(self, seed: int, step: int, op: int) -> KeyOnDevice:
+    def drawn_key(self, seed: int, step: int, op: int) -> KeyOnDevice:
         """Return where the key of an operator is on the device."""
         return self.rows[step - self.first, op]

@@ -29,7 +29,6 @@ from ..state.same_state import Saved
 from ..state.whole_optimizer import WholeTensors
 
 HOST = torch.device("cpu")
-MAX_OWN_GRADIENTS = 4  # programs (sizes of batches, say) whose gradients have memory at once, because graphs write it
 Caches = Mapping[int, Mapping[str, Tensor]]  # of each rank of this process, by name
 
 
@@ -179,12 +178,6 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return the gradients that exist."""
     gradients = zip(parameters, map(attrgetter("grad"), parameters.values()), strict=True)
     return {name: gradient for name, gradient in gradients if gradient is not None}
-
-
-def too_many_gradients(stores: Mapping[int, GradientStore | None]) -> list[int]:
-    """Return the keys of other programs whose gradients stay in memory, but for the newest ones that may."""
-    keys = [key for key, store in stores.items() if store is not None and store.stays]
-    return keys[: max(0, len(keys) - (MAX_OWN_GRADIENTS - 1))]
 
 
 @dataclass(frozen=True)

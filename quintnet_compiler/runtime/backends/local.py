@@ -24,22 +24,11 @@ from ..execute.record import Recorder
 from ..execute.whole_steps import step_function
 from ..state.changed_state import split_results, written
 from ..state.grad_handoff import HandOver, Old
-from ..state.gradients import GradientStore
+from ..state.gradients import GradientStore, too_many_gradients
 from ..state.module_parameters import Slots, WholeTensor, check_fits, like, moved, whole_parameter
 from ..state.state import new_caches, part_of
 from ..transport.local import LocalTransport, LocalWorld
-from .backend import (
-    Caches,
-    Ready,
-    clip,
-    gradients_of,
-    home_of,
-    new_constants,
-    refuse_unset,
-    running_on,
-    too_many_gradients,
-    total_norm,
-)
+from .backend import Caches, Ready, clip, gradients_of, home_of, new_constants, refuse_unset, running_on, total_norm
 from .whole_state import WholeState
 
 
@@ -265,7 +254,7 @@ class LocalBackend(WholeState):
             store = GradientStore(program, part, transport, device) if train else None
             engine = self.linears.of(program, self.engine)
             executor = Executor(program, part, transport, device, store, engine)
-            ranks.append(Ready(program, executor, store, step_function(executor, engine)))
+            ranks.append(Ready(program, executor, store, step_function(executor)))
             state.append(
                 {s.name: part_of(self.tensors[s.name], s.sharding, program.axes, part.coordinate) for s in specs}
             )

@@ -32,7 +32,7 @@ from ..launch.consistency import SAME_SCRIPT, agree, tell
 from ..state.buckets import reduced_axes, scattered_axes
 from ..state.changed_state import split_results, written
 from ..state.grad_handoff import HandOver
-from ..state.gradients import GradientStore, shared_by
+from ..state.gradients import GradientStore, shared_by, too_many_gradients
 from ..state.local_values import StageGradient, StoredPart, whole_number
 from ..state.module_parameters import Slots, check_fits, local_of, moved, retire
 from ..state.optimizer_settings import OptimizerSettings
@@ -46,18 +46,7 @@ from ..transport.connections import connections_of
 from ..transport.distributed import gradient_groups, shared_transport
 from ..transport.gloo_threads import lower_gloo_thread_priority
 from ..transport.host_copies import host_room
-from .backend import (
-    Caches,
-    Ready,
-    clip,
-    gradients_of,
-    home_of,
-    new_constants,
-    refuse_unset,
-    running_on,
-    too_many_gradients,
-    total_norm,
-)
+from .backend import Caches, Ready, clip, gradients_of, home_of, new_constants, refuse_unset, running_on, total_norm
 from .whole_parameters import OneOwnerEach
 
 
@@ -263,16 +252,12 @@ class ProcessBackend:
 
     def _free_gradients(self, program: DistributedProgram) -> None:
         """Release the gradients of other programs, but of a few whose graphs write them."""
-        for key, other in list(self.ready.items()):
-            if key == id(program) or other.store is None:
-                continue
-            if other.handover.kept:
+        stores = {key: x.store for key, x in self.ready.items() if key != id(program) and x.store is not None}
+        for key, store in stores.items():
+            if key in too_many_gradients(stores) or self.ready[key].handover.kept:
                 del self.ready[key]  # the caller holds them: the program gets new ones when it runs next
             else:
-                other.store.release()
-        others = {key: other.store for key, other in self.ready.items() if key != id(program)}
-        for key in too_many_gradients(others):
-            del self.ready[key]
+                store.release()
 
     def _write(self, program: DistributedProgram, new: Mapping[str, Tensor]) -> None:
         """Keep the new values of buffers and parameters, of which this rank has parts."""
@@ -408,16 +393,15 @@ class ProcessBackend:
         part = program.rank(self.transport.rank)
         store = GradientStore(program, part, self.transport, self.device) if train else None
         settled = store.settled if store else {}
-        parameters = [self.parameters[name] for name in settled]
         gradients = [
             sharded_dtensor(self._true_part(spec).of_padded(x), spec, program.axes, self.stage_mesh)
             for x, spec in ((x, program.state[name]) for name, x in settled.items())
         ]
         if self.mesh["pp"] > 1:  # without a loop, whose variable would be one more reference when they are counted
             deque(map(setattr, gradients, repeat("__class__"), repeat(StageGradient)), maxlen=0)
-        engine = self.linears.of(program, self.engine)
-        executor = Executor(program, part, self.transport, self.device, store, engine)
-        return _Process(program, executor, store, step_function(executor, engine), HandOver(parameters, gradients))
+        handover = HandOver([self.parameters[name] for name in settled], gradients)
+        executor = Executor(program, part, self.transport, self.device, store, self.linears.of(program, self.engine))
+        return _Process(program, executor, store, step_function(executor), handover)
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,8 @@ from .extensions import RankService
 class Comm:
     """One rank's communication, slices, random masks and gradients.
 
-    The executor sets ``seed``, ``step``, ``scale`` and ``keys`` (which makes a key of seed, step and operator) for each
-    step, and ``microbatch`` (the coordinate on the time axis) before each function. ``at`` in all methods is the call's
-    index in ``DistributedProgram.sites``.
+    The executor sets ``seed``, ``step``, ``scale`` and ``keys`` for each step, ``microbatch`` (the coordinate on the
+    time axis) before each function. ``at`` in all methods is the call's index in ``DistributedProgram.sites``.
     """
 
     def __init__(
@@ -139,8 +138,7 @@ class Comm:
         local, outside = self._rows(ids, rows, axes, sizes)
         outside = outside | (ids == padding_idx) if padding_idx >= 0 else outside
         own_grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
-        weight_grad: Tensor = torch.ops.aten.embedding_dense_backward(own_grad, local, rows, -1, False)
-        return weight_grad
+        return torch.ops.aten.embedding_dense_backward(own_grad, local, rows, -1, False)  # type: ignore[no-any-return]
 
     def local_experts(
         self, ids: Tensor, experts: int, axes: Sequence[str], sizes: Sequence[int], hot: Sequence[int], at: int

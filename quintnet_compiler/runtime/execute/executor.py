@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core import slices
-from ...core.rng import AnyKey, Key
 from ...core.sharding import P, Shard, local_shape
 from ...ir.distributed_program import DistributedProgram, RankProgram, Slice, StageProgram, StateSpec, ValueSpec
 from ...schedules.schedule import Action, Op
 from ...schedules.sends import arrived_sends
-from ..launch.preemption import Preemption
 from ..state.gradients import GradientStore
 from ..transport.host_copies import HostCopies
 from ..transport.transport import GRADIENTS, VALUES, Transport, Wait
@@ -25,37 +22,10 @@ from .comm import Comm
 from .engines import Engine, eager, engine_of_parameters
 from .extensions import rank_services
 from .interpreter_trace import Watch, run_watched
+from .run_options import Run
 from .stage_values import StageValues
 
-
-@dataclass(frozen=True)
-class Run:
-    """Options of one run of a program.
-
-    Attributes:
-        train: compute gradients.
-        local: inputs are this data rank's rows, instead of the whole batch.
-        seed: random masks depend on it and on ``step``.
-        step: the number of the step.
-        check_finite: look for NaN and Inf in the loss and the gradients.
-        scale: the loss scale, which may be a float64 on the device; None where the loss is not scaled.
-        preemption: whether some rank is asked to end, which a training step asks it and tells it.
-        keys: makes the key of random numbers of a seed, a step and the number of an operator.
-    """
-
-    train: bool = False
-    local: bool = False
-    seed: int = 0
-    step: int = 0
-    check_finite: bool = True
-    scale: float | Tensor | None = None
-    preemption: Preemption | None = None
-    keys: Callable[[int, int, int], AnyKey] = Key
-
-    @property
-    def may_skip(self) -> bool:
-        """Return whether the loss scale may have caused an overflow; scales up to 1 cannot."""
-        return self.scale is not None and bool(self.scale > 1)
+__all__ = ["Executor", "Run"]
 
 
 class Executor:
@@ -74,7 +44,7 @@ class Executor:
         engine: Engine = eager,
     ) -> None:
         self.program, self.part, self.transport, self.device = program, part, transport, device
-        self.gradients = gradients
+        self.gradients, self.engine = gradients, engine
         copies = HostCopies() if gradients is None else gradients.outward
         self.services = rank_services(program, part.rank, device, copies)
         self.comm = Comm(transport, program.mesh, part.coordinate, gradients, self.services)

@@ -7,7 +7,6 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from .engines import Engine
 from .executor import Executor, Run
 
 
@@ -28,6 +27,7 @@ class EngineOfSteps(Protocol):
         ...
 
 
-def step_function(executor: Executor, engine: Engine) -> StepFunction:
-    """Return what runs the steps of an executor with this engine."""
+def step_function(executor: Executor) -> StepFunction:
+    """Return what runs the steps of an executor, as its engine has it."""
+    engine = executor.engine
     return engine.whole_steps(executor) if isinstance(engine, EngineOfSteps) else executor.step

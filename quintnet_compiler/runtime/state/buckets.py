@@ -112,7 +112,8 @@ class Bucket:
 
     def stay(self) -> None:
         """Keep the buffer's memory, which is allocated if it has none."""
-        self.hold()
+        if not self.held:
+            self.hold()
         self.stays = True
 
 

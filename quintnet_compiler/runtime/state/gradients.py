@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from .products import add_product, adds_up, put_product
 # buckets that no ranks reduce: several, so that their memory is allocated bit by bit while the backward frees values
 PIECES = 16  # at most
 PIECE_BYTES = 2**20  # of each, at least
+MAX_LASTING = 4  # programs (sizes of batches, say) whose gradients have memory at once, because graphs write it
 
 
 def shared_by(spec: StateSpec, program: DistributedProgram, rank: int) -> tuple[int, ...]:
@@ -28,6 +29,12 @@ def shared_by(spec: StateSpec, program: DistributedProgram, rank: int) -> tuple[
     coordinate = program.mesh.coordinate(rank)
     owners = sorted({program.schedule.placement[stage] for stage in spec.stages})
     return tuple(program.mesh.rank({**coordinate, "pp": owner}) for owner in owners) if len(owners) > 1 else ()
+
+
+def too_many_gradients(stores: Mapping[int, GradientStore | None]) -> list[int]:
+    """Return the keys of other programs whose gradients stay in memory, but for the newest ones that may."""
+    keys = [key for key, store in stores.items() if store is not None and store.stays]
+    return keys[: max(0, len(keys) - (MAX_LASTING - 1))]
 
 
 @dataclass(slots=True)
