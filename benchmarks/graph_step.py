@@ -4,8 +4,8 @@ python benchmarks/graph_step.py [--seconds 70] [--device cuda] [--small] [--case
 
 Prints a JSON line for each case; a case that fails says why, and the others go on. ``equal``: losses, gradients and
 parameters of ten steps with AdamW, clipping and evaluation between, beside the same program without graphs, as the
-largest difference (0.0: the same bits). ``dropout``, ``fp16``, ``sizes``, ``batchnorm``: likewise, of what changes between steps. The
-rest are times of a whole iteration (zero_grad, step, fused AdamW) and of ``program.step`` alone.
+largest difference (0.0: the same bits). ``dropout``, ``fp16``, ``sizes``, ``batchnorm``: likewise, of what changes
+between steps. The rest are times of a whole iteration (zero_grad, step, fused AdamW) and of ``program.step`` alone.
 """
 
 from __future__ import annotations

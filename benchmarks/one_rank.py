@@ -37,6 +37,7 @@ from quintnet_compiler.ir.distributed_program import DistributedProgram, RankPro
 from quintnet_compiler.runtime.execute.engines import ENGINES
 from quintnet_compiler.runtime.execute.executor import Executor, Run
 from quintnet_compiler.runtime.execute.malloc import tune_malloc
+from quintnet_compiler.runtime.execute.whole_steps import step_function
 from quintnet_compiler.runtime.state.gradients import GradientStore
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
 from quintnet_compiler.runtime.transport.transport import Wait
@@ -100,11 +101,11 @@ def ours(program: DistributedProgram, part: RankProgram, device: torch.device, s
     store = GradientStore(program, part, transport, device)
     if device.type == "cpu":
         tune_malloc()  # as programs do
-    executor = Executor(program, part, transport, device, store, ENGINES[engine]())
+    run_step = step_function(Executor(program, part, transport, device, store, ENGINES[engine]()))
 
     def step() -> object:
         with torch.no_grad():
-            return executor.step(state, inputs, Run(train=True, check_finite=False))
+            return run_step(state, inputs, Run(train=True, check_finite=False))
 
     return step
 
