@@ -6,8 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
-import lazy_loader
 import torch
 from torch import fx
 
@@ -18,7 +18,6 @@ from ...ops.catalog import op_spec, spec_of
 from ...ops.rules.work import takes_long
 
 aten = torch.ops.aten
-nx = lazy_loader.load("networkx")  # slow to import, and few plans recompute
 SOURCE, SINK = "saved", "needed"
 REDUCTION_SHARE = 0.25  # what repeating a fused reduction costs, of saving its result: it reads values in a cache
 TICK_SECONDS = 1e-12  # the unit of capacities, and the price of a byte among cheap values
@@ -77,7 +76,9 @@ def cut(
     The minimum cut between what is saved and what is needed, as AOTAutograd's partitioner finds one (for what Chen et
     al. 2016 ask for); a node on the side of the sink pays for being computed, too. A view is never saved itself.
     """
-    network = _Network(nodes, seconds, per_byte, available)
+    import networkx as nx  # slow to import, and few plans recompute
+
+    network = _Network(nx.DiGraph(), nodes, seconds, per_byte, available)
     if network.graph.in_degree(SINK) == 0:
         return RecomputeCut(frozenset(), 0.0, 0)
     _, (source_side, sink_side) = nx.minimum_cut(
@@ -91,8 +92,10 @@ def cut(
 class _Network:
     """A flow network in which each node is an edge from its input to its output, with the price of saving it."""
 
-    def __init__(self, nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float, available: Set[fx.Node]) -> None:
-        self.per_byte, self.graph = per_byte, nx.DiGraph()
+    def __init__(
+        self, empty: Any, nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float, available: Set[fx.Node]
+    ) -> None:
+        self.per_byte, self.graph = per_byte, empty
         self.graph.add_nodes_from([SOURCE, SINK])
         inside = set(nodes)
         for node in nodes:

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch import nn
 
 from ..capture.modes import outside_of_modes
-from ..capture.step_module import LossFn
 from ..core.axes import AXES
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..cost_models.cluster import Cluster
 from ..driver.task import CHECKS, Task
-from ..huggingface.parallel_plan import hf_plan
 from ..ir.plan import Plan, PlanOptions, check_plan, read_plan
 from ..ir.plan_options import decided, lists_options
 from ..ops.rules.notation import Rule, user_rules
-from ..ops.rules.table import RULES
-from ..runtime.execute.engines import EngineName, check_engine
-from ..runtime.launch.world import device_for, enter_world
-from .compiled_program import CompiledProgram
-from .plan import plan as make_plan
 from .wrapped_models import refuse_wrapped
+
+if TYPE_CHECKING:
+    from ..capture.step_module import LossFn
+    from ..runtime.execute.engines import EngineName
+    from .compiled_program import CompiledProgram
 
 
 @outside_of_modes()
@@ -100,6 +98,12 @@ def compile(
         RunError: QN301 if the mesh does not fit the process group, or the processes that a launcher started.
         TypeError: for an option that there is not.
     """
+    from ..huggingface.parallel_plan import hf_plan
+    from ..ops.rules.table import RULES
+    from ..runtime.execute.engines import check_engine
+    from ..runtime.launch.world import device_for, enter_world
+    from .compiled_program import CompiledProgram
+
     given = decided("compile", options)
     if not isinstance(model, nn.Module):
         raise CompileError("QN105", f"a {type(model).__name__} is not a model", fix="pass an nn.Module")
@@ -142,6 +146,8 @@ def _planned(
     backend: EngineName,
 ) -> Plan:
     """The best plan on a cluster, or on a mesh of H100 nodes."""
+    from .plan import plan as make_plan
+
     if batch is None:
         raise CompileError("QN102", "the planner needs to see a batch", fix="compile(model, cluster, batch)")
     known = dict(given)

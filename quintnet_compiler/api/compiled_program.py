@@ -7,12 +7,11 @@ import copy
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 
 from ..capture.modes import refuse_modes
-from ..checkpoint.dtensors import know_all_boxes
 from ..checkpoint.lock import FolderLocks
 from ..compat.torch import pytree
 from ..compat.torch_hooks import share_backward_hooks
@@ -20,16 +19,12 @@ from ..core.errors import CompileError, InputError, QuintNetError, RunError
 from ..core.mesh import Mesh
 from ..driver.task import Task, modules_of
 from ..driver.variants import Programs
-from ..driver.whole_loss.total import PartTotals
-from ..equivalence.module_copy import module_copy
-from ..equivalence.verify import VerifyReport, VerifySubject, verify_program
 from ..guards.call_attributes import without_values
 from ..ir.batch_form import plain_batch
 from ..ir.containers import model_inputs
 from ..ir.distributed_program import DistributedProgram
 from ..ir.loss_parts import LossParts
 from ..ir.plan import Plan, precision_of
-from ..runtime.backends.absent import AbsentBackend, refuse_absent
 from ..runtime.backends.backend import Backend, refuse_unset
 from ..runtime.backends.backends import open_backend
 from ..runtime.backends.local import require_measure
@@ -43,27 +38,16 @@ from ..runtime.state.changed_state import remake
 from ..runtime.state.computed_loss import SettledLoss
 from ..runtime.state.module_parameters import check_fits
 from ..runtime.threads.turns import Turn, in_turn, turn_of, turn_of_world
-from ..simulation.measured import measured_timeline, shown_ranks
-from ..simulation.timeline import Timeline
 from ..weights.meta_buffers import with_buffers
+from .loss_total import LossTotal
 from .program_generation import ProgramGeneration
 
+if TYPE_CHECKING:
+    from ..driver.generation.decoding import Decoding
+    from ..equivalence.verify import VerifyReport, VerifySubject
+    from ..simulation.timeline import Timeline
+
 _CALLS = {"train": "a step", "evaluate": "evaluate", "parts": "evaluate", "outputs": "calling the program"}
-
-
-class LossTotal:
-    """The loss of the batches that were added, as if they were one, see :meth:`CompiledProgram.evaluate_together`."""
-
-    def __init__(self, program: CompiledProgram) -> None:
-        self._program, self._totals = program, PartTotals()
-
-    def add(self, batch: Any) -> None:
-        """Evaluate a global batch."""
-        self._totals.add(*self._program._evaluated_parts(batch))
-
-    def loss(self) -> Tensor:
-        """A scalar in float64 on the CPU."""
-        return self._totals.loss()
 
 
 class CompiledProgram(ProgramGeneration):
@@ -136,6 +120,8 @@ class CompiledProgram(ProgramGeneration):
         Raises:
             RunError: QN301 if several ranks share this process, where they take turns.
         """
+        from ..simulation.measured import measured_timeline, shown_ranks
+
         self._require_training("measure")
         recorder = Recorder()
         loss = self._run("train", batch, batch_is_local, recorder, name="measure")[0]
@@ -234,6 +220,8 @@ class CompiledProgram(ProgramGeneration):
         return self._verified(batch, steps, float64, limit)
 
     def _verified(self, batch: Any, steps: int, float64: bool, limit: float | None) -> VerifyReport:
+        from ..equivalence.verify import verify_program
+
         self._refuse_meta()
         if float64:
             return self._in_float64(batch).verify(steps=steps, limit=limit)
@@ -269,6 +257,8 @@ class CompiledProgram(ProgramGeneration):
             )
 
     def _subject(self, batch: Any) -> VerifySubject:
+        from ..equivalence.verify import VerifySubject
+
         programs = self._programs
         program = programs.get("train", batch)
         task, tensors = self._task, programs.now(programs.captured["train"].tensors)
@@ -290,6 +280,8 @@ class CompiledProgram(ProgramGeneration):
         return CompiledProgram(self._task.apart(mesh=Mesh(dp=1), plan=same))._compiled(batch)
 
     def _in_float64(self, batch: Any) -> CompiledProgram:
+        from ..equivalence.module_copy import module_copy
+
         plan = self.plan.changed({"precision": "model", "reduce_dtype": "parameter", "sum_dtype": "value"})
         task = self._task.apart(model=module_copy(self._task.model)[0].double(), plan=plan)
         double = pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
@@ -323,6 +315,8 @@ class CompiledProgram(ProgramGeneration):
 
     def _require_device(self, what: str) -> None:
         if self._task.absent is not None:
+            from ..runtime.backends.absent import refuse_absent
+
             refuse_absent(what, self._task.absent)
 
     def _require_training(self, what: str) -> None:
@@ -380,6 +374,8 @@ class CompiledProgram(ProgramGeneration):
             slots.look()
             now = self._programs.now(self._programs.captured[task.primary_kind].tensors)
             if task.absent is not None:
+                from ..runtime.backends.absent import AbsentBackend
+
                 self._backend = AbsentBackend(primary.program, now, task.absent)
                 return self._backend
             tensors = with_buffers(task.model, now)
@@ -404,6 +400,8 @@ class CompiledProgram(ProgramGeneration):
                     )
                 settle(slots, primary, self._backend)
                 if self._spread:
+                    from ..checkpoint.dtensors import know_all_boxes
+
                     know_all_boxes(primary.program.state.values())
             self._home = home_of(task.model)
             many = self._spread and self.mesh.size > 1

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..equivalence.reference import differs
-from ..features import FEATURES, ProgramParts
-from ..runtime.backends.copied import ProgramTensors, copied
 from ..runtime.launch.calls import announced
 from ..runtime.threads.turns import all_turns, in_turn
 from .program_reports import ProgramReports
+
+if TYPE_CHECKING:
+    from ..features import ProgramParts
 
 
 class ProgramGeneration(ProgramReports):
@@ -134,6 +134,8 @@ class ProgramGeneration(ProgramReports):
         Raises:
             InputError: QN102 if the feature is not installed.
         """
+        from ..features import FEATURES
+
         methods = {method: run for feature in FEATURES for method, run in feature.methods.items()}
         if name not in methods:
             text = f"program.{name} belongs to a feature that is not installed"
@@ -142,6 +144,9 @@ class ProgramGeneration(ProgramReports):
 
     def _parts(self) -> ProgramParts:
         """Return what methods of features read of this program."""
+        from ..equivalence.reference import differs
+        from ..features import ProgramParts
+
         self._require_device("generate")
         self._require_open()
         self._primary()
@@ -168,6 +173,8 @@ class ProgramGeneration(ProgramReports):
                 dtypes are, of floating-point numbers of 16 bits or more. Nothing was changed.
             RunError: QN604 if the source has tensors without values, QN301 if only one of them has a process per rank.
         """
+        from ..runtime.backends.copied import ProgramTensors, copied
+
         here, there = self._state(), source._state()
         with all_turns(self._turn, source._turn), announced("copy_parameters", self._label):
             return copied(

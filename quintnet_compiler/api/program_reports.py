@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,34 +12,26 @@ from torch import Tensor
 from ..capture.step_module import LossFn
 from ..core.errors import CompileError, RunError
 from ..core.mesh import Mesh
-from ..cost_models.cluster import Cluster
-from ..cost_models.cluster_costs import costs_of_ranks
-from ..cost_models.operators import model_flops
 from ..driver.compiler import Compiled, Runner, compile_program
 from ..driver.pipeline import Request
-from ..dump.folder import dump_program
-from ..dump.notebook import program_figure, waiting_figure
-from ..dump.page import Extras
 from ..ir.batch_form import FlatBatch
 from ..ir.cost_protocol import RankCosts
 from ..ir.distributed_program import DistributedProgram, RankProgram
 from ..ir.plan import Plan, check_plan
-from ..passes.frontend.document_ids import documents_in
-from ..planner.report import PlanReport
-from ..reports.explain import Explain, Explanation, LayoutDifference, difference
-from ..reports.explain_gradient import prove
-from ..reports.program_tensors import optimizer_state, picture_of
-from ..reports.tensor_picture import TensorPicture, picture_of_dtensor
 from ..runtime.execute.engines import REPLAYS
-from ..schedules.schedule import Schedule
-from ..simulation.faults import Faults
-from ..simulation.program import simulate_program
-from ..simulation.timeline import Timeline
-from .memory_estimates import with_estimates
-from .program_state import ProgramState
+from .program_checkpoints import ProgramCheckpoints
+
+if TYPE_CHECKING:
+    from ..cost_models.cluster import Cluster
+    from ..planner.report import PlanReport
+    from ..reports.explain import Explanation, LayoutDifference
+    from ..reports.tensor_picture import TensorPicture
+    from ..schedules.schedule import Schedule
+    from ..simulation.faults import Faults
+    from ..simulation.timeline import Timeline
 
 
-class ProgramReports(ProgramState):
+class ProgramReports(ProgramCheckpoints):
     """What can be read of a compiled program; nothing here runs or changes it."""
 
     @property
@@ -60,6 +52,8 @@ class ProgramReports(ProgramState):
     @property
     def model_flops(self) -> float:
         """FLOPs of one step of the unsplit model on the latest batch (before any: what it was compiled for)."""
+        from ..cost_models.operators import model_flops
+
         program = self._programs.latest(self._task.primary_kind) or self._primary().program
         known = program.flops
         return model_flops(program.source.local.staged.sharded.program.graph) if known is None else known
@@ -104,6 +98,8 @@ class ProgramReports(ProgramState):
         return self._compiling
 
     def _repr_html_(self) -> str:
+        from ..dump.notebook import program_figure, waiting_figure
+
         if not self._programs.led:
             return waiting_figure(self._task.model, self.mesh, self._task.plan)
         program, predicted, unpriced = self._primary().program, None, ""
@@ -142,6 +138,9 @@ class ProgramReports(ProgramState):
         Raises:
             CompileError: QN211 if ``measured`` is of another layout or schedule.
         """
+        from ..dump.folder import dump_program
+        from ..dump.page import Extras
+
         primary = self._primary()
         if measured is not None:
             measured.require(self.mesh.size, self.schedule)
@@ -166,6 +165,8 @@ class ProgramReports(ProgramState):
         Raises:
             CompileError: QN204 if no trained parameter has this name.
         """
+        from ..reports.explain_gradient import prove
+
         return prove(self._primary().program, name)
 
     def explain(
@@ -186,6 +187,8 @@ class ProgramReports(ProgramState):
         Raises:
             CompileError: QN204 for a name or a way that the model does not have.
         """
+        from ..reports.explain import Explain
+
         primary, task = self._primary(), self._task
 
         def recompile(plan: Plan) -> tuple[DistributedProgram, Plan]:
@@ -209,6 +212,9 @@ class ProgramReports(ProgramState):
         Raises:
             CompileError: QN204 for a name or a tensor that the program does not have.
         """
+        from ..reports.program_tensors import optimizer_state, picture_of
+        from ..reports.tensor_picture import picture_of_dtensor
+
         program = self._primary().program
         if isinstance(what, Tensor):
             for name, p in self.named_parameters():
@@ -227,16 +233,22 @@ class ProgramReports(ProgramState):
 
     def diff(self, other: ProgramReports, *, costs: RankCosts | Cluster | None = None) -> LayoutDifference:
         """What differs between this program and another of the same model: plan, placements, and costs of a step."""
+        from ..reports.explain import difference
+
         mine, yours = self._primary(), other._primary()
         return difference(mine.program, yours.program, (mine.plan, yours.plan), self._prices(costs))
 
     # -- prediction
 
     def _prices(self, costs: RankCosts | Cluster | None) -> RankCosts:
+        from ..cost_models.cluster_costs import costs_of_ranks
+
         return costs_of_ranks(costs, self.mesh, self._task.backend == REPLAYS)
 
     def _with_estimates(self, error: RunError) -> RunError:
         """A training step ran out of memory."""
+        from .memory_estimates import with_estimates
+
         program, plan = self._programs.latest("train") or self._primary().program, self._task.plan
 
         def recompile(option: Mapping[str, Any]) -> DistributedProgram:
@@ -264,10 +276,14 @@ class ProgramReports(ProgramState):
                 faults of ranks and links that do not exist, QN210 if an operator has no price, QN301 for a cluster with
                 fewer devices than ranks.
         """
+        from ..simulation.program import simulate_program
+
         return simulate_program(self._primary().program, self._prices(costs), faults, documents=self._documents())
 
     def _documents(self) -> tuple[int, ...]:
         """Those of the latest batch (before any: of that which it was compiled for)."""
+        from ..passes.frontend.document_ids import documents_in
+
         compiled = self._primary()
         if compiled.plan.documents or self._batch is None:
             return ()

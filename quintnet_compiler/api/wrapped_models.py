@@ -9,7 +9,6 @@ from types import MappingProxyType
 from torch import nn
 
 from ..core.errors import CompileError, Where
-from ..runtime.backends.split_parameters import home_of, split_parameter
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ def refuse_wrapped(*models: object) -> None:
     Raises:
         CompileError: QN105, with the wrapper's name, the place, and the option that does the same.
     """
+    from ..runtime.backends.split_parameters import home_of, split_parameter
+
     for model in models:
         if not isinstance(model, nn.Module):
             continue

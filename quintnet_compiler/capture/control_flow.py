@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..compat.torch import NEEDS_VALUES, pytree, recording
+from ..compat.torch import needs_values, pytree, recording
 from ..compat.torch_control_flow import control_flow_by
 from ..core.errors import CompileError, Where
 from ..core.replaced import for_this_thread
@@ -101,7 +101,7 @@ def _rounds(
     while True:
         try:
             again = bool(goes_on(*held, *others))
-        except NEEDS_VALUES as error:
+        except needs_values() as error:
             message = "a while_loop whose number of rounds depends on values of the batch, of parameters or of buffers"
             raise _refusal(message, "let a number that forward makes count a fixed number of rounds") from error
         if not again:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -31,9 +30,16 @@ __all__ = [
     "wait_as_long",
 ]  # fmt: skip
 
-# torch.distributed.checkpoint.save warns where one process is alone; filters of warnings are the process's, and a
-# thread that saves must not change them
-save_state_dict: Callable[..., Any] = _save_state_dict
+
+def save_state_dict(*args: Any, **options: Any) -> Any:
+    """Save as torch.distributed.checkpoint.save does, without its warning where one process is alone.
+
+    Filters of warnings are the process's, and a thread that saves must not change them.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict  # 165 modules
+
+    return _save_state_dict(*args, **options)
+
 
 # torch 2.13 renamed these two; the names before it are deprecated
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch._subclasses.fake_tensor import FakeTensorMode as TorchFakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -40,18 +39,32 @@ __all__ = [
     "recording",  # whether a trace is on; instead: looking at the types of the tensors that are computed with
     "get_decompositions",  # torch's Python definitions of operators; instead: torch.export.default_decompositions
     "assert_size_stride",  # AssertionError if a tensor has another size or stride; instead: comparing them in Python
-    "free_unbacked_symbols",  # whether a shape depends on values; instead: sympy symbols of node.meta["val"].shape
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
     "foreach_norm", "function_name", "gelu", "host_linear", "implementations_of_aten", "is_functional", "linear",
     "nn_functions", "packed_weight", "packs",
     "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
-    "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "NEEDS_VALUES",
-    "OLD_CHOLESKY", "custom_operator", "views_untracked",
+    "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "needs_values",
+    "OLD_CHOLESKY", "custom_operator", "free_unbacked_symbols", "views_untracked",
 ]  # fmt: skip
 
-# What a trace raises where code asks for a value that it does not know; instead: the names of their classes.
-NEEDS_VALUES = (DataDependentOutputException, GuardOnDataDependentSymNode)
+
+def needs_values() -> tuple[type[Exception], ...]:
+    """Return what a trace raises where code asks for a value that it does not know; instead: the classes' names.
+
+    Symbolic shapes import sympy, which torch, too, leaves to the first trace.
+    """
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return DataDependentOutputException, GuardOnDataDependentSymNode
+
+
+def free_unbacked_symbols(x: Any) -> set[Any]:
+    """Return the symbols of sizes that depend on values; instead: sympy symbols of ``node.meta["val"].shape``."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as its_symbols
+
+    return set(its_symbols(x))
+
 
 # Autograd runs beside a trace as it does in the plain module; instead: removing the nodes that were made meanwhile.
 unrecorded: Callable[[], contextlib.AbstractContextManager[Any]] = disable_proxy_modes_tracing

@@ -8,17 +8,21 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from .names import one_line
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 @lru_cache
 def environment(package: str) -> Environment:
     """Return a Jinja environment with the templates of ``package`` and the shared ones."""
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
     loader = ChoiceLoader([PackageLoader(name, "templates") for name in (package, __package__)])
     return Environment(
         loader=loader, autoescape=True, finalize=_printable, undefined=StrictUndefined, trim_blocks=True,

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..capture.step_module import LossFn
 from ..core.absent_gpu import AbsentGpu
 from ..core.mesh import Mesh
 from ..ir.plan import Plan
 from ..ops.rules.notation import Rule
+
+if TYPE_CHECKING:
+    from ..capture.step_module import LossFn
 
 CHECKS = ("first", "always", "off")
 

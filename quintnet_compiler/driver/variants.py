@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -29,15 +29,16 @@ from ..runtime.backends.split_parameters import home_of
 from ..runtime.launch.world import has_process, many
 from ..runtime.state.module_parameters import Slots
 from .any_length import LengthPrograms
-from .cache_folder import CacheFolder
 from .compiler import Compiled, Runner, compile_program, follow_program
 from .pipeline import Request
-from .program_cache import ProgramCache
 from .refusals import changed_how, check_divides, no_parameter
 from .shared_parameters import join_program
 from .task import Task, modules_of
 from .unread_state import UnreadState
 from .whole_loss.split import in_parts
+
+if TYPE_CHECKING:
+    from .program_cache import ProgramCache
 
 Held = Mapping[tuple[str, str], AxisType]  # by (cache, axis)
 MAX_SILENT_CAPTURES = 8  # of a kind; the next one is a warning
@@ -215,6 +216,9 @@ class Programs:
         task = self.task
         if task.cache is None:
             return None
+        from .cache_folder import CacheFolder
+        from .program_cache import ProgramCache
+
         together = many() and has_process(task.mesh, task.device)
         return ProgramCache(CacheFolder(task.cache), together, type(task.model).__name__)
 

@@ -30,7 +30,6 @@ MISSING = frozenset(
         "quintnet_compiler.planner.build",
         "quintnet_compiler.planner.planning",
         "quintnet_compiler.runtime.backends.backend",
-        "quintnet_compiler.runtime.backends.processes",
         "quintnet_compiler.runtime.execute.cudagraph_segment",
         "quintnet_compiler.runtime.execute.cudagraphs",
         "quintnet_compiler.runtime.state.state",

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import quintnet
-from quintnet_compiler.api import program_state
+from quintnet_compiler.api import program_checkpoints
 from quintnet_compiler.checkpoint import replica as module
 from quintnet_compiler.checkpoint.parts import SavedPart
 from quintnet_compiler.checkpoint.replica import replica
@@ -63,7 +63,7 @@ def test_a_program_is_rescued_only_right_after_a_step_that_was_interrupted(
     program, optimizer = _trained()
     told: list[int] = []
     pulse = SimpleNamespace(chosen=lambda: True, saved=told.append)
-    monkeypatch.setattr(program_state, "current", SimpleNamespace(get=lambda: pulse))
+    monkeypatch.setattr(program_checkpoints, "current", SimpleNamespace(get=lambda: pulse))
     before = [p.detach().clone() for p in program.parameters()]
 
     def interrupt(code: str) -> None:
@@ -87,5 +87,5 @@ def test_a_program_is_rescued_only_right_after_a_step_that_was_interrupted(
     assert program.load(tmp_path, optimizer=optimizer).step == 1
     assert all(torch.equal(a, b) for a, b in zip(before, program.parameters(), strict=True))
     interrupt("QN402")
-    monkeypatch.setattr(program_state, "group_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(program_checkpoints, "group_accelerator", lambda: torch.device("cuda"))
     assert program.rescue(tmp_path, step=1, optimizer=optimizer) is None

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from quintnet_compiler.core.errors import RunError
 from quintnet_compiler.core.mesh import Mesh
-from quintnet_compiler.runtime.backends import backends
+from quintnet_compiler.runtime.backends import backends, processes
 from quintnet_compiler.runtime.backends.split_parameters import leave_out_others, refuse_call
 from quintnet_compiler.runtime.execute.finite import WORDS, badness
 from quintnet_compiler.runtime.execute.interpreter_trace import run_watched
@@ -177,7 +177,7 @@ def test_where_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(backends, "tune_malloc", lambda: made.append("malloc"))
     monkeypatch.setattr(backends, "LocalBackend", lambda *_: made.append("here"))
-    monkeypatch.setattr(backends, "ProcessBackend", lambda *_, **__: made.append("processes"))
+    monkeypatch.setattr(processes, "ProcessBackend", lambda *_, **__: made.append("processes"))
     for several in (False, True):
         monkeypatch.setattr(backends, "many", lambda several=several: several)
         backends.open_backend(Mesh(dp=2), None, {}, torch.device("cpu"), tune_process=several)  # type: ignore[arg-type]

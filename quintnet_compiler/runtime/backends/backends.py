@@ -16,7 +16,6 @@ from ..state.module_parameters import Slots
 from ..state.same_values import EVERY
 from .backend import Backend
 from .local import LocalBackend
-from .processes import ProcessBackend
 
 
 def open_backend(
@@ -43,6 +42,8 @@ def open_backend(
     if tune_process and device.type == "cpu":
         tune_malloc()
     if many() or has_process(mesh, device):
+        from .processes import ProcessBackend
+
         return ProcessBackend(
             mesh,
             program,

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,10 +18,12 @@ from ...core.annotations import value
 from ...core.errors import BackendWarning, CompileError
 from ...ir.generated import GeneratedModule
 from ...ops.catalog import op_spec
-from .cudagraphs import CudaGraphs, Graphs
 from .layouts import ByLayout
 from .pointwise_losses import POINTWISE_LOSSES
 from .segments import MAX_VARIANTS, Function, Segment, Stepper, split
+
+if TYPE_CHECKING:
+    from .cudagraphs import Graphs
 
 Engine = Callable[[GeneratedModule, str], Function]  # takes a generated function and its name in messages
 
@@ -170,10 +172,16 @@ def _base(node: fx.Node) -> fx.Node:
     return node
 
 
+def _with_cuda_graphs() -> Inductor:
+    from .cudagraphs import CudaGraphs, Graphs
+
+    return Inductor(Graphs(CudaGraphs()))
+
+
 _ENGINES: dict[str, Callable[[], Engine]] = {
     "eager": lambda: eager,
     "inductor": Inductor,
-    "cudagraphs": lambda: Inductor(Graphs(CudaGraphs())),
+    "cudagraphs": _with_cuda_graphs,
 }
 ENGINES: Mapping[str, Callable[[], Engine]] = MappingProxyType(_ENGINES)
 """Constructors of engines, by the name that ``compile(backend=...)`` takes."""

@@ -11,7 +11,6 @@ from ...core.absent_gpu import CUDA, AbsentGpu
 from ...core.errors import CompileError, RunError
 from ...core.mesh import Mesh
 from .accelerator import group_accelerator
-from .group_heartbeat import watch_group
 from .launchers import started
 
 
@@ -32,6 +31,8 @@ def enter_world(mesh: Mesh) -> None:
     if launcher is not None and launcher.size > 1 and not (dist.is_available() and dist.is_initialized()):
         launcher.join()
     if many():
+        from .group_heartbeat import watch_group
+
         watch_group()
 
 
