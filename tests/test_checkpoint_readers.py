@@ -25,7 +25,8 @@ from torch import nn
 
 import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
-from quintnet_compiler.checkpoint.formats.convert import Format, convert
+from quintnet_compiler.checkpoint.formats.convert import convert
+from quintnet_compiler.checkpoint.formats.format import Format
 from quintnet_compiler.checkpoint.stores import disk_reading
 
 Made = tuple[CompiledProgram, torch.optim.Optimizer]

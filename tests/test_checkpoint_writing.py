@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
-from quintnet_compiler.checkpoint.formats.convert import Format, convert
+from quintnet_compiler.checkpoint.formats.convert import convert
+from quintnet_compiler.checkpoint.formats.format import Format
 from quintnet_compiler.checkpoint.lock import NAME
 from quintnet_compiler.checkpoint.stores import disk_folder
 from quintnet_compiler.checkpoint.stores.object_folder import ObjectFolder

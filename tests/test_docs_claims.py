@@ -20,7 +20,8 @@ import quintnet
 from quintnet_compiler.cli.app import VERBS
 from quintnet_compiler.cli.plan import plan as plan_command
 from quintnet_compiler.driver.pipeline import PIPELINE
-from quintnet_compiler.ir.plan import Plan, PlanOptions
+from quintnet_compiler.ir.plan import Plan
+from quintnet_compiler.ir.plan_options import PlanOptions
 from quintnet_compiler.ir.printer import program_text
 from quintnet_compiler.planner.search import SearchEffort
 from quintnet_compiler.schedules.kinds import SCHEDULES

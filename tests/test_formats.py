@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 
 import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
-from quintnet_compiler.checkpoint.formats.convert import Choices, Format, convert
+from quintnet_compiler.checkpoint.formats.convert import Choices, convert
+from quintnet_compiler.checkpoint.formats.format import Format
 
 from .models import CASES, GPT, Case
 

@@ -15,7 +15,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import quintnet
-from quintnet_compiler.checkpoint.formats.convert import Choices, Format, convert
+from quintnet_compiler.checkpoint.formats.convert import Choices, convert
+from quintnet_compiler.checkpoint.formats.format import Format
 
 IDS = (torch.arange(10).view(1, 10) * 3) % 32
 

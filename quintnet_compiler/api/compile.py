@@ -15,8 +15,8 @@ from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..cost_models.cluster import Cluster
 from ..driver.task import CHECKS, Task
-from ..ir.plan import Plan, PlanOptions, check_plan, read_plan
-from ..ir.plan_options import decided, lists_options
+from ..ir.plan import Plan, check_plan, read_plan
+from ..ir.plan_options import PlanOptions, decided, lists_options
 from ..ops.rules.notation import Rule, user_rules
 from .wrapped_models import refuse_wrapped
 

@@ -43,7 +43,6 @@ from .loss_total import LossTotal
 from .program_generation import ProgramGeneration
 
 if TYPE_CHECKING:
-    from ..driver.generation.decoding import Decoding
     from ..equivalence.verify import VerifyReport, VerifySubject
     from ..simulation.timeline import Timeline
 

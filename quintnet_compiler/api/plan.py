@@ -25,10 +25,10 @@ from ..ops.rules.table import RULES
 from ..planner.asking import Question, plan_model
 from ..planner.compare import listed
 from ..planner.estimate import Estimate
-from ..planner.places import RESERVED_SHARE, PricedCluster
+from ..planner.places import PricedCluster
 from ..planner.planning import Planner
 from ..planner.report import PlanReport
-from ..planner.search import Objective, SearchEffort
+from ..planner.search import RESERVED_SHARE, Objective, SearchEffort
 from ..planner.workload import Goal, tokens_of, with_length
 from ..runtime.execute.engines import REPLAYS, EngineName, check_engine
 from ..schedules.synthesis import check_schedule

@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from ..driver.cache_folder import CacheFolder
-from ..driver.cache_report import DAY, CacheReport, surplus
 from .answer import Answer
 from .inputs.options import Json
 
@@ -34,6 +32,9 @@ def cache(
 
     Example: quintnet cache programs --unused 30 --most 10
     """
+    from ..driver.cache_folder import CacheFolder
+    from ..driver.cache_report import DAY, CacheReport, surplus
+
     if not folder.is_dir():
         raise typer.BadParameter(f"there is no folder {str(folder)!r}", param_hint="FOLDER")
     kept_folder = CacheFolder(folder)

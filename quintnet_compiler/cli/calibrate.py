@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated
 
-import torch
 import typer
 
 from ..core.progress import working
-from ..reports.calibrate import SIDES, CalibrationEffort
-from ..reports.calibrate import calibrate as measure_machine
 from .answer import Answer
 from .inputs.options import Json
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-)
+DTYPES = ("float32", "bfloat16", "float16")
+LONGEST_SIDE = 2048  # of the products that CalibrationEffort measures
 
 
 def calibrate(
@@ -29,8 +23,8 @@ def calibrate(
         str, typer.Option(metavar="|".join(DTYPES), help="of what is measured; for programs that compute in it")
     ] = "float32",
     largest: Annotated[
-        int, typer.Option(min=SIDES[-1], help="the longest side of products; 8192 for GPUs (minutes on a CPU)")
-    ] = SIDES[-1],
+        int, typer.Option(min=LONGEST_SIDE, help="the longest side of products; 8192 for GPUs (minutes on a CPU)")
+    ] = LONGEST_SIDE,
     json: Json = False,
 ) -> Answer:
     """Measure how long operators and collectives take on this machine. Nothing else should run meanwhile.
@@ -41,11 +35,16 @@ def calibrate(
 
     Example: quintnet calibrate --dtype bfloat16 --largest 8192 --out gpu.json
     """
+    import torch
+
+    from ..reports.calibrate import CalibrationEffort
+    from ..reports.calibrate import calibrate as measure_machine
+
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
-    effort = CalibrationEffort(dtype=DTYPES[dtype])
-    if largest > SIDES[-1]:
-        effort = replace(effort, sides=(*SIDES, largest), most_flops=2.0 * largest**3)
+    effort = CalibrationEffort(dtype=getattr(torch, dtype))
+    if largest > LONGEST_SIDE:
+        effort = replace(effort, sides=(*effort.sides, largest), most_flops=2.0 * largest**3)
     with working("measuring"):
         calibration = measure_machine(tuple(ranks or (2,)), effort)
     if out:

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..checkpoint.formats.convert import Choices, Format
-from ..checkpoint.formats.convert import convert as converted
+from ..checkpoint.formats.format import Format
 from ..core.progress import working
 from .answer import Answer
 from .inputs.options import Json
@@ -53,6 +52,9 @@ def convert(
 
     Example: quintnet convert runs/a llama --to safetensors --config config.json
     """
+    from ..checkpoint.formats.convert import Choices
+    from ..checkpoint.formats.convert import convert as converted
+
     pairs = []
     for option in rename or ():
         old, equals, new = option.partition("=")

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from ..dump.compare import compare_folders, compare_plans
-from ..ir.plan import read_plan
 from .answer import Answer
 from .inputs.options import Json
 
@@ -24,6 +22,9 @@ def diff(a: Place, b: Place, json: Json = False) -> Answer:
 
     Example: quintnet diff out_before out_after
     """
+    from ..dump.compare import compare_folders, compare_plans
+    from ..ir.plan import read_plan
+
     for place in (a, b):
         if not place.exists():
             raise typer.BadParameter(f"there is no {str(place)!r}", param_hint="A B")

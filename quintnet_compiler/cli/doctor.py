@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..core.progress import working
-from ..reports.doctor import examine
 from .answer import RANK_FAULT, Answer
 from .inputs.options import Json
 
@@ -15,6 +14,8 @@ def doctor(json: Json = False) -> Answer:
 
     Example: quintnet doctor
     """
+    from ..reports.doctor import examine
+
     with working("looking around"):
         report = examine()
     return Answer.of(report, 0 if report.talk is None else RANK_FAULT)

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from ..core.progress import working
-from ..simulation.timeline import Timeline
 from .answer import Answer
 from .inputs.options import (
     CalibrationOption,
@@ -48,6 +47,8 @@ def dump(
 
     Example: quintnet dump mymodel:build --mesh pp=2,tp=2 --out out --measured step.json --calibration machine.json
     """
+    from ..simulation.timeline import Timeline
+
     costs, real = costs_of(calibration), Timeline.load(measured) if measured else None
     program = compiled(target, ProgramOptions.of(mesh, plan, microbatches, settings), device)
     with working("writing"):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from ..api.cluster_text import read_cluster
-from ..api.plan import estimate as make_estimate
 from ..core.progress import working
-from ..ir.plan import check_plan
 from .answer import Answer
 from .inputs.options import (
     Gpu,
@@ -50,6 +47,10 @@ def estimate(
 
     Example: quintnet estimate mymodel:build --mesh dp=4,tp=2 --precision bf16 --tokens 1e12 --price 2.5
     """
+    from ..api.cluster_text import read_cluster
+    from ..api.plan import estimate as make_estimate
+    from ..ir.plan import check_plan
+
     options = ProgramOptions.of(mesh, plan, microbatches, settings, precision)
     check_plan(options.plan, options.mesh)
     decided = options.plan.changed({"mesh": dict(options.mesh.axes)})

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from ..training.time_report import RunTime
 from .answer import Answer
 from .inputs.options import Json
 
@@ -22,6 +21,8 @@ def goodput(
 
     Example: quintnet goodput runs/vit
     """
+    from ..training.time_report import RunTime
+
     run_time = RunTime.read(folder)
     if not run_time.starts:
         raise typer.BadParameter(str(run_time), param_hint="FOLDER")

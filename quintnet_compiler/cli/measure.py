@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..core.progress import working
-from ..runtime.launch.launch import launch
-from ..simulation.timeline import Timeline
 from .answer import Answer
 from .inputs.options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, Target, compiled
 from .inputs.targets import load_target
+
+if TYPE_CHECKING:
+    from ..simulation.timeline import Timeline
 
 
 def measure(
@@ -34,6 +35,8 @@ def measure(
 
     Example: quintnet measure mymodel:build --mesh pp=2,tp=2 --microbatches 8 --out step.json
     """
+    from ..runtime.launch.launch import launch
+
     options = ProgramOptions.of(mesh, plan, microbatches, settings)
     size = options.mesh.size
     load_target(target)  # what is wrong with it is said here, once

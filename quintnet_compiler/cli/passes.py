@@ -10,8 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from ..core.progress import working
-from ..driver.pipeline import PIPELINE
-from ..ir.printer import program_text
 from .answer import Answer
 from .inputs.options import DeviceOption, Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, compiled
 
@@ -87,6 +85,8 @@ def _change(step: Step, diff: bool) -> Answer:
 
 def _pass_name(name: str) -> str:
     """Return the name of a pass, whatever the case of ``name``."""
+    from ..driver.pipeline import PIPELINE
+
     names = {spec.name.lower(): spec.name for spec in PIPELINE}
     if name.lower() in names:
         return names[name.lower()]
@@ -96,12 +96,16 @@ def _pass_name(name: str) -> str:
 
 
 def _all() -> Answer:
+    from ..driver.pipeline import PIPELINE
+
     rows = [{"name": spec.name, "makes": spec.result, "decides": spec.decides} for spec in PIPELINE]
     lines = [f"{number:>2} {row['name']:<22} {row['decides']}" for number, row in enumerate(rows, 1)]
     return Answer("\n".join(lines), json_module.dumps({"passes": rows}, indent=2))
 
 
 def _steps(programs: Sequence[tuple[str, Any]]) -> list[Step]:
+    from ..ir.printer import program_text
+
     texts = [program_text(programs[0][1].captured), *(program_text(program) for _, program in programs)]
     return [(name, texts[i], texts[i + 1]) for i, (name, _) in enumerate(programs)]
 

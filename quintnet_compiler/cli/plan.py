@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from ..api.cluster_text import read_cluster
-from ..api.plan import plan as make_plan
-from ..cost_models.cluster import Cluster
-from ..ir.plan import read_plan
-from ..planner.compare import Versus
-from ..planner.curves import ParetoFront, ScalingCurve, Sweep
-from ..planner.places import RESERVED_SHARE
-from ..planner.search import Objective, SearchEffort
+from ..planner.search import RESERVED_SHARE, Objective, SearchEffort
 from .answer import Answer
 from .inputs.options import Gpu, GpusPerNode, Json, Nodes, PrecisionOption, Price, Set, Target, Tokens, settings_of
 from .inputs.targets import load_target
+
+if TYPE_CHECKING:
+    from ..cost_models.cluster import Cluster
+    from ..planner.compare import Versus
+    from ..planner.curves import ParetoFront, ScalingCurve, Sweep
 
 
 def plan(
@@ -79,6 +77,10 @@ def plan(
 
     Example: quintnet plan mymodel:build --nodes 8 --sweep network=50e9,100e9,400e9 --sweep rows=64,128,256
     """
+    from ..api.cluster_text import read_cluster
+    from ..api.plan import plan as make_plan
+    from ..ir.plan import read_plan
+
     sweeps = [_sweep(text) for text in sweep or ()]
     alternatives = dict(_listed(text) for text in among or ())
     other, other_price = _beside(beside) if beside else (None, None)
@@ -131,6 +133,8 @@ def _beside(text: str) -> tuple[Cluster, float | None]:
         typer.BadParameter: if the text has another form.
         CompileError: QN210 for a device that is not known.
     """
+    from ..cost_models.cluster import Cluster
+
     name, *rest = text.split(":")
     try:
         nodes, price = int(rest[0]) if rest else 1, float(rest[1]) if rest[1:] else None

@@ -9,11 +9,6 @@ from typing import Annotated
 
 import typer
 
-from ..runtime.launch.launch import launch
-from ..runtime.launch.world import world_size
-from ..training.config import TrainConfig
-from ..training.documents import read_yaml
-from ..training.run import run as run_training
 from .answer import Answer
 from .inputs.options import Json, Set, settings_of
 
@@ -40,6 +35,12 @@ def train(
 
     Example: quintnet train examples/vit_digits.yaml --set zero=1
     """
+    from ..runtime.launch.launch import launch
+    from ..runtime.launch.world import world_size
+    from ..training.config import TrainConfig
+    from ..training.documents import read_yaml
+    from ..training.run import run as run_training
+
     pairs = [change.partition("=") for change in changes or ()]
     if any(not sign for _, sign, _ in pairs):
         raise typer.BadParameter("write key=value", param_hint="KEY=VALUE")

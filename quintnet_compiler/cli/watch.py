@@ -8,15 +8,13 @@ from typing import Annotated
 
 import typer
 
-from ..training.run_page import PAGE, RunPage
-from ..training.run_page import watch as watch_run
 from .answer import Answer
 from .inputs.options import Json
 
 
 def watch(
     folder: Annotated[Path, typer.Argument(help="of the run: its log_dir")],
-    out: Annotated[Path | None, typer.Option(help=f"the page; without it, {PAGE} in the folder")] = None,
+    out: Annotated[Path | None, typer.Option(help="the page; without it, page.html in the folder")] = None,
     every: Annotated[float, typer.Option(min=0.2, help="seconds between two looks at the folder")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="write the page as the run is now, and end")] = False,
     json: Json = False,
@@ -31,6 +29,9 @@ def watch(
 
     Example: quintnet watch runs/vit
     """
+    from ..training.run_page import PAGE, RunPage
+    from ..training.run_page import watch as watch_run
+
     if not folder.is_dir():
         raise typer.BadParameter(f"{folder} is no folder", param_hint="FOLDER")
     page = out or folder / PAGE

@@ -6,9 +6,9 @@ import contextlib
 import difflib
 import fnmatch
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -21,6 +21,7 @@ from ..core.names import MAX_PATH_LENGTH, one_line
 from ..core.precision import COMPUTE_DTYPES, SUM_DTYPES, Precision, check_precision
 from ..core.sharding import AxisType, parse_type
 from ..schedules.synthesis import check_schedule
+from .plan_options import Offloaded
 from .plans.feature_fields import OfFeature, check_feature_fields
 from .program import BUCKET_MIB, TILE_BYTES
 
@@ -30,7 +31,6 @@ Length = Annotated[int, Field(ge=1, le=2**40)]
 Experts = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], BeforeValidator(lambda x: tuple(x) if isinstance(x, list) else x)
 ]
-Offloaded = Literal["activations", "parameters", "optimizer"]  # what host memory can hold for a device
 
 
 def _printable(text: str) -> str:
@@ -222,45 +222,6 @@ class Plan(BaseModel):
         path = Path(path)
         with open_folder(path.parent) as folder:
             write_file(folder, path.name, self.to_json())
-
-
-class PlanOptions(TypedDict, total=False):
-    """The fields of :class:`Plan` but ``version`` and ``mesh`` as keyword arguments, for type checkers and editors."""
-
-    microbatches: int | None
-    batch_statistics: Literal["batch", "microbatch"] | None
-    schedule: str | None
-    virtual_stages: int | None
-    sequence_parallel: bool | None
-    parameters: Mapping[str, Mapping[str, str]] | None
-    stages: Sequence[str] | None
-    context: Literal["all_gather", "ulysses", "ring"] | None
-    context_load_balance: bool | None
-    attention_tile_bytes: int | None
-    documents: Sequence[int] | None
-    experts: Sequence[DataAxis] | None
-    hot_experts: Mapping[str, Sequence[int]] | None
-    hot_rows: float | None
-    expert_imbalance: float | None
-    zero: Literal[0, 1, 2, 3] | None
-    zero_axes: Sequence[DataAxis] | None
-    reshard_after_forward: bool | None
-    overlap: bool | None
-    async_tp: bool | None
-    recompute: Literal["none", "selective", "full", "auto"] | None
-    activation_memory_budget: float | None
-    offload: Sequence[Offloaded] | None
-    offload_folder: str | None
-    loss_chunks: int | None
-    precision: Literal["model", "bf16", "fp16", "fp8"] | None
-    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"] | None
-    fp8_skip: Sequence[str] | None
-    loss_scale: float | None
-    reduce_dtype: Literal["parameter", "float32", "bfloat16"] | None
-    sum_dtype: Literal["value", "float32"] | None
-    bucket_mib: float | None
-    seed: int | None
-    unknown_ops: Literal["error", "replicate"] | None
 
 
 def _malformed(message: str) -> CompileError:

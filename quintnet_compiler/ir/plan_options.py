@@ -7,12 +7,52 @@ import difflib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
-from .plan import PlanOptions
+from ..core.axes import DataAxis
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Offloaded = Literal["activations", "parameters", "optimizer"]  # what host memory can hold for a device
+
+
+class PlanOptions(TypedDict, total=False):
+    """The fields of :class:`.plan.Plan` but ``version`` and ``mesh``, as keyword arguments."""
+
+    microbatches: int | None
+    batch_statistics: Literal["batch", "microbatch"] | None
+    schedule: str | None
+    virtual_stages: int | None
+    sequence_parallel: bool | None
+    parameters: Mapping[str, Mapping[str, str]] | None
+    stages: Sequence[str] | None
+    context: Literal["all_gather", "ulysses", "ring"] | None
+    context_load_balance: bool | None
+    attention_tile_bytes: int | None
+    documents: Sequence[int] | None
+    experts: Sequence[DataAxis] | None
+    hot_experts: Mapping[str, Sequence[int]] | None
+    hot_rows: float | None
+    expert_imbalance: float | None
+    zero: Literal[0, 1, 2, 3] | None
+    zero_axes: Sequence[DataAxis] | None
+    reshard_after_forward: bool | None
+    overlap: bool | None
+    async_tp: bool | None
+    recompute: Literal["none", "selective", "full", "auto"] | None
+    activation_memory_budget: float | None
+    offload: Sequence[Offloaded] | None
+    offload_folder: str | None
+    loss_chunks: int | None
+    precision: Literal["model", "bf16", "fp16", "fp8"] | None
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"] | None
+    fp8_skip: Sequence[str] | None
+    loss_scale: float | None
+    reduce_dtype: Literal["parameter", "float32", "bfloat16"] | None
+    sum_dtype: Literal["value", "float32"] | None
+    bucket_mib: float | None
+    seed: int | None
+    unknown_ops: Literal["error", "replicate"] | None
 
 
 def decided(function: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,11 +22,11 @@ from ..schedules.kinds import looped, there_and_back
 from .build import Builder
 from .layouts import Layout
 from .pipeline import V_SHAPED
+from .search import RESERVED_SHARE
 from .stage_units import StageUnit
 
 Times = NDArray[np.float64]  # seconds of a microbatch of each unit
 
-RESERVED_SHARE = 0.08
 HOST_MEMORY_RATIO = 2.5  # host memory over device memory (3.1 in a DGX H100 or A100, 5 in GH200)
 FUNCTION_AXES = ("tp", "cp", "ep")  # axes whose collectives are inside functions, as are those of layout.experts
 

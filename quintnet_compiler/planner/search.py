@@ -8,13 +8,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from ..core.errors import CompileError
-from .estimate import bytes_of
-from .heuristic import LayoutHeuristic
+
+if TYPE_CHECKING:
+    from .heuristic import LayoutHeuristic
 
 Objective = Literal["time", "memory", "cost"]
+RESERVED_SHARE = 0.08  # of a device's memory, which plans leave free
 
 
 class PricedLayout(Protocol):
@@ -248,6 +250,8 @@ class _Search(Generic[L, E]):
 
     def _new_heuristic(self, cost_bounds: Mapping[L, float]) -> LayoutHeuristic[L] | None:
         """Return the heuristic; None for the objective ``"memory"``, of which there is no rough prediction."""
+        from .heuristic import LayoutHeuristic
+
         if self.wanted.objective == "memory":
             return None
         bounds, wanted = self.bounds, self.wanted
@@ -350,6 +354,8 @@ class _Search(Generic[L, E]):
             self.improved_at = self.wanted.spent() if self.ranked[0] is priced else self.improved_at
 
     def _reject_if_too_large(self, layout: L, size: float, takes: str = "takes at least") -> bool:
+        from .estimate import bytes_of
+
         lacks = size - self.wanted.memory_bytes
         if lacks > 0:
             self._reject(layout, f"{takes} {bytes_of(size)} of {bytes_of(self.wanted.memory_bytes)}", lacks)

@@ -27,10 +27,11 @@ import quintnet
 from quintnet_compiler.checkpoint import dtensors, tied
 from quintnet_compiler.checkpoint.formats import convert as conversion
 from quintnet_compiler.checkpoint.formats.contents import Contents, OptimizerContents
-from quintnet_compiler.checkpoint.formats.convert import Choices, Format, convert, format_of
+from quintnet_compiler.checkpoint.formats.convert import Choices, convert, format_of
 from quintnet_compiler.checkpoint.formats.dcp_folder import read_dcp, write_dcp
 from quintnet_compiler.checkpoint.formats.dcp_keys import layout_of
 from quintnet_compiler.checkpoint.formats.dcp_metadata import read_dcp_metadata
+from quintnet_compiler.checkpoint.formats.format import Format
 from quintnet_compiler.checkpoint.formats.megatron import as_hugging_face, is_megatron
 from quintnet_compiler.checkpoint.formats.quintnet_folder import read_quintnet, write_quintnet
 from quintnet_compiler.checkpoint.formats.records import Pickled, records_in

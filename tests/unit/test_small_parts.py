@@ -34,8 +34,8 @@ from quintnet_compiler.features.text_generation.sampling import Ends, Sampling, 
 from quintnet_compiler.ir.codegen_allowlist import check_source
 from quintnet_compiler.ir.cost_protocol import CostModel, RankCosts
 from quintnet_compiler.ir.invariants import verify
-from quintnet_compiler.ir.plan import Plan, PlanOptions
-from quintnet_compiler.ir.plan_options import decided, lists_options, read_options
+from quintnet_compiler.ir.plan import Plan
+from quintnet_compiler.ir.plan_options import PlanOptions, decided, lists_options, read_options
 from quintnet_compiler.ir.program import ShardedProgram, StagedProgram, Strategy
 from quintnet_compiler.ir.repeated_blocks import as_block, block_members, block_of
 from quintnet_compiler.ops.attention.blocks import Sight

@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 
 from ...core.errors import CheckpointError
@@ -17,17 +16,10 @@ from ..pretrained_save import make_new
 from ..stores.disk_folder import DiskFolder
 from .contents import Contents
 from .dcp_folder import read_dcp, write_dcp
+from .format import Format
 from .megatron import as_hugging_face, is_megatron
 from .quintnet_folder import read_quintnet, write_quintnet
 from .safetensors_folder import read_safetensors, write_safetensors
-
-
-class Format(StrEnum):
-    """What a folder is."""
-
-    QUINTNET = "quintnet"
-    DCP = "dcp"
-    SAFETENSORS = "safetensors"
 
 
 @dataclass(frozen=True)

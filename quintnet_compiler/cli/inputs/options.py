@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...api.compile import compile as compile_model
-from ...api.compiled_program import CompiledProgram
 from ...core.errors import CompileError
-from ...core.mesh import Mesh
 from ...core.progress import working
-from ...cost_models.calibrated import CalibratedCosts
-from ...cost_models.calibration import Calibration
-from ...ir.plan import Plan, PlanOptions, read_plan
-from ...ir.plan_options import read_options
+from ...ir.plan_options import PlanOptions, read_options
 from .targets import load_target
+
+if TYPE_CHECKING:
+    from ...api.compiled_program import CompiledProgram
+    from ...core.mesh import Mesh
+    from ...cost_models.calibrated import CalibratedCosts
+    from ...ir.plan import Plan
 
 Target = Annotated[
     str,
@@ -75,6 +75,8 @@ def parse_mesh(text: str) -> Mesh:
         typer.BadParameter: if the text is not of this form.
         CompileError: QN201 if it is, and no mesh.
     """
+    from ...core.mesh import Mesh
+
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
@@ -92,6 +94,9 @@ def costs_of(calibration: Path | None) -> CalibratedCosts | None:
     Raises:
         CompileError: QN211 if the file is no calibration.
     """
+    from ...cost_models.calibrated import CalibratedCosts
+    from ...cost_models.calibration import Calibration
+
     return CalibratedCosts(Calibration.load(calibration)) if calibration else None
 
 
@@ -101,6 +106,8 @@ def settings_of(texts: list[str] | None, precision: str | None = None) -> dict[s
     Raises:
         typer.BadParameter: with what is possible.
     """
+    from ...ir.plan import Plan
+
     if precision is not None:
         texts = [*(texts or ()), f"precision={precision}"]
     try:
@@ -129,6 +136,9 @@ class ProgramOptions:
         Raises:
             typer.BadParameter: if an option is not valid, or there is no mesh.
         """
+        from ...core.mesh import Mesh
+        from ...ir.plan import read_plan
+
         changes, decided = settings_of(settings, precision), read_plan(plan)
         if microbatches is not None and changes.setdefault("microbatches", microbatches) != microbatches:
             raise typer.BadParameter("says another number than --set microbatches", param_hint="--microbatches")
@@ -144,6 +154,8 @@ def compiled(target: str, options: ProgramOptions, device: str | None = None) ->
         typer.BadParameter: if there is no such target.
         CompileError: see :func:`quintnet.compile`.
     """
+    from ...api.compile import compile as compile_model
+
     model, batch, loss_fn = load_target(target)
     with working(f"compiling for {options.mesh}"):
         return compile_model(model, options.mesh, batch, loss_fn=loss_fn, plan=options.plan, device=_known(device))

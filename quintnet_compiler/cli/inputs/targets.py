@@ -11,10 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
-
-from ...compat.transformers import built_on_meta, causal_class
 
 ROWS, SEQUENCE = 8, 1024  # of a configuration's batch
 Loaded = tuple[Any, Any, Any]  # model, batch, loss function or None
@@ -28,6 +25,8 @@ def load_target(target: str) -> Loaded:
     Raises:
         typer.BadParameter: if there is no such function or file, or it returns something else: one line.
     """
+    import torch
+
     torch.manual_seed(0)  # equal values at every call, in every process
     if target.startswith("hf:"):
         return from_config(target)
@@ -74,6 +73,10 @@ def from_config(target: str) -> tuple[Any, Any, Any]:
     Raises:
         typer.BadParameter: if the file is no such configuration: one line.
     """
+    import torch
+
+    from ...compat.transformers import built_on_meta
+
     path, *options = target.removeprefix("hf:").split(",")
     sizes = {"rows": ROWS}
     for option in options:
@@ -112,6 +115,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _class(config: dict[str, Any]) -> Any:
     import transformers
 
+    from ...compat.transformers import causal_class
+
     for name in config.get("architectures") or ():
         model_class = getattr(transformers, str(name), None)
         if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
@@ -120,6 +125,8 @@ def _class(config: dict[str, Any]) -> Any:
 
 
 def _batch(model: Any, rows: int, sequence: int | None) -> dict[str, Any]:
+    import torch
+
     config, kind = model.config, type(model).__name__
     size: Any = getattr(config, "image_size", None)
     with torch.device("meta"):

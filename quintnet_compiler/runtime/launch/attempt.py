@@ -42,10 +42,11 @@ SETTLE_SECONDS = 1.0  # in which the cause of an error that another rank caused 
 EXIT_SECONDS = 5.0  # in which a process with a result ends by itself
 STORE_SECONDS = 60.0  # in which the launching process answers, however busy; if it ends, ranks know at once
 NO_CODE = 255  # multiprocessing's exit code of a process whose fork server has ended
-# modules that the fork server imports, so that no rank does when it starts, traces, or solves for a layout
+# Imported by the fork server, so that no rank does when it starts, compiles or saves: no thread starts, no GPU is used.
 PRELOADED = (
-    "torch", "torch.distributed.tensor", "quintnet_compiler.api.compile", "torch.export._trace", "scipy.sparse",
-    "scipy.optimize",
+    "torch.export._trace", "scipy.optimize", "quintnet_compiler.api.compile", "quintnet_compiler.api.compiled_program",
+    "quintnet_compiler.checkpoint.background", "quintnet_compiler.huggingface.parallel_plan",
+    "quintnet_compiler.runtime.backends.processes", "quintnet_compiler.runtime.launch.group_heartbeat",
 )  # fmt: skip
 
 
