@@ -128,20 +128,25 @@ class CompiledSegment:
 
 def compiled(module: fx.GraphModule, args: Sequence[Tensor]) -> Function | None:
     """Return inductor's code for ``module`` on inputs of the layout of ``args``; None where nothing can be fused."""
+    traced = traced_for_inductor(module, args, on_gpu=any(x.is_cuda for x in args))
+    if not can_fuse(traced.graph):
+        return None
+    fakes = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
+    return kernels(traced, fakes)
+
+
+def traced_for_inductor(module: fx.GraphModule, args: Sequence[Tensor], *, on_gpu: bool) -> fx.GraphModule:
+    """Return ``module`` in the operators that inductor compiles, for inputs of the layout of ``args``."""
 
     def flat(*tensors: Tensor) -> tuple[Any, ...]:
         results: tuple[Any, ...] = module(list(tensors))
         return results
 
     # on GPUs, scales and casts, which read a value several times, are fused with the operator before them
-    own = _consists_of(module.graph) if any(x.is_cuda for x in args) else {}
+    own = _consists_of(module.graph) if on_gpu else {}
     table = {**decompositions(), **POINTWISE_LOSSES, **own}
     with torch.no_grad():
-        traced = make_fx(flat, decomposition_table=table, tracing_mode="fake")(*args)
-    if not can_fuse(traced.graph):
-        return None
-    fakes = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
-    return kernels(traced, fakes)
+        return make_fx(flat, decomposition_table=table, tracing_mode="fake")(*args)
 
 
 def _consists_of(graph: fx.Graph) -> dict[Any, Callable[..., Tensor]]:
