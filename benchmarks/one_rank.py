@@ -36,9 +36,9 @@ from quintnet_compiler.driver.pipeline import Request
 from quintnet_compiler.ir.distributed_program import DistributedProgram, RankProgram
 from quintnet_compiler.runtime.execute.engines import ENGINES
 from quintnet_compiler.runtime.execute.executor import Executor, Run
+from quintnet_compiler.runtime.execute.gradient_kernels import gradient_store
 from quintnet_compiler.runtime.execute.malloc import tune_malloc
 from quintnet_compiler.runtime.execute.whole_steps import step_function
-from quintnet_compiler.runtime.state.gradients import GradientStore
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
 from quintnet_compiler.runtime.transport.transport import Wait
 
@@ -98,10 +98,11 @@ def ours(program: DistributedProgram, part: RankProgram, device: torch.device, s
         _random(tuple(local_shape(spec.shape, spec.sharding, sizes)), spec.dtype, device, size.vocab)
         for spec in program.inputs
     ]
-    store = GradientStore(program, part, transport, device)
+    runs = ENGINES[engine]()
+    store = gradient_store(program, part, transport, device, runs)
     if device.type == "cpu":
         tune_malloc()  # as programs do
-    run_step = step_function(Executor(program, part, transport, device, store, ENGINES[engine]()))
+    run_step = step_function(Executor(program, part, transport, device, store, runs))
 
     def step() -> object:
         with torch.no_grad():

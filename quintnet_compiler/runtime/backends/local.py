@@ -17,6 +17,7 @@ from ...core.sharding import Shard
 from ...ir.distributed_program import DistributedProgram, StateSpec, ValueSpec
 from ..execute.engines import Engine, eager
 from ..execute.executor import Executor, Run
+from ..execute.gradient_kernels import gradient_store
 from ..execute.host_linears import HostLinears
 from ..execute.interpreter_trace import Watch
 from ..execute.loss_scale import LossScale
@@ -24,7 +25,7 @@ from ..execute.record import Recorder
 from ..execute.whole_steps import step_function
 from ..state.changed_state import split_results, written
 from ..state.grad_handoff import HandOver, Old
-from ..state.gradients import GradientStore, too_many_gradients
+from ..state.gradients import too_many_gradients
 from ..state.module_parameters import Slots, WholeTensor, check_fits, like, moved, whole_parameter
 from ..state.state import new_caches, part_of
 from ..transport.local import LocalTransport, LocalWorld
@@ -251,7 +252,7 @@ class LocalBackend(WholeState):
         specs = [spec for spec in program.state.values() if spec.kind != "cache"]
         for rank in range(self.mesh.size):
             part, transport = program.rank(rank), world.transport(rank)
-            store = GradientStore(program, part, transport, device) if train else None
+            store = gradient_store(program, part, transport, device, self.engine) if train else None
             engine = self.linears.of(program, self.engine)
             executor = Executor(program, part, transport, device, store, engine)
             ranks.append(Ready(program, executor, store, step_function(executor)))

@@ -23,6 +23,7 @@ from ...ir.distributed_program import DistributedProgram, StateSpec
 from ...ir.program import Axis
 from ..execute.engines import Engine, eager
 from ..execute.executor import Executor, Run
+from ..execute.gradient_kernels import gradient_store
 from ..execute.host_linears import HostLinears
 from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
@@ -32,7 +33,7 @@ from ..launch.consistency import SAME_SCRIPT, agree, tell
 from ..state.buckets import reduced_axes, scattered_axes
 from ..state.changed_state import split_results, written
 from ..state.grad_handoff import HandOver
-from ..state.gradients import GradientStore, shared_by, too_many_gradients
+from ..state.gradients import shared_by, too_many_gradients
 from ..state.local_values import StageGradient, StoredPart, whole_number
 from ..state.module_parameters import Slots, check_fits, local_of, moved, retire
 from ..state.optimizer_settings import OptimizerSettings
@@ -391,7 +392,7 @@ class ProcessBackend:
 
     def _new_process(self, program: DistributedProgram, train: bool) -> _Process:
         part = program.rank(self.transport.rank)
-        store = GradientStore(program, part, self.transport, self.device) if train else None
+        store = gradient_store(program, part, self.transport, self.device, self.engine) if train else None
         settled = store.settled if store else {}
         gradients = [
             sharded_dtensor(self._true_part(spec).of_padded(x), spec, program.axes, self.stage_mesh)
@@ -401,7 +402,7 @@ class ProcessBackend:
             deque(map(setattr, gradients, repeat("__class__"), repeat(StageGradient)), maxlen=0)
         handover = HandOver([self.parameters[name] for name in settled], gradients)
         executor = Executor(program, part, self.transport, self.device, store, self.linears.of(program, self.engine))
-        return _Process(program, executor, store, step_function(executor), handover)
+        return _Process(program, executor, store, step_function([self.executor)[name] for name in settled], handover)
 
 
 @dataclass(frozen=True)

@@ -96,12 +96,16 @@ def _casts(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class CompiledSegment:
-    """A segment that is compiled for each layout (dtypes, shapes, strides) of its inputs."""
+    """A segment that is compiled for each layout (dtypes, shapes, strides) of its inputs.
+
+    ``alone``: even if it is a single operator, where nothing can be fused.
+    """
 
     module: fx.GraphModule
     name: str
     warned: set[str]
     variants: ByLayout[Function] = field(default_factory=ByLayout)
+    alone: bool = False
 
     def __call__(self, args: list[Tensor]) -> Sequence[Any]:
         run = self.variants.get(args)
@@ -114,7 +118,7 @@ class CompiledSegment:
 
     def _compiled(self, args: Sequence[Tensor]) -> Function:
         try:
-            return compiled(self.module, args) or self.module
+            return compiled(self.module, args, alone=self.alone) or self.module
         except Exception as error:  # of many types: no compiler, an operator without lowering, inductor's bugs
             self._warn(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
             return self.module
@@ -126,10 +130,13 @@ class CompiledSegment:
             warnings.warn(BackendWarning(text), stacklevel=2)
 
 
-def compiled(module: fx.GraphModule, args: Sequence[Tensor]) -> Function | None:
-    """Return inductor's code for ``module`` on inputs of the layout of ``args``; None where nothing can be fused."""
+def compiled(module: fx.GraphModule, args: Sequence[Tensor], *, alone: bool = False) -> Function | None:
+    """Return inductor's code for ``module`` on inputs of the layout of ``args``; None where nothing can be fused.
+
+    ``alone``: compile it even then.
+    """
     traced = traced_for_inductor(module, args, on_gpu=any(x.is_cuda for x in args))
-    if not can_fuse(traced.graph):
+    if not alone and not can_fuse(traced.graph):
         return None
     fakes = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
     return kernels(traced, fakes)

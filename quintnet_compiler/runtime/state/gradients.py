@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +57,18 @@ class _Sum:
     step: int = 0
 
 
+class SumKernels(Protocol):
+    """Add gradients to sums, in place of torch's ``copy_`` and ``add_``; results are equal bit by bit."""
+
+    def set_sum(self, slot: Tensor, gradient: Tensor) -> None:
+        """Set ``slot`` to ``gradient``, of the same shape."""
+        ...
+
+    def add_to_sum(self, slot: Tensor, gradient: Tensor) -> None:
+        """Add ``gradient`` to ``slot``, of the same shape."""
+        ...
+
+
 @dataclass
 class GradientStore:
     """Accumulates and reduces the gradients of one rank's parameters.
@@ -64,6 +77,7 @@ class GradientStore:
     it) after the reduction. Its memory on the device is freed when the next bucket is copied.
 
     Attributes:
+        kernels: what adds gradients to the sums; None for torch's own.
         buckets: of all parameters.
         where: the bucket of each parameter.
         settled: this rank's part of each parameter's reduced gradient.
@@ -76,6 +90,7 @@ class GradientStore:
     part: RankProgram
     transport: Transport
     device: torch.device
+    kernels: SumKernels | None = None
     buckets: list[Bucket] = field(default_factory=list)
     where: dict[str, Bucket] = field(default_factory=dict)
     settled: dict[str, Tensor] = field(default_factory=dict)
@@ -89,6 +104,9 @@ class GradientStore:
         self.names: dict[str, str] = {}  # the parameter of each value that generated code accumulates
         self.step = 0
         self.scale: float | Tensor | None = None
+        # torch's own are called directly: each call of Python costs as much as a kernel's launch
+        self._put: Callable[[Tensor, Tensor], object] = Tensor.copy_ if self.kernels is None else self.kernels.set_sum
+        self._add: Callable[[Tensor, Tensor], object] = Tensor.add_ if self.kernels is None else self.kernels.add_to_sum
         for names in self._groups():
             for bucket_names in self._split(names):
                 self.buckets.append(make_bucket(bucket_names, self.program, self.part.rank, self.device))
@@ -204,10 +222,10 @@ class GradientStore:
         if target.cuts:
             gradient = by_rank(gradient, target.cuts, target.bucket.order)
         if target.step == self.step:
-            target.slot.add_(gradient)
+            self._add(target.slot, gradient)
         else:
             self._first(target)
-            target.slot.copy_(gradient)
+            self._put(target.slot, gradient)
         self._count(target.bucket)
 
     def accumulate_matmul(self, left: Tensor, right: Tensor, value: str) -> None:
