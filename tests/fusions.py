@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -101,10 +101,24 @@ def scheduled(segment: Segment) -> list[tuple[str, int]] | None:
     mode = FakeTensorMode()
     with mode:
         args = [_like(node) for node in segment.inputs]
+    traced = _traced(_on_cpu(segment.module), args)
+    return _kernels(traced, mode) if can_fuse(traced.graph) else None
+
+
+def kernels_of_module(module: fx.GraphModule, args: Sequence[Tensor]) -> list[tuple[str, int]]:
+    """Return each kernel of a module that is always compiled, and the bytes that it moves."""
+    mode = FakeTensorMode()
+    with mode:
+        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in args]
+    return _kernels(_traced(module, fakes), mode)
+
+
+def _traced(module: fx.GraphModule, args: Sequence[Tensor]) -> fx.GraphModule:
     with mock.patch.object(scaled_kernels, "kernels_of", lambda device: frozenset(("rows", "128"))):
-        traced = traced_for_inductor(_on_cpu(segment.module), args, on_gpu=True)
-    if not can_fuse(traced.graph):
-        return None
+        return traced_for_inductor(module, args, on_gpu=True)
+
+
+def _kernels(traced: fx.GraphModule, mode: FakeTensorMode) -> list[tuple[str, int]]:
     with V.set_fake_mode(mode), config.patch(shape_padding=False):
         compile_fx._recursive_post_grad_passes(traced, is_inference=True)
     _move(traced.graph, mode)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import quintnet
 from quintnet_compiler.runtime.execute import engines
+from quintnet_compiler.runtime.execute.gradient_kernels import _module
 
-from .fusions import FUSED, Traffic, traffic
+from .fusions import FUSED, Traffic, kernels_of_module, traffic
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < (2, 13) or torch.__version__ >= (2, 14), reason="its budgets are those of torch 2.13"
@@ -184,3 +185,10 @@ def test_an_operator_that_inductor_does_not_see_costs_bytes_and_is_named() -> No
         _, unseen, _ = _counted(case)
     assert "quintnet.scaled_cast" in unseen.kernels and "quintnet.scaled_cast" not in seen.kernels
     assert _mib(unseen) > 1.2 * _mib(seen) > 0
+
+
+@pytest.mark.parametrize("name", ["put", "add"])
+def test_a_narrow_gradient_is_added_to_its_sum_by_one_kernel(name: str) -> None:
+    slot, gradient = torch.zeros(2**20), torch.zeros(2**20, dtype=torch.bfloat16)
+    read_and_written = gradient.nbytes + 2 * slot.nbytes  # inductor counts what is written in place as read, too
+    assert kernels_of_module(_module(name), [slot, gradient]) == [(FUSED, read_and_written)]
