@@ -118,7 +118,8 @@ class CompiledSegment:
 
     def _compiled(self, args: Sequence[Tensor]) -> Function:
         try:
-            return compiled(self.module, args, alone=self.alone) or self.module
+            compile_segment = always_compiled if self.alone else compiled
+            return compile_segment(self.module, args) or self.module
         except Exception as error:  # of many types: no compiler, an operator without lowering, inductor's bugs
             self._warn(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
             return self.module
@@ -130,16 +131,19 @@ class CompiledSegment:
             warnings.warn(BackendWarning(text), stacklevel=2)
 
 
-def compiled(module: fx.GraphModule, args: Sequence[Tensor], *, alone: bool = False) -> Function | None:
-    """Return inductor's code for ``module`` on inputs of the layout of ``args``; None where nothing can be fused.
-
-    ``alone``: compile it even then.
-    """
+def compiled(module: fx.GraphModule, args: Sequence[Tensor]) -> Function | None:
+    """Return inductor's code for ``module`` on inputs of the layout of ``args``; None where nothing can be fused."""
     traced = traced_for_inductor(module, args, on_gpu=any(x.is_cuda for x in args))
-    if not alone and not can_fuse(traced.graph):
-        return None
-    fakes = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
-    return kernels(traced, fakes)
+    return _kernels_of(traced) if can_fuse(traced.graph) else None
+
+
+def always_compiled(module: fx.GraphModule, args: Sequence[Tensor]) -> Function:
+    """Return inductor's code for ``module`` on inputs of the layout of ``args``, even of a single operator."""
+    return _kernels_of(traced_for_inductor(module, args, on_gpu=any(x.is_cuda for x in args)))
+
+
+def _kernels_of(traced: fx.GraphModule) -> Function:
+    return kernels(traced, [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"])
 
 
 def traced_for_inductor(module: fx.GraphModule, args: Sequence[Tensor], *, on_gpu: bool) -> fx.GraphModule:
