@@ -19,6 +19,7 @@ from ..ir.containers import LossOfNames, loss_inputs, model_inputs, rebuilt, tak
 from ..ir.result_form import ResultForm
 from .block_reuse import Unseen
 from .changes.saved_tensors import unchanged_since_saved
+from .changes.tensor_attributes import originals_of
 from .changes.user_lines import UserLines
 from .places import OWN
 from .watched_trace import WatchedTrace
@@ -78,6 +79,8 @@ class StepModule(nn.Module):
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     self.stands_for[id(parameter)] = functools.partial(_at, module._parameters, name)
+        paths = ((path.removeprefix("model").lstrip("."), module) for path, module in self.named_modules())
+        self.originals = originals_of(paths)
 
     def brought_by_user(self) -> dict[str, Any]:
         """Return the model and the loss function, by label."""
@@ -102,7 +105,7 @@ class StepModule(nn.Module):
     def forward(self, batch: Any) -> Any:
         roots = {name.removeprefix("model"): module for name, module in self.named_children()}
         functions = () if self.compute is None or self.want != "loss" else (self.compute,)
-        self.seen.trace = trace = WatchedTrace(roots, functions, OWN, self.unseen)
+        self.seen.trace = trace = WatchedTrace(roots, functions, OWN, self.unseen, self.originals)
         return trace.run(
             lambda: self._step(batch), self.stands_for, refuse=self.seen.refuse, buffers=self.buffers_change
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import linecache
 import sys
 import threading
@@ -25,11 +24,21 @@ from ..guards.call_attributes import CallAttribute, call_attributes, made_in_cal
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
 from ..guards.guards import Roots, TraceReads
 from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
-from ..guards.reach import is_observable
+from ..guards.reach import is_iterator, is_observable
 from .block_reuse import Unseen, UnseenUsed
 from .changes.assigned_data import put_data
 from .changes.refused_changes import changed_by_trace
 from .changes.tables_by_type import tables_by_type
+from .changes.tensor_attributes import (
+    GET_GRADIENT,
+    OriginalTensor,
+    StandIns,
+    attributes_of,
+    gives_numbers,
+    reads_a_gradient,
+    stand_ins_of,
+    writes_in_place,
+)
 from .modes import refuse_replaced, uncompiled
 from .raising_checks import checks_pass
 from .traced_as import TRACED_AS
@@ -50,19 +59,21 @@ class WatchedTrace:
 
     After it: ``reads`` and ``variables``; ``constants``: tensors that belong to no module, with their versions;
     ``foreign``: parameters that belong to none of the modules, with the line that uses each; ``used_unseen``: whether
-    a tensor of ``unseen`` was used, at which forward ends.
+    a tensor of ``unseen`` was used, at which forward ends. ``originals``: the modules' own parameters and buffers.
     """
 
     roots: Mapping[str, nn.Module]
     functions: Sequence[Any]
     own: tuple[str, ...]  # folders of code that is not the user's
     unseen: Unseen = field(default_factory=Unseen)
+    originals: Sequence[OriginalTensor] = ()
     state: AttributeSnapshot = field(init=False)
     reads: Reads = field(init=False)
     walk: Walk = field(init=False)
     variables: list[Variable] = field(default_factory=list)
     constants: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     foreign: dict[int, tuple[Tensor, Where]] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)  # that became Python numbers
     changes: list[Change] = field(default_factory=list)
     of_calls: Sequence[CallAttribute] = ()
     assigned: frozenset[str] = frozenset()
@@ -95,12 +106,13 @@ class WatchedTrace:
         self.state, self.walk = AttributeSnapshot(), Walk()
         self.reads = Reads(self.state, self.walk.follow, self._meet_by_name)
         generators = Generators.now()
-        tensors = dict(self.constants), dict(self.foreign)
+        tensors, stand_ins = (dict(self.constants), dict(self.foreign)), stand_ins_of(self.originals)
 
         def watched() -> Any:
             with (
                 tables_by_type(self._python_values()),
-                _Tensors(self, stands_for),
+                attributes_of(stand_ins, self.reads),
+                _Tensors(self, stands_for, stand_ins),
                 checks_pass(_is_real, self.own),
                 uncompiled(self.own),
                 made_in_calls(self.of_calls, lambda: self.reads.missing),
@@ -136,9 +148,9 @@ class WatchedTrace:
         return result
 
     def _python_values(self) -> list[Any]:
-        """Return values in which forward may look something up: variables of functions, and attributes of modules."""
-        variables = [variable.value for variable in self.variables]
-        return [*variables, *(vars(module) for root in self.roots.values() for module in root.modules())]
+        """Return values in which forward may look something up."""
+        modules = (vars(module) for root in self.roots.values() for module in root.modules())
+        return [*(variable.value for variable in self.variables), *modules]
 
     def _refuse_iterators(self) -> None:
         """Raise CompileError QN110 for an iterator that the trace read: each step would take its next value."""
@@ -146,7 +158,7 @@ class WatchedTrace:
         attributes = ((read.label, vars(read.owner).get(read.name)) for read in reads)
         variables = ((variable.label, variable.value) for variable in self.variables)
         for label, value in chain(attributes, variables):
-            if isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not is_observable(value):
+            if is_iterator(value) and not is_observable(value):
                 raise CompileError(
                     "QN110",
                     f"the forward pass reads {label!r}, a {type(value).__name__}; a program would take its next value "
@@ -234,10 +246,7 @@ class WatchedTrace:
     def taken(
         self, roots: Roots, reads: Sequence[Read], missing: Sequence[Read], modes: tuple[Any, ...], *, flags: bool
     ) -> TraceReads:
-        """Return all Python state that the trace read.
-
-        ``reads``: the attributes that it read. ``missing``: those that did not exist.
-        """
+        """Return all Python state that the trace read: the attributes ``reads``, and ``missing`` ones."""
         set_by_calls = {attribute.key for attribute in self.of_calls}
         self.walk.take_modules()  # modules that forward imported itself
         return TraceReads(
@@ -257,15 +266,19 @@ class WatchedTrace:
             modes,
             flags,
             self.of_calls,
+            list(self.reads.of_tensors.values()),
+            list(self.values.values()),
         )
 
 
 class _Tensors(TorchFunctionMode):
     """A mode that sees real tensors in arguments: those that are no inputs of the trace become constants."""
 
-    def __init__(self, trace: WatchedTrace, stands_for: Mapping[int, Callable[[], Tensor]]) -> None:
+    def __init__(
+        self, trace: WatchedTrace, stands_for: Mapping[int, Callable[[], Tensor]], stand_ins: StandIns
+    ) -> None:
         super().__init__()
-        self.trace, self.stands_for = trace, stands_for
+        self.trace, self.stands_for, self.stand_ins = trace, stands_for, stand_ins
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA:
@@ -278,13 +291,17 @@ class _Tensors(TorchFunctionMode):
                 where=Where("", user_line(sys._getframe(1), self.trace.own)),
                 fix="compute a new tensor and use that one",
             )
-        if args and _is_real(args[0]) and _in_place(func):
+        if func == GET_GRADIENT and id(args[0]) in self.stand_ins:
+            raise reads_a_gradient(self.stand_ins[id(args[0])], user_line(sys._getframe(1), self.trace.own))
+        if args and _is_real(args[0]) and writes_in_place(func):
             raise CompileError(
                 "QN110",
                 f"the forward pass changes a tensor of shape {list(args[0].shape)} in place that is neither a buffer, "
                 "nor a parameter, nor made in forward; a program would not",
                 where=Where("", user_line(sys._getframe(1), self.trace.own)),
             )
+        if args and _is_real(args[0]) and gives_numbers(func):
+            self.trace.values[id(args[0])] = args[0]
         refuse_replaced(func, sys._getframe(1))
         func = TRACED_AS.get(func, func)
         # torch's random functions with generator=None have no kernel for symbolic sizes
@@ -316,13 +333,6 @@ class _Tensors(TorchFunctionMode):
         if id(x) in self.trace.unseen.tensors:
             self.trace.used_unseen = True
             raise UnseenUsed
-
-
-def _in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name == "__setitem__" or (name[2] == "i" and name[2:-2] not in ("index", "int", "invert"))
-    return name.endswith("_") and name not in ("requires_grad_", "detach_", "share_memory_", "rename_")
 
 
 def _holds(value: Any) -> bool:

@@ -11,7 +11,7 @@ import linecache
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -36,8 +36,12 @@ def _functions() -> Mapping[str, Callable[..., Any]]:
     return {name: getattr(in_cpp, name) for name in names if name not in in_python}
 
 
-# torch, as generated code reads it; instead: torch itself, whose functions users may replace for their own modules.
-SHIPPED: Any = _namespace(torch, **_functions(), _C=_namespace(torch._C, _nn=_namespace(torch._C._nn)))
+# torch, as generated code and what runs it read it; instead: torch itself, whose functions users may replace for their
+# own modules.
+if TYPE_CHECKING:
+    SHIPPED = torch
+else:
+    SHIPPED = _namespace(torch, **_functions(), _C=_namespace(torch._C, _nn=_namespace(torch._C._nn)))
 
 
 def is_as_shipped(function: Callable[..., Any]) -> bool:

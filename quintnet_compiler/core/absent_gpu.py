@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
 
+from ..compat.torch_codegen import SHIPPED
+
 
 @dataclass(frozen=True)
 class AbsentGpu:
@@ -52,7 +54,7 @@ def call_fake(target: Callable[..., Any], args: Any, kwargs: Any, known: Mutable
     def like(x: Tensor, device: torch.device) -> Tensor:
         key = "like", tuple(x.shape), x.stride(), x.dtype, device
         if key not in tensors:
-            tensors[key] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+            tensors[key] = SHIPPED.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
         tensor: Tensor = tensors[key]
         return tensor
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ..compat.torch import schema_or_none, storage_key
+from ..compat.torch_codegen import SHIPPED
 from .errors import Where
 
 Value = Tensor | tuple[Tensor, ...]
@@ -164,7 +165,7 @@ def copies(node: fx.Node) -> bool:
     if node.target is torch.ops.aten.contiguous.default:
         memory_format = node.kwargs.get("memory_format", torch.contiguous_format)
         return not (isinstance(memory_format, torch.memory_format) and x.is_contiguous(memory_format=memory_format))
-    source = torch.empty_strided(x.shape, x.stride(), device="meta")
+    source = SHIPPED.empty_strided(x.shape, x.stride(), device="meta")
     return storage_key(source.reshape(value(node).shape)) != storage_key(source)
 
 

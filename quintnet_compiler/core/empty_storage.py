@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..compat.torch_codegen import SHIPPED
 from .errors import CompileError
 
 _OWNER_DEVICE = "_quintnet_elsewhere"  # attribute of a parameter that other ranks hold
@@ -106,7 +107,7 @@ def plain_parameters(loss_parts: Iterable[nn.Module | nn.Parameter]) -> Iterator
 
 def _hollow(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor like ``x`` without memory."""
-    empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    empty = SHIPPED.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
     if device.type != "meta":
         empty.untyped_storage().resize_(0)
     if not isinstance(x, nn.Parameter):

@@ -20,6 +20,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..compat.torch_codegen import SHIPPED
+
 _Word = TypeVar("_Word", int, Tensor)
 
 # SplitMix64's constants, as the int64 numbers they are congruent to: torch has no arithmetic on uint64.
@@ -71,7 +73,7 @@ def keep_mask(positions: Sequence[Tensor], sizes: Sequence[int], p: float, key: 
     """
     word = bits(positions, sizes, key)
     # p * 2**32 is exact: only the exponent changes. For p = 1 the threshold, 2**31, would be no int32.
-    return word.ge(int(p * 2**32) - 2**31) if p < 1 else torch.zeros_like(word, dtype=torch.bool)
+    return word.ge(int(p * 2**32) - 2**31) if p < 1 else SHIPPED.zeros_like(word, dtype=torch.bool)
 
 
 def bits(positions: Sequence[Tensor], sizes: Sequence[int], key: AnyKey, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -129,7 +131,7 @@ def _bits(positions: Sequence[Tensor], sizes: Sequence[int], key: AnyKey, count:
 
 def _hashes(positions: Sequence[Tensor], sizes: Sequence[int], key: AnyKey) -> tuple[Tensor, Tensor]:
     """Return the 64-bit hashes of rows, [..., 1], and of columns, [n]; broadcast, they have the result's shape."""
-    *leading, columns = positions or [torch.zeros((), dtype=torch.int64)]
+    *leading, columns = positions or [SHIPPED.zeros((), dtype=torch.int64)]
     rows = columns.new_zeros(())
     for position, size in zip(leading, sizes, strict=False):  # the columns' size plays no role
         rows = (rows * size + position).unsqueeze(-1)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..compat.torch_codegen import SHIPPED
 from .sharding import P, Shard, Sharding, shard_shape
 
 
@@ -28,7 +29,7 @@ def take(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
 
 def slot(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
     """Return rank ``index``'s slice of ``x``, always a view, with ``dim`` as (parts, rest): to write to."""
-    return torch.unflatten(x, dim, (parts, ranks, -1)).select(dim + 1, index)
+    return SHIPPED.unflatten(x, dim, (parts, ranks, -1)).select(dim + 1, index)
 
 
 def join(shards: Sequence[Tensor], dim: int, parts: int) -> Tensor:
@@ -38,9 +39,9 @@ def join(shards: Sequence[Tensor], dim: int, parts: int) -> Tensor:
     tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     if parts == 1:
-        return torch.cat(list(shards), dim)
-    views = [torch.unflatten(shard, dim, (parts, -1)) for shard in shards]
-    return torch.stack(views, dim + 1).flatten(dim, dim + 2)
+        return SHIPPED.cat(list(shards), dim)
+    views = [SHIPPED.unflatten(shard, dim, (parts, -1)) for shard in shards]
+    return SHIPPED.stack(views, dim + 1).flatten(dim, dim + 2)
 
 
 def stack(x: Tensor, dim: int, parts: int, ranks: int) -> Tensor:
@@ -53,9 +54,9 @@ def stack(x: Tensor, dim: int, parts: int, ranks: int) -> Tensor:
             [2, 3, 6, 7]])
     """
     if parts == 1:
-        view = torch.unflatten(x, dim, (ranks, -1))
+        view = SHIPPED.unflatten(x, dim, (ranks, -1))
         return view.movedim(dim, 0) if dim else view
-    return torch.unflatten(x, dim, (parts, ranks, -1)).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+    return SHIPPED.unflatten(x, dim, (parts, ranks, -1)).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
 
 
 def unstack(x: Tensor, dim: int, parts: int) -> Tensor:
@@ -66,12 +67,12 @@ def unstack(x: Tensor, dim: int, parts: int) -> Tensor:
     """
     if parts == 1:
         return (x.movedim(0, dim) if dim else x).flatten(dim, dim + 1)
-    return torch.unflatten(x, dim + 1, (parts, -1)).movedim(0, dim + 1).flatten(dim, dim + 2)
+    return SHIPPED.unflatten(x, dim + 1, (parts, -1)).movedim(0, dim + 1).flatten(dim, dim + 2)
 
 
 def pad(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
     """Return ``x`` as rank ``index``'s slice of a full-sized tensor of zeros: the transpose of :func:`take`."""
-    zero = torch.zeros_like(x)
+    zero = SHIPPED.zeros_like(x)
     return join([x if rank == index else zero for rank in range(ranks)], dim, parts)
 
 
@@ -85,7 +86,7 @@ def extended(x: Tensor, dim: int, parts: int, size: int) -> Tensor:
     """
     if x.shape[dim] == size:
         return x
-    view = torch.unflatten(x, dim, (parts, -1))
+    view = SHIPPED.unflatten(x, dim, (parts, -1))
     longer = view.new_zeros([*view.shape[: dim + 1], size // parts, *view.shape[dim + 2 :]])
     longer.narrow(dim + 1, 0, view.shape[dim + 1]).copy_(view)
     return longer.flatten(dim, dim + 1)
@@ -103,7 +104,7 @@ def trimmed(x: Tensor, dim: int, parts: int, size: int) -> Tensor:
         return x
     if parts == 1:
         return x.narrow(dim, 0, size)
-    view = torch.unflatten(x, dim, (parts, -1))
+    view = SHIPPED.unflatten(x, dim, (parts, -1))
     return view.narrow(dim + 1, 0, size // parts).flatten(dim, dim + 1)
 
 
@@ -133,7 +134,7 @@ def positions(
     >>> positions((4, 2), (Shard(0),), (2,), (1,)), positions((3,), (Shard(0),), (2,), (1,))
     ([tensor([2, 3]), tensor([0, 1])], [tensor([ 2, -1])])
     """
-    numbers = [torch.arange(1, size + 1, device=device) for size in sizes]  # 0: padding
+    numbers = [SHIPPED.arange(1, size + 1, device=device) for size in sizes]  # 0: padding
     for kind, count, index in zip(sharding, ranks, coordinate, strict=True):
         if isinstance(kind, Shard):
             longer = extended(numbers[kind.dim], 0, kind.parts, kind.padded(len(numbers[kind.dim]), count))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .by_name import constructors, is_users, special_methods
 from .containers import fields_of, names_of
@@ -30,6 +30,15 @@ class Read:
     name: str
 
 
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a module has a parameter or a buffer: its path, a namespace and the name there."""
+
+    path: str
+    space: Mapping[str, Any]
+    name: str
+
+
 def _ignore(function: Any) -> None:
     """Do nothing with a function that was met."""
 
@@ -46,7 +55,7 @@ class Reads:
     that is met; ``on_read``: after a read, when what it gave was met. After the trace: ``found``, the attributes that
     were read; ``missing``, those that were not there; ``whole``, the objects whose ``__dict__`` was read, of which all
     may have been read; ``modules``, those that were met first; ``spaces``, the classes and Python modules that were
-    met, and the classes of all objects.
+    met, and the classes of all objects; ``of_tensors``, by path, parameters and buffers that were asked for attributes.
     """
 
     state: AttributeSnapshot
@@ -57,6 +66,7 @@ class Reads:
     whole: dict[int, Any] = field(default_factory=dict)
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     spaces: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    of_tensors: dict[str, tuple[TensorPlace, Tensor]] = field(default_factory=dict)
     _all_whole: bool = False  # whether attributes may be read unseen
     _records: bool = True  # False while this class itself reads
     _modules: list[types.ModuleType] = field(default_factory=list)  # whose reads are recorded
@@ -215,6 +225,17 @@ class Reads:
 
     def _label(self, owner: Any, name: str) -> str:
         return f"{self._labels[id(owner)][0]}.{name}".removeprefix(".")
+
+    def note_of_tensor(self, place: TensorPlace, tensor: Tensor, name: str, value: Any) -> None:
+        """Record an attribute that somebody gave to a parameter or buffer."""
+        self.of_tensors[place.path] = place, tensor
+        self.found.append(Read(f"{place.path}.{name}", tensor, name))
+        self.meet(f"{place.path}.{name}", value)
+
+    def miss_of_tensor(self, place: TensorPlace, tensor: Tensor, name: str) -> None:
+        """Record that a parameter or buffer does not have an attribute that was asked for."""
+        self.of_tensors[place.path] = place, tensor
+        self.missing.append(Read(f"{place.path}.{name}", tensor, name))
 
     def _miss(self, owner: Any, name: str) -> None:
         if name.startswith("__") or (isinstance(owner, nn.Module) and _is_part(owner, name)):

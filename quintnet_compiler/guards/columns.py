@@ -11,7 +11,6 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from ..compat.torch import version
 from .python_state import MISSING, copied, shown
 
 Space = Mapping[str, Any]
@@ -20,7 +19,6 @@ Row = tuple[str, Space, Any, Any]  # a label, a namespace, a name in it, and the
 _T = TypeVar("_T")
 
 _FLAG = attrgetter("requires_grad")
-_SHAPE = attrgetter("shape")
 _MRO = attrgetter("__mro__")
 
 
@@ -208,47 +206,6 @@ class Absent:
         lines += [f"{kind.__name__}.{name} was not there" for kind, name in self.classes if hasattr(kind, name)]
         new = ((label, space, name) for label, names, space in self.many for name in sorted(names & space.keys()))
         return lines + [f"{label}.{name} is {shown(space[name])} and was nothing" for label, space, name in new]
-
-
-@dataclass(frozen=True)
-class Constants:
-    """Tensors that are constant in the graph: nobody wrote to ``tensors``; ``stored``, these and others that have
-    memory of their own, are where they were, and have the shapes that they had."""
-
-    tensors: tuple[Tensor, ...]
-    versions: list[int]
-    stored: tuple[Tensor, ...]
-    pointers: list[int] = field(init=False)
-    shapes: list[Any] = field(init=False)
-
-    @classmethod
-    def of(cls, tensors: Iterable[tuple[Tensor, int]], others: Iterable[Tensor] = ()) -> Constants:
-        """Return guards of tensors with their versions when they were read; the values of ``others`` may change."""
-        rows = tuple(tensors)
-        own = tuple(x for x, _ in rows)
-        return cls(own, [number for _, number in rows], tuple(x for x in (*own, *others) if pointer(x) is not None))
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "pointers", list(map(Tensor.data_ptr, self.stored)))
-        object.__setattr__(self, "shapes", list(map(_SHAPE, self.stored)))
-
-    def hold(self) -> bool:
-        return not (self.tensors or self.stored) or (
-            list(map(version, self.tensors)) == self.versions
-            and list(map(Tensor.data_ptr, self.stored)) == self.pointers
-            and list(map(_SHAPE, self.stored)) == self.shapes
-        )
-
-    def broken(self) -> list[str]:
-        return [] if self.hold() else ["a tensor that forward uses as a constant was changed in place"]
-
-
-def pointer(x: Tensor) -> int | None:
-    """Return the address of a tensor's memory; None if it has none that can be asked for."""
-    try:
-        return x.data_ptr()
-    except RuntimeError:
-        return None
 
 
 @dataclass(frozen=True)

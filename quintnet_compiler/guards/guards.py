@@ -15,7 +15,7 @@ from ..compat.torch import version, without_torch_function
 from ..compat.torch_func import count_function_modes, default_device, function_modes
 from ..compat.torch_hooks import have_no_hooks
 from ..compat.torch_settings import settings_named, switches_of_torch
-from .attribute_reads import Read
+from .attribute_reads import Read, TensorPlace
 from .by_name import (
     NamedSpace,
     class_namespaces,
@@ -25,14 +25,19 @@ from .by_name import (
     torch_spaces,
 )
 from .call_attributes import CallAttribute
-from .columns import Absent, Constants, Flags, Kinds, Modes, Parts, PlainValues, Row, SameObjects, TraceGuard
+from .columns import Absent, Flags, Kinds, Modes, Parts, PlainValues, Row, SameObjects, TraceGuard
 from .containers import ContainerGuards, fields_of, names_of
 from .function_reads import Unset, Variable
 from .hooks import HookGuards, global_hooks, hook_guards
 from .python_state import Cell, SlotFields, is_simple
 from .reach import Unread, container_guards
+from .tensors import Constants, Registered, Values
 
 Roots = Sequence[tuple[str, nn.Module]]
+# methods of modules that look at all parameters or buffers, and the namespaces of these
+_ALL_TENSORS = frozenset(
+    ["parameters", "named_parameters", "_parameters", "buffers", "named_buffers", "_buffers", "state_dict"]
+)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
@@ -47,6 +52,8 @@ class TraceReads:
     reads anew in each step. ``spaces``: the classes and Python modules that were met, and the classes of all objects.
     ``whole_classes``: whether all that these classes hold may have been read. ``modes``: see :func:`global_modes`.
     ``flags``: whether it matters which parameters require gradients. ``of_calls``: attributes that a call makes anew.
+    ``of_tensors``: parameters and buffers of which attributes were read, and their places.
+    ``values``: tensors whose values became Python numbers.
     """
 
     roots: Roots
@@ -65,6 +72,8 @@ class TraceReads:
     modes: tuple[Any, ...] = ()
     flags: bool = True
     of_calls: Sequence[CallAttribute] = ()
+    of_tensors: Sequence[tuple[TensorPlace, Tensor]] = ()
+    values: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -101,21 +110,14 @@ class Guards:
 
     source: TraceReads
     unread: Mapping[int, Unread]
-    plain: PlainValues
     same: SameObjects
-    kinds: Kinds
-    switches: Modes
-    absent: Absent
+    reads: tuple[TraceGuard, ...]  # of what the trace read in Python: ``same``, and others
     containers: ContainerGuards
     fixed: tuple[TraceGuard, ...]  # what no other trace can make up for: constants, parts, flags, hooks, modes
 
     @functools.cached_property
-    def _reads(self) -> tuple[TraceGuard, ...]:
-        return (self.plain, self.same, self.kinds, self.switches, self.absent)
-
-    @functools.cached_property
     def _all(self) -> tuple[TraceGuard, ...]:
-        return (*self._reads, *self.fixed, self.containers)
+        return (*self.reads, *self.fixed, self.containers)
 
     def hold(self) -> bool:
         """Return whether all is as it was."""
@@ -128,7 +130,7 @@ class Guards:
 
     def only_containers_differ(self) -> bool:
         """Return whether all is as it was but what containers hold."""
-        return _holds((*self._reads, *self.fixed))
+        return _holds((*self.reads, *self.fixed))
 
     def only_reads_differ(self) -> bool:
         """Return whether all is as it was but what the trace read in Python: the same graph is the same program."""
@@ -163,15 +165,16 @@ def guards_of(source: TraceReads, unread: Mapping[int, Unread] = types.MappingPr
     """Return guards with the values of now: after the trace, when everything is as its owner had it."""
     rows = _Rows(source)
     rows.collect()
-    constants = Constants.of([*source.constants, *rows.tensors], source.foreign)
+    tensors = [*source.constants, *rows.tensors]
+    rows.held += [("an attribute of a tensor", vars(x)) for x, _ in tensors if vars(x)]
+    constants = Constants.of(tensors, source.foreign)
     whole = {id(owner) for owner in source.whole}
     containers = container_guards(rows.held, lambda value: id(value) in whole, unread)
     fixed = (constants, Parts.of(rows.parts), rows.trained(), Modes(global_modes, source.modes))
     plain, same = PlainValues.of(rows.plain), SameObjects(tuple(rows.same))
     read = functools.partial(switches_of_torch, settings_named(rows.names_of_functions()))
-    return Guards(
-        source, unread, plain, same, rows.class_guards(), Modes(read, read()), rows.absent(), containers, fixed
-    )
+    reads = plain, same, rows.class_guards(), Modes(read, read()), rows.absent(), rows.registered()
+    return Guards(source, unread, same, (*reads, Values.of(source.values)), containers, fixed)
 
 
 @dataclass
@@ -214,6 +217,7 @@ class _Rows:
         for variable in self.source.variables:
             self._variable(variable)
         self.absences += [(unset.name, unset.space, unset.name) for unset in self.source.unset]
+        self.same += [(place.path, place.space, place.name, tensor) for place, tensor in self.source.of_tensors]
 
     def _whole(self, owner: Any) -> None:
         """Collect all attributes of an object of which any may have been read."""
@@ -232,6 +236,11 @@ class _Rows:
     def absent(self) -> Absent:
         """Return guards of what was not there."""
         return Absent(tuple(self.absences), tuple(self.absent_in_classes), tuple(self.absent_many))
+
+    def registered(self) -> Registered:
+        """Return a guard of how many parameters and buffers there are, where functions may ask for all of them."""
+        spaces = (vars(module)[kind] for _, module in self._modules() for kind in ("_parameters", "_buffers"))
+        return Registered.of(spaces if self.source.names & _ALL_TENSORS else ())
 
     def trained(self) -> Trained:
         """Return guards of the parameters' flags and of hooks."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +58,13 @@ def is_observable(value: Any) -> bool:
         return False
     own = next(vars(base)["__getattribute__"] for base in kind.__mro__ if "__getattribute__" in vars(base))
     return isinstance(own, types.WrapperDescriptorType) or hasattr(own, RECORDS)
+
+
+def is_iterator(value: Any) -> bool:
+    """Return whether ``value`` gives another value each time that it is asked. Files do not count; a weak proxy is what
+    it stands for."""
+    kind = value.__class__ if type(value) in weakref.ProxyTypes else type(value)
+    return issubclass(kind, Iterator) and not issubclass(kind, io.IOBase)
 
 
 RECORDS = "quintnet_records"  # an attribute of the methods that record reads

@@ -14,7 +14,7 @@ from ..compat.torch_codegen import SHIPPED
 from .codegen_allowlist import check_source
 
 # global names of torch.fx's code
-_NAMES = {"torch": SHIPPED, "device": torch.device, "inf": float("inf"), "nan": float("nan")}
+_NAMES: dict[str, Any] = {"torch": SHIPPED, "device": torch.device, "inf": float("inf"), "nan": float("nan")}
 
 
 class GeneratedModule(Protocol):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..compat.torch import OpOverload, schema
+from ..compat.torch_codegen import SHIPPED
 from ..core import slices
 from ..core.precision import widened
 from ..core.sharding import AxisType, P, Shard, parse_type, plain
@@ -30,11 +31,11 @@ def _convert_shape(x: Tensor, axis: str, size: int, source: str, target: str) ->
         x = resized(x, a.dim, times=size)
     if isinstance(b, Shard):
         x = resized(x, b.dim, over=size)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return SHIPPED.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _same(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return SHIPPED.empty_like(x, memory_format=torch.contiguous_format)
 
 
 convert = define_operator("convert(Tensor x, str axis, int size, str source, str target) -> Tensor", _convert_shape)

@@ -13,16 +13,17 @@ from typing import Literal
 import torch
 
 from ..compat.torch import OpOverload, operator_name
+from ..compat.torch_codegen import SHIPPED
 from .define import define_operator
 
 # a value of the device, in pinned host memory
-copy_out = define_operator("copy_out(Tensor x) -> Tensor", lambda x: torch.empty_like(x, device="cpu"))
+copy_out = define_operator("copy_out(Tensor x) -> Tensor", lambda x: SHIPPED.empty_like(x, device="cpu"))
 # what ``copy_out`` made, on the device again
 copy_in = define_operator(
     "copy_in(Tensor x, Device device) -> Tensor", lambda x, device: torch.empty_like(x, device=device)
 )
 # a value of the device, in a file
-write_out = define_operator("write_out(Tensor x) -> Tensor", lambda x: torch.empty_like(x, device="cpu"))
+write_out = define_operator("write_out(Tensor x) -> Tensor", lambda x: SHIPPED.empty_like(x, device="cpu"))
 # what ``write_out`` made, on the device again
 read_in = define_operator(
     "read_in(Tensor x, Device device) -> Tensor", lambda x, device: torch.empty_like(x, device=device)

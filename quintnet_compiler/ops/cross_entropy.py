@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..compat.torch_codegen import SHIPPED
 from ..core.precision import widened
 from .define import define_composite, define_operator
 
@@ -23,5 +24,5 @@ nll_terms = define_operator(
 )
 nll_terms_backward = define_operator(
     "nll_terms_backward(Tensor grad, Tensor logits, Tensor terms, Tensor labels, str[] axes, int[] sizes) -> Tensor",
-    lambda grad, logits, terms, labels, axes, sizes: torch.empty_like(logits),
+    lambda grad, logits, terms, labels, axes, sizes: SHIPPED.empty_like(logits),
 )

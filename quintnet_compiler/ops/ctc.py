@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..compat.torch import version
+from ..compat.torch_codegen import SHIPPED
 from .define import define_operator, differentiate
 
 aten = torch.ops.aten
@@ -33,10 +34,10 @@ def _empty(log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, 
 def _losses(log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero: bool) -> Any:
     losses, table = aten._ctc_loss.Tensor(log_probs, targets, inputs, lengths, blank, zero)
     table = F.pad(table, (0, _wide(targets) - table.shape[2]), value=-torch.inf)
-    step, place = (torch.arange(size, device=table.device) for size in table.shape[1:])
+    step, place = (SHIPPED.arange(size, device=table.device) for size in table.shape[1:])
     inputs, lengths = inputs.to(table.device), lengths.to(table.device)
     read = (step < inputs[:, None])[:, :, None] & (place < 2 * lengths[:, None] + 1)[:, None]
-    return losses, torch.where(read, table, -torch.inf)  # torch's own leaves the rest as it was in memory
+    return losses, SHIPPED.where(read, table, -torch.inf)  # torch's own leaves the rest as it was in memory
 
 
 def _gradient(
@@ -65,7 +66,7 @@ ctc_rows = define_operator(
 ctc_rows_backward = define_operator(
     "ctc_rows_backward(Tensor grad, Tensor log_probs, Tensor targets, Tensor inputs, Tensor lengths, Tensor losses, "
     "Tensor table, int blank, bool zero) -> Tensor",
-    lambda grad, log_probs, *rest: torch.empty_like(log_probs),
+    lambda grad, log_probs, *rest: SHIPPED.empty_like(log_probs),
     _gradient,
 )
 
@@ -88,7 +89,7 @@ def masked_select(*args: Any, **kwargs: Any) -> Tensor:
     selected: Tensor = torch.masked_select(*args, **kwargs)
     x, mask = (*args, *kwargs.values())[:2]
     if x.dim() == 2 and str(x.shape) == str(mask.shape) and not x.requires_grad:
-        place = torch.where(mask, mask.cumsum(1) - 1, x.shape[1])  # what is not selected goes behind the last column
+        place = SHIPPED.where(mask, mask.cumsum(1) - 1, x.shape[1])  # what is not selected goes behind the last column
         wide = x.new_zeros(x.shape[0], x.shape[1] + 1).scatter(1, place, x)
         setattr(selected, _PADDED, (mask, version(mask), wide[:, :-1]))
     return selected
@@ -96,7 +97,7 @@ def masked_select(*args: Any, **kwargs: Any) -> Tensor:
 
 def total(*args: Any, **kwargs: Any) -> Tensor:
     """torch.sum. Counts of each row of a mask [rows, length] know that they are."""
-    found: Tensor = torch.sum(*args, **kwargs)
+    found: Tensor = SHIPPED.sum(*args, **kwargs)
     x, *dims = (*args, *kwargs.values())
     if x.dtype is torch.bool and x.dim() == 2 and dims in ([-1], [1]):
         setattr(found, _COUNTED, (x, version(x)))
@@ -136,7 +137,7 @@ def ctc_loss(
         return whole
     losses: Tensor = ctc_rows(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)[0]
     if zero_infinity:
-        losses = torch.where(losses == torch.inf, 0.0, losses)
+        losses = SHIPPED.where(losses == torch.inf, 0.0, losses)
     if reduction == "mean":
         losses = (losses / target_lengths.clamp(min=1).to(losses.dtype)).mean()
     if reduction == "sum":

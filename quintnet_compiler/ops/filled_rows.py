@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..compat.torch_codegen import SHIPPED
 from ..core.errors import InputError
 from .define import define_composite, define_operator
 
@@ -27,7 +28,9 @@ def _alike(mask: Tensor, places: int) -> Tensor:
 
 
 # the mask [rows, ...], if each row has ``places`` times True: an error that names the first row that has not
-alike = define_operator("alike(Tensor mask, int places) -> Tensor", lambda mask, places: torch.empty_like(mask), _alike)
+alike = define_operator(
+    "alike(Tensor mask, int places) -> Tensor", lambda mask, places: SHIPPED.empty_like(mask), _alike
+)
 # masked_scatter of values [rows * n, ...], of which each row of the mask takes n
 fill_rows = define_composite(
     "fill_rows(Tensor x, Tensor mask, Tensor values) -> Tensor",

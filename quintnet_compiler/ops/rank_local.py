@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..compat.torch_codegen import SHIPPED
 from .attention.tiled import tiled_attention, tiled_attention_backward
 from .collectives import COMMUNICATION, shard_pad, shard_slice, wait
 from .copies import COPIES
@@ -29,7 +30,7 @@ embedding_rows_backward = define_operator(
 # experts, which every rank has, come behind its own.
 local_experts = define_operator(
     "local_experts(Tensor ids, int experts, str[] axes, int[] sizes, int[] hot) -> Tensor",
-    lambda ids, *_: torch.empty_like(ids),
+    lambda ids, *_: SHIPPED.empty_like(ids),
 )
 # the slices of ``hot`` experts, of a value with one for each of the ``own`` experts of a rank; zeros for those of other
 # ranks, so that the results add up. And the transpose: zeros for experts that are not hot.
@@ -53,9 +54,9 @@ padding_of = define_operator(
     lambda size, whole, axes, sizes, parts, units, device: torch.empty([size], dtype=torch.bool, device=device),
 )
 # ``x`` times the factor of a scaled loss, which the runtime chooses (see :mod:`..runtime.execute.loss_scale`)
-loss_scale = define_operator("loss_scale(Tensor x) -> Tensor", lambda x: torch.empty_like(x))
+loss_scale = define_operator("loss_scale(Tensor x) -> Tensor", lambda x: SHIPPED.empty_like(x))
 # dropout as the model has it: ``op`` numbers the model's random operators in order
-dropout = define_operator("dropout(Tensor x, float p, *, int op) -> Tensor", lambda x, p, op: torch.empty_like(x))
+dropout = define_operator("dropout(Tensor x, float p, *, int op) -> Tensor", lambda x, p, op: SHIPPED.empty_like(x))
 # this rank's part of the mask of a dropout over a value of global shape ``whole``: each of ``axes`` (outermost first)
 # splits one of ``dims`` in ``parts`` and ``units``
 keep_mask = define_operator(
@@ -77,7 +78,7 @@ local_noise = define_operator(
 RANDOM = frozenset({dropout, noise})  # of a captured model: a program draws the same numbers on every layout
 DRAWS = frozenset({keep_mask, local_noise})  # the same, of a rank's program
 # a result of ``gather_early``, once it is there
-arrived = define_operator("arrived(Tensor x) -> Tensor", lambda x: torch.empty_like(x))
+arrived = define_operator("arrived(Tensor x) -> Tensor", lambda x: SHIPPED.empty_like(x))
 # one microbatch's slice of a value of the whole batch: the runtime cuts it, in time instead of space
 microbatch = define_operator(
     "microbatch(Tensor x, int size, int dim, int parts, int unit=1) -> Tensor",

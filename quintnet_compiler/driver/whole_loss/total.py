@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...core.errors import CompileError, InputError
 from ...core.precision import rounding_of_losses
 from ...ir.loss_parts import LossPart, LossParts, number_at
@@ -32,7 +33,7 @@ class PartTotals:
         batch = [_batch_value(part, results, parts, sizes) for part in parts.parts]
         loss, combined = _wide(results[0]), _combined(parts, batch)
         near = max(rounding_of_losses(x.dtype) for x in results if x.is_floating_point())
-        if bool(torch.isfinite(combined)) and not torch.allclose(combined, loss, rtol=near, atol=near):
+        if bool(SHIPPED.isfinite(combined)) and not torch.allclose(combined, loss, rtol=near, atol=near):
             raise CompileError("QN111", f"the parts of a loss give {float(combined)}, and the loss is {float(loss)}")
         if self.parts is None:
             self.totals = batch
@@ -69,7 +70,7 @@ def _batch_value(part: LossPart, results: Sequence[Tensor], parts: LossParts, si
         count = float(results[part.count_output])
     else:
         count = number_at(part.count, sizes, parts.symbols)
-    return (value * count if count else torch.zeros_like(value)), count
+    return (value * count if count else SHIPPED.zeros_like(value)), count
 
 
 def _added(part: LossPart, total: Any, batch: Any) -> Any:
@@ -77,7 +78,7 @@ def _added(part: LossPart, total: Any, batch: Any) -> Any:
         return _sum(part, total[0], batch[0]), total[1] + batch[1]
     if part.kind in ("sum", "additive size"):
         return _sum(part, total, batch)
-    same = torch.equal(total, batch) if isinstance(total, Tensor) else total == batch
+    same = SHIPPED.equal(total, batch) if isinstance(total, Tensor) else total == batch
     if not same:
         raise _differs(part)
     return total

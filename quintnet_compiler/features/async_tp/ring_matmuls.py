@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ...compat.torch_codegen import SHIPPED
@@ -57,7 +56,7 @@ def all_gather_matmul(
     for step in range(circle.size):
         wait = circle.passed(pieces) if step < circle.size - 1 else None
         owner = (circle.index - step) % circle.size
-        piece = torch.unflatten(pieces[0], dim, (parts, -1))
+        piece = SHIPPED.unflatten(pieces[0], dim, (parts, -1))
         for factor, out in zip(factors, products, strict=True):
             factor.write(piece, slices.slot(out, dim, parts, circle.size, owner))
         if whole is not None:
@@ -90,7 +89,7 @@ def _sum(xs: Sequence[Tensor], factors: Sequence[Factor]) -> Tensor:
     total = xs[0].new_empty((*xs[0].shape[:-1], columns))
     factors[0].write(xs[0], total)
     for x, factor in zip(xs[1:], factors[1:], strict=True):
-        term = torch.empty_like(total)
+        term = SHIPPED.empty_like(total)
         factor.write(x, term)
         total += term
     return total

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...ir.distributed_program import SLOTS, DiskSpec, DistributedProgram
 from ...runtime.transport.host_copies import PLAIN, HostCopies, host_room
 from ...runtime.transport.transport import Pending
@@ -94,7 +95,7 @@ class DiskCopies:
     def start_write_out(self, x: Tensor, at: int) -> Pending:
         """Start a copy to a file; after the wait, the memory of ``x`` is free, and the result stands in for it."""
         path = self._naming_folder(lambda: self._reserve(x.nbytes))
-        stand_in = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        stand_in = SHIPPED.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         weakref.finalize(stand_in, _remove, path, self.files, os.getpid())
         slot = self.slots.get()
         slot = slot if slot.nbytes >= x.nbytes else self._room(x.nbytes, x.device)
@@ -106,7 +107,7 @@ class DiskCopies:
 
     def start_read_in(self, x: Tensor, device: torch.device, at: int) -> Pending:
         """Start to copy what :meth:`start_write_out` wrote to the device. The wait blocks the host until it is read."""
-        room = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        room = SHIPPED.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
         stored: StoredValue = x.stored  # type: ignore[attr-defined]
         started = None
         if device.type not in PLAIN:

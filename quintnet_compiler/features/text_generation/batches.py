@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...core.errors import InputError
 
 
@@ -19,7 +20,7 @@ def prompts_of(ids: Tensor, mask: Tensor | None) -> list[Tensor]:
     """
     if ids.dim() != 2 or ids.dtype is not torch.int64 or not ids.numel():
         raise InputError("QN102", f"prompts are {tuple(ids.shape)} {ids.dtype}", fix="pass int64 ids [rows, length]")
-    seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    seen = SHIPPED.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     if seen.shape != ids.shape:
         shapes = f"{tuple(seen.shape)} for prompts of {tuple(ids.shape)}"
         raise InputError("QN102", f"attention_mask is {shapes}", fix="pass one number for each id")
@@ -32,5 +33,5 @@ def joined(ids: Tensor, prompts: Sequence[Tensor], texts: Sequence[Tensor], then
     """Return ``ids`` with the new tokens of each row appended, and ``then`` after its end."""
     added = [text[len(prompt) :] for prompt, text in zip(prompts, texts, strict=True)]
     most = max(map(len, added))
-    new = torch.stack([F.pad(row, (0, most - len(row)), value=then) for row in added])
-    return torch.cat([ids, new.to(ids.device)], 1)
+    new = SHIPPED.stack([F.pad(row, (0, most - len(row)), value=then) for row in added])
+    return SHIPPED.cat([ids, new.to(ids.device)], 1)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...ops.define import define_operator
 from ...ops.extensions import extend
 from ...ops.op_spec import Attention, OpSpec
@@ -38,16 +39,16 @@ class PageAccess:
         ``dtype``: of queries."""
         pools, count, page = cache.shape[:3]
         at = places.clamp(min=0)
-        first = torch.arange(pools, device=table.device).repeat_interleave(table.shape[0] // pools)[:, None] * count
+        first = SHIPPED.arange(pools, device=table.device).repeat_interleave(table.shape[0] // pools)[:, None] * count
         pages = table + first
         slots = pages.gather(1, at // page) * page + at % page
-        slots = torch.where(places < 0, (first + NOTHING) * page, slots)
-        kept = torch.arange(table.shape[1] * page, device=table.device)
+        slots = SHIPPED.where(places < 0, (first + NOTHING) * page, slots)
+        kept = SHIPPED.arange(table.shape[1] * page, device=table.device)
         seen = kept <= at[:, :, None]
         if window:
             seen &= kept > at[:, :, None] - window
         # as numbers: of truth values, each layer's attention would make them again
-        hidden = torch.zeros(seen.shape, dtype=dtype, device=table.device).masked_fill_(~seen, -torch.inf)
+        hidden = SHIPPED.zeros(seen.shape, dtype=dtype, device=table.device).masked_fill_(~seen, -torch.inf)
         return cls(slots.flatten(), pages.flatten(), hidden[:, None])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...compat.torch_codegen import SHIPPED
 from ...core.errors import CompileError
 from ...core.rng import Key, uniform
 
@@ -54,16 +55,16 @@ class Sampling:
         if self.top_p is not None:
             ordered, order = scores.sort(descending=True)
             cumulative = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-            dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, cumulative >= self.top_p)
+            dropped = SHIPPED.zeros_like(scores, dtype=torch.bool).scatter(1, order, cumulative >= self.top_p)
             scores = scores.masked_fill(dropped, -torch.inf)
         below = scores.softmax(-1).cumsum(-1)
         wanted = torch.tensor(draws, dtype=torch.float64)[:, None] * below[:, -1:]
-        return torch.searchsorted(below, wanted, right=True).squeeze(1).tolist()
+        return SHIPPED.searchsorted(below, wanted, right=True).squeeze(1).tolist()
 
 
 def draws_of(seed: int, text: int, count: int) -> list[float]:
     """The numbers in [0, 1) that decide the tokens of a text: no other text and no layout plays a part in them."""
-    return uniform([torch.arange(count)], [count], Key(seed, text, SAMPLES), torch.float64).tolist()
+    return uniform([SHIPPED.arange(count)], [count], Key(seed, text, SAMPLES), torch.float64).tolist()
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...core.absent_gpu import AbsentGpu
 from .operator import attend, attention
 
@@ -151,7 +152,7 @@ class CudaAttention:
         mask = self.mask
         if mask is None or mask.dtype is not torch.bool:
             return mask
-        return torch.where(mask, 0.0, torch.scalar_tensor(hidden, dtype=self.q.dtype, device=mask.device))
+        return SHIPPED.where(mask, 0.0, torch.scalar_tensor(hidden, dtype=self.q.dtype, device=mask.device))
 
     def _aligned(self, mask: Tensor) -> Tensor:
         """For memory-efficient attention: of every head, with rows that begin at multiples of 8 elements."""

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from .blocks import Block, Seen, Sight
 
 FEW = 64  # positions of a run at least, where shorter documents are neighbours: each run is a call of a kernel
@@ -123,7 +124,7 @@ class Row:
     def _runs(self, ids: Sequence[Tensor | None]) -> list[IdRun]:
         """Return maximal runs of equal ids without those that no query sees. Short neighbours become one run."""
         length = next(len(x) for x in (self.segments, self.groups, self.padding) if x is not None)
-        changes = torch.zeros(max(0, length - 1), dtype=torch.bool)
+        changes = SHIPPED.zeros(max(0, length - 1), dtype=torch.bool)
         for x in ids:
             if x is not None:
                 changes |= x[1:] != x[:-1]

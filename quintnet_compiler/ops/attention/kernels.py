@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...core.absent_gpu import AbsentGpu
 from ...core.precision import widened
 from .cuda import CudaAttention
@@ -50,7 +51,7 @@ class Operands:
     def grouped(self, x: Tensor) -> Tensor:
         """Of [B, H, ...] each group of heads as a row of the batch."""
         groups = self.k.shape[1]
-        return x if groups == x.shape[1] else torch.unflatten(x, 1, (groups, -1)).flatten(0, 1)
+        return x if groups == x.shape[1] else SHIPPED.unflatten(x, 1, (groups, -1)).flatten(0, 1)
 
     def ungrouped(self, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> Gradients:
         """The gradients of these from those of :meth:`by_key_head`, in which all heads of a group have terms."""
@@ -151,7 +152,7 @@ class FlashLengths:
         return out, lse
 
     def backward(self, grad: Tensor, out: Tensor, lse: Tensor, given: Lengths, scale: float) -> Gradients:
-        seed = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # of dropout, of which there is none
+        seed = SHIPPED.zeros(2, dtype=torch.uint64, device=grad.device)  # of dropout, of which there is none
         found: Gradients = aten._flash_attention_backward(
             grad, given.q, given.k, given.v, out, lse.contiguous(), *_runs(given), 0.0, _causal(given), seed,
             torch.empty(0, device=grad.device), scale=scale, **_window(given),
@@ -198,7 +199,7 @@ class CudaKernel:
         if not rows.is_contiguous():  # kernels of 16 bits read it as [B, S, H, D] in memory, whatever its strides are
             out = rows.clone(memory_format=torch.contiguous_format).transpose(1, 2)
         lse = F.pad(lse, (0, -lse.shape[-1] % _LOGS), value=float("inf")).contiguous()
-        seed = torch.zeros((), dtype=torch.int64, device=grad.device)  # of dropout, of which there is none
+        seed = SHIPPED.zeros((), dtype=torch.int64, device=grad.device)  # of dropout, of which there is none
         found = aten._scaled_dot_product_efficient_attention_backward(
             grad, x.q, x.k, x.v, _expanded(x), out, lse, seed, seed, 0.0, [True, True, True, False], x.causal,
             scale=scale,
@@ -247,7 +248,7 @@ class Matmuls:
         if given.bias is not None:
             scores += given.bias.unsqueeze(1)
         if given.causal:
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril_()
+            seen = SHIPPED.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril_()
             scores.masked_fill_(~seen, float("-inf"))
         return scores
 

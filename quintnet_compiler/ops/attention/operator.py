@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ..define import define_composite
 from .blocks import Sight
 
@@ -31,7 +32,7 @@ def visible(
             [1, 1, 0],
             [0, 1, 1]], dtype=torch.int32)
     """
-    seen = torch.ones([len(rows), len(cols)], dtype=torch.bool, device=rows.device)
+    seen = SHIPPED.ones([len(rows), len(cols)], dtype=torch.bool, device=rows.device)
     if sight.causal:
         seen = rows[:, None] >= cols
     if sight.window:
@@ -64,7 +65,7 @@ def attend(
     grouped, sight = q.shape[1] != k.shape[1], Sight.parse(mask)
     if padding is None and segments is None and groups is None and sight in (Sight(), Sight(causal=True)):
         return kernel(q, k, v, is_causal=sight.causal, scale=scale, enable_gqa=grouped)
-    rows, cols = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
+    rows, cols = (SHIPPED.arange(x.shape[2], device=x.device) for x in (q, k))
     documents, joined = (None if ids is None else (ids, ids) for ids in (segments, groups))
     seen = visible(rows, cols, sight, padding=padding, segments=documents, groups=joined)
     if padding is None:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from .blocks import AttentionSpan, Block
 from .kernels import AttentionKernel, Lengths
 
@@ -71,9 +72,9 @@ class RunPlaces:
         return None
 
     def _indices(self, device: torch.device) -> Where:
-        rows = [torch.full([end - first], row) for row, first, end in self.runs]
-        places = [torch.arange(first, end) for _, first, end in self.runs]
-        return tuple(torch.cat(x).to(device, non_blocking=True) for x in (rows, places))
+        rows = [SHIPPED.full([end - first], row) for row, first, end in self.runs]
+        places = [SHIPPED.arange(first, end) for _, first, end in self.runs]
+        return tuple(SHIPPED.cat(x).to(device, non_blocking=True) for x in (rows, places))
 
     def taken(self, x: Tensor) -> Tensor:
         """Of [rows, heads, places, ...]: [places of the runs, heads, ...]."""

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...core.precision import widened
 from ..define import define_operator
 from .blocks import Block, Sight
@@ -42,7 +42,7 @@ def attend_runs(tiles: AttentionTiles, runs: Runs, given: AttentionInputs) -> tu
         at += length
     if len(made) == 1:
         return made[0]
-    return torch.cat([out for out, _ in made], POSITIONS), torch.cat([lse for _, lse in made], POSITIONS)
+    return SHIPPED.cat([out for out, _ in made], POSITIONS), SHIPPED.cat([lse for _, lse in made], POSITIONS)
 
 
 def attend_runs_backward(
@@ -50,7 +50,7 @@ def attend_runs_backward(
 ) -> Gradients:
     """What :data:`tiled_attention_backward` computes."""
     q, k, v = given.q, given.k, given.v
-    wide = [torch.zeros(x.shape, dtype=widened(x.dtype), device=x.device) for x in (q, k, v)]
+    wide = [SHIPPED.zeros(x.shape, dtype=widened(x.dtype), device=x.device) for x in (q, k, v)]
     at = 0
     for first, length in runs:
         grad_, q_, out_, lse_, of_q = (x.narrow(POSITIONS, at, length) for x in (grad, q, out, lse, wide[0]))

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...core.precision import widened
 from .blocks import Block, Sight
 from .ids import FEW, Pair, Row
@@ -90,7 +91,8 @@ class Ids:
     def mask(self, sight: Sight, row: int, part: Block, device: torch.device) -> Tensor:
         """[1, 1, queries, keys]: which are seen in one row of the batch."""
         rows, cols = (
-            torch.arange(first, end, device=device) for first, end in zip((part.row, part.col), part.ends, strict=True)
+            SHIPPED.arange(first, end, device=device)
+            for first, end in zip((part.row, part.col), part.ends, strict=True)
         )
         at = slice(row, row + 1)
 
@@ -177,7 +179,7 @@ class _Part:
         bias = None
         if self.mask is not None and self.blind is not None:
             shown = self.mask | self.blind.unsqueeze(-1)
-            bias = torch.zeros(shown.shape, dtype=q.dtype, device=q.device).masked_fill_(~shown, NONE)
+            bias = SHIPPED.zeros(shown.shape, dtype=q.dtype, device=q.device).masked_fill_(~shown, NONE)
         q, k, v = (x[self.batch, :, at] for x, at in ((q, self.rows), (k, self.cols), (v, self.cols)))
         return Operands(q, k, v, bias, self.causal)
 

@@ -10,15 +10,14 @@
 
 from __future__ import annotations
 
-import torch
-
+from ...compat.torch_codegen import SHIPPED
 from ..define import define_operator
 
 # ``number`` tells those of equal values apart
-start = define_operator("start(Tensor x, int number) -> Tensor", lambda x, number: torch.empty_like(x))
+start = define_operator("start(Tensor x, int number) -> Tensor", lambda x, number: SHIPPED.empty_like(x))
 # ``arriving``: the gradient of each output, or none at all where each output is a scalar, whose gradient is one;
 # ``again``: whether the result may be differentiated
 gradient = define_operator(
     "gradient(Tensor[] outputs, Tensor[] inputs, Tensor[] arriving, bool again) -> Tensor[]",
-    lambda outputs, inputs, arriving, again: [torch.empty_like(x) for x in inputs],
+    lambda outputs, inputs, arriving, again: [SHIPPED.empty_like(x) for x in inputs],
 )

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.torch import OpOverload
+from ...compat.torch_codegen import SHIPPED
 from ...core.annotations import is_getitem, origin, tensor_inputs
 from ..define import define_operator
 
 
 def _as_made(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return SHIPPED.empty_like(x, memory_format=torch.contiguous_format)
 
 
 # ``zeros``: the gradient is zero where none arrives; if not, nobody may read it then

@@ -33,8 +33,8 @@ def sort_into(bins: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The places of ``bins`` (numbers from 0 on) in their stable order, and where each of the first ``count`` ends
     (int32). Nothing makes the host wait."""
     ordered, places = _sorted(bins, count)
-    numbers = torch.arange(count, dtype=ordered.dtype, device=bins.device)
-    return places, torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+    numbers = SHIPPED.arange(count, dtype=ordered.dtype, device=bins.device)
+    return places, SHIPPED.searchsorted(ordered, numbers, right=True, out_int32=True)
 
 
 def _sorted(bins: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def _sorted(bins: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def plan_groups(ids: Tensor, experts: int, counts: Tensor | None, on_host: bool) -> tuple[Tensor, Tensor]:
     """``order`` and ``ends`` of rows with the experts ``ids``; ids outside of 0 to ``experts`` - 1 are of no expert.
     ``counts``: see ``dispatch_plan``, of these very rows: what the host knows already of how many each expert gets."""
-    bins = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    bins = SHIPPED.where((ids >= 0) & (ids < experts), ids, experts)
     if counts is not None:  # which are on the host
         return _sorted(bins, experts)[1], counts[1, :, :experts].sum(0).cumsum(0).to(torch.int32)
     order, ends = sort_into(bins, experts)
@@ -61,10 +61,10 @@ def _ungroup(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
     if ends.device.type == "cpu":
         known = int(ends[-1])
         if known == x.shape[0]:
-            return torch.empty_like(x).index_copy_(0, order, x)
-        return torch.zeros_like(x).index_copy_(0, order[:known], x[:known])
+            return SHIPPED.empty_like(x).index_copy_(0, order, x)
+        return SHIPPED.zeros_like(x).index_copy_(0, order[:known], x[:known])
     rows = x.shape[0]
-    behind = torch.arange(rows, dtype=torch.int32, device=x.device) >= ends[-1]
+    behind = SHIPPED.arange(rows, dtype=torch.int32, device=x.device) >= ends[-1]
     out = x.new_zeros([rows + 1, *x.shape[1:]])  # the last takes all rows of no expert
     return out.index_copy_(0, order.masked_fill(behind, rows), x)[:rows]
 
@@ -80,7 +80,7 @@ def expert_runs(ends: Tensor) -> Iterator[tuple[int, slice]]:
 
 def experts_of_rows(ends: Tensor, rows: int) -> Tensor:
     """The expert of each row in order, and for rows of none their number."""
-    return torch.searchsorted(ends, torch.arange(rows, dtype=torch.int32, device=ends.device), right=True)
+    return SHIPPED.searchsorted(ends, SHIPPED.arange(rows, dtype=torch.int32, device=ends.device), right=True)
 
 
 def _linear(rows: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -111,7 +111,7 @@ def zeros_of_no_rows(products: Tensor, ends: Tensor) -> Tensor:
     zeros there itself, nothing is read or written."""
     if not may_leave_empty_products(products.device):
         return products
-    empty = ends == torch.cat([ends.new_zeros(1), ends[:-1]])
+    empty = ends == SHIPPED.cat([ends.new_zeros(1), ends[:-1]])
     return products.masked_fill_(empty[:, None, None], 0.0)
 
 

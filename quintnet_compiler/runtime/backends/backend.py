@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.torch import foreach_mul_, foreach_norm
+from ...compat.torch_codegen import SHIPPED
 from ...core.errors import RunError
 from ...ir.distributed_program import DistributedProgram, StateSpec
 from ..execute.executor import Executor, Run
@@ -138,8 +139,8 @@ def total_norm(gradients: Sequence[Tensor], program: DistributedProgram, device:
     double = torch.float64 in set(map(attrgetter("dtype"), program.state.values()))
     dtype = torch.float64 if double else torch.float32
     if not gradients:
-        return torch.zeros((), dtype=dtype, device=device)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(foreach_norm(list(gradients))).to(dtype))
+        return SHIPPED.zeros((), dtype=dtype, device=device)
+    total: Tensor = torch.linalg.vector_norm(SHIPPED.stack(foreach_norm(list(gradients))).to(dtype))
     return total
 
 
@@ -147,7 +148,7 @@ def clip(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     """Scale gradients as torch.nn.utils.clip_grad_norm_ does."""
     if not gradients:  # of a step that was skipped
         return
-    share = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    share = SHIPPED.clamp(max_norm / (total + 1e-6), max=1.0)
     foreach_mul_(list(gradients), share.to(gradients[0].device, gradients[0].dtype))
 
 

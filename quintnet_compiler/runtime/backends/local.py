@@ -10,6 +10,7 @@ from itertools import repeat
 import torch
 from torch import Tensor, nn
 
+from ...compat.torch_codegen import SHIPPED
 from ...core import slices
 from ...core.errors import InputError, RunError
 from ...core.mesh import Mesh
@@ -73,7 +74,7 @@ class LocalBackend(WholeState):
             self.parameters[name] = whole_parameter(x, self.device, trainable=spec.trainable, host=spec.host)
             self.tensors[name] = Tensor.detach(self.parameters[name])
         elif x.is_meta:
-            self.tensors[name] = torch.empty_like(x, device=self.device)
+            self.tensors[name] = SHIPPED.empty_like(x, device=self.device)
         else:
             if spec is not None and spec.kind == "buffer":
                 x = moved(x, self.device)

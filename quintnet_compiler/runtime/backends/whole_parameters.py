@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...core import slices
 from ...core.errors import RunError
 from ...core.mesh import Mesh
@@ -202,7 +203,7 @@ class OneOwnerEach:
         if not self.here(p):
             # one element, on the right device: an optimizer may make tensors on that of a group's first parameter
             place = torch.device("cpu") if self.host else self.device
-            return torch.zeros((), dtype=p.dtype, device=place).expand(p.shape)
+            return SHIPPED.zeros((), dtype=p.dtype, device=place).expand(p.shape)
         if self.host:
             return host_room(p.shape, p.dtype, self.device)
         return torch.empty(p.shape, dtype=p.dtype, device=self.device)

@@ -129,7 +129,7 @@ class Comm:
         Shapes: ``weight`` [rows, width], ``ids`` [...]; returns [..., width].
         """
         local, outside = self._rows(ids, weight.shape[0], axes, sizes)
-        return SHIPPED.embedding(weight, local).masked_fill_(outside.unsqueeze(-1), 0.0)  # type: ignore[no-any-return]
+        return SHIPPED.embedding(weight, local).masked_fill_(outside.unsqueeze(-1), 0.0)
 
     def embedding_rows_backward(
         self, grad: Tensor, ids: Tensor, rows: int, padding_idx: int, axes: Sequence[str], sizes: Sequence[int], at: int
@@ -192,7 +192,7 @@ class Comm:
         top = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
         wide = widened(logits.dtype)
         total = (logits - top).exp_().sum(1, dtype=wide)
-        return torch.stack([top.squeeze(1).to(wide), total, picked.to(wide)]).unsqueeze(0)
+        return SHIPPED.stack([top.squeeze(1).to(wide), total, picked.to(wide)]).unsqueeze(0)
 
     def nll_terms_backward(
         self,

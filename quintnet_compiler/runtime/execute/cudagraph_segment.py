@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from ...compat.torch import foreach_copy_, storage_uses
+from ...compat.torch_codegen import SHIPPED
 from .segments import Function
 
 Work = Callable[[list[Tensor]], None]  # reads inputs at the same addresses each time
@@ -48,7 +48,7 @@ class Buffers:
         layout = (x.dtype, x.shape, x.stride(), x.device)
         key = next((number, *layout) for number in itertools.count() if (number, *layout) not in taken)
         if key not in self.tensors:
-            self.tensors[key] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            self.tensors[key] = SHIPPED.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         return key
 
 

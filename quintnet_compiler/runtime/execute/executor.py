@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...core import slices
 from ...core.sharding import P, Shard, local_shape
 from ...ir.distributed_program import DistributedProgram, RankProgram, Slice, StageProgram, StateSpec, ValueSpec
@@ -411,15 +412,15 @@ class Executor:
         """
         dtype, several = self.program.results[position].dtype, len(self.everyone) > 1
         if local is None or not self.counts[position]:
-            local = torch.zeros((), dtype=dtype, device=self.device)
+            local = SHIPPED.zeros((), dtype=dtype, device=self.device)
         if self.gradients is None or not screened or not (self.check_finite or self.preemption):
             x = local.clone()
             return self.transport.start_sum(x, self.everyone, "loss")() if several else x
         # the second number: NaN if a gradient of some rank is not finite, else how many ranks are asked to end
-        status = self.gradients.screen().to(local.device, dtype) if self.check_finite else torch.zeros_like(local)
+        status = self.gradients.screen().to(local.device, dtype) if self.check_finite else SHIPPED.zeros_like(local)
         if self.preemption is not None and self.preemption.asked:
             status = status + 1
-        pair = torch.stack((local, status))
+        pair = SHIPPED.stack((local, status))
         pair = self.transport.start_sum(pair, self.everyone, "loss")() if several else pair
         self.verdict = pair
         return pair[0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.torch import pytree
+from ...compat.torch_codegen import SHIPPED
 from ...core.annotations import facts, is_float, known
 from ...core.errors import RunError
 from ...ir.distributed_program import DistributedProgram, StageProgram
@@ -48,9 +49,9 @@ def badness(value: Any) -> int:
     """Return how bad the worst element is, as an index of ``WORDS``. Values offloaded to disk count as finite."""
     worst = 0
     for x in pytree.tree_leaves(value):
-        if isinstance(x, Tensor) and is_float(x) and not x.is_meta and not bool(torch.isfinite(x).all()):
-            negative = not bool(torch.isnan(x).any()) and not bool((x == float("inf")).any())
-            worst = max(worst, 1 if negative else 3 if bool(torch.isnan(x).any()) else 2)
+        if isinstance(x, Tensor) and is_float(x) and not x.is_meta and not bool(SHIPPED.isfinite(x).all()):
+            negative = not bool(SHIPPED.isnan(x).any()) and not bool((x == float("inf")).any())
+            worst = max(worst, 1 if negative else 3 if bool(SHIPPED.isnan(x).any()) else 2)
     return worst
 
 
@@ -115,7 +116,7 @@ def require_finite(
     detective.leaves([tensors.get(name) for name in leaf_names(program)])
     executor.step(state, inputs, replace(options, check_finite=False), detective)
     worst = badness([loss, *(bucket.settled for bucket in store.buckets)])
-    table = torch.zeros(program.mesh.size, 2 + len(fields(Origin)), dtype=torch.int64, device=loss.device)
+    table = SHIPPED.zeros(program.mesh.size, 2 + len(fields(Origin)), dtype=torch.int64, device=loss.device)
     encoded = [0] * len(fields(Origin)) if detective.first is None else list(map(int, astuple(detective.first)))
     table[rank] = torch.tensor([worst, detective.first is not None, *encoded], device=loss.device)
     # each rank fills one row, so the sum has the rows of all ranks

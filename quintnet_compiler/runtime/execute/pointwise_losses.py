@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
+
 aten = torch.ops.aten
 MEAN = 1  # torch's number for reduction="mean"
 
@@ -41,8 +43,8 @@ def nll_loss_backward(
         grad = grad.unsqueeze(-1)
     if weight is not None:
         grad = grad * weight
-    is_class = torch.arange(x.shape[-1], device=x.device) == labels
-    return torch.where(is_class & (labels != ignore_index), -grad, 0).to(x.dtype)
+    is_class = SHIPPED.arange(x.shape[-1], device=x.device) == labels
+    return SHIPPED.where(is_class & (labels != ignore_index), -grad, 0).to(x.dtype)
 
 
 POINTWISE_LOSSES: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...compat.torch_codegen import SHIPPED
 from ..transport.transport import Pending, Transport, Wait
 from .comm import Comm
 from .executor import Executor
@@ -115,7 +116,7 @@ class Recorder:
         """Return ``run()``, a step of ``executor``, and set ``recorded``."""
         self.marks = []
         if len(everyone := tuple(range(executor.program.mesh.size))) > 1:
-            executor.transport.start_sum(torch.zeros(1, device=executor.device), everyone, "barrier")()
+            executor.transport.start_sum(SHIPPED.zeros(1, device=executor.device), everyone, "barrier")()
         self.clock = Clock(executor.device)
         with self._installed(executor):
             result = run()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...core import slices
 from ...core.sharding import R, Shard, local_shape
 from ...ir.distributed_program import DistributedProgram, StateSpec
@@ -175,7 +176,7 @@ def make_bucket(names: Sequence[str], program: DistributedProgram, rank: int, de
     slots: dict[str, Tensor] = {}
     cuts: dict[str, tuple[GradientSlice, ...]] = {}
     gaps: list[Tensor] = []
-    runs = torch.split(buffer.view(*(mesh[axis] for axis in order), sum(padded_sizes)), padded_sizes, -1)
+    runs = SHIPPED.split(buffer.view(*(mesh[axis] for axis in order), sum(padded_sizes)), padded_sizes, -1)
     for (name, spec), padded in zip(specs.items(), runs, strict=True):
         run, gap = padded[..., : sizes[name]], padded[..., sizes[name] :]
         slots[name], cuts[name] = run.view((*run.shape[:-1], *shapes[name])), _cuts(spec, program)
@@ -185,7 +186,7 @@ def make_bucket(names: Sequence[str], program: DistributedProgram, rank: int, de
             rows = accumulated_shape(spec, program)[0]
             (slots[name], *after), cuts[name] = slots[name].flatten(0, 1).tensor_split([rows]), ()
             gaps += [gap for gap in after if gap.numel()]
-    parts = zip(names, torch.split(own, padded_sizes), strict=True)
+    parts = zip(names, SHIPPED.split(own, padded_sizes), strict=True)
     views = {name: padded[: sizes[name]].view(shapes[name]) for name, padded in parts}
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     label = f"gradients[{','.join((*scattered, *summed))}] {names[0]}{others}"

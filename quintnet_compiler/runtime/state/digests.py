@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
+
 BLOCK = 2**16  # words of 8 bytes; fits the second-level cache of a CPU
 NUM_BLOCKS = 2**6  # at once on other devices
 RUN = 64  # consecutive elements of a sample
@@ -24,7 +26,7 @@ def digests(tensors: Iterable[Tensor], max_elements: int | None = None) -> list[
     listed = list(tensors)
     factors = {device: _factors(device) for device in dict.fromkeys(x.device for x in listed)}
     sums = [_sum(_words(x if max_elements is None else sample(x, max_elements)), factors[x.device]) for x in listed]
-    numbers: list[int] = torch.stack([x.cpu() for x in sums]).tolist() if sums else []
+    numbers: list[int] = SHIPPED.stack([x.cpu() for x in sums]).tolist() if sums else []
     return [together(n, str(x.dtype), tuple(x.shape)) for n, x in zip(numbers, listed, strict=True)]
 
 
@@ -33,7 +35,7 @@ def device_digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     listed = list(tensors)
     factors = {place: _factors(place) for place in dict.fromkeys(x.device for x in listed)}
     sums = [_sum(_words(x), factors[x.device]).to(device, non_blocking=True) for x in listed]
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
+    return SHIPPED.stack(sums) if sums else SHIPPED.zeros(0, dtype=torch.int64, device=device)
 
 
 def together(*parts: object) -> int:
@@ -52,7 +54,7 @@ def sample(x: Tensor, max_elements: int) -> Tensor:
 
 def _words(x: Tensor) -> Tensor:
     """Return the bits, in the order of the elements, as int64, padded with zeros."""
-    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    x = SHIPPED.view_as_real(x.resolve_conj()) if x.is_complex() else x
     data = x.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8 or data.numel() % 8:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
@@ -67,7 +69,7 @@ def _sum(words: Tensor, factors: Tensor) -> Tensor:
     """
     while words.numel() > 1:
         chunk_words = BLOCK if words.device.type == "cpu" else BLOCK * NUM_BLOCKS
-        words = torch.cat([_block_sums(chunk, factors) for chunk in torch.split(words, chunk_words)])
+        words = SHIPPED.cat([_block_sums(chunk, factors) for chunk in SHIPPED.split(words, chunk_words)])
     return words.sum()
 
 
@@ -82,12 +84,12 @@ def _block_sums(words: Tensor, factors: Tensor) -> Tensor:
         mixed ^= mixed >> 32
         mixed *= factors[: part.shape[1]]
         sums.append(mixed.sum(1))
-    return torch.cat(sums)
+    return SHIPPED.cat(sums)
 
 
 def _factors(device: torch.device) -> Tensor:
     """Return an odd number for each position in a block."""
-    factors = torch.arange(1, BLOCK + 1, device=device) * _MULTIPLIER
+    factors = SHIPPED.arange(1, BLOCK + 1, device=device) * _MULTIPLIER
     factors ^= factors >> 29
     factors *= -4658895280553007687
     factors ^= factors >> 32

@@ -120,7 +120,7 @@ class GradientStore:
         self.shared = {name: ranks for name, ranks in sorted(owners.items()) if ranks}
         self.idle = [bucket for bucket in self.buckets if not bucket.terms]
         for bucket in self.buckets if self.host else ():
-            bucket.total = torch.zeros((), dtype=bucket.own.dtype, device=self.device)
+            bucket.total = SHIPPED.zeros((), dtype=bucket.own.dtype, device=self.device)
             bucket.release()
 
     def _groups(self) -> list[list[str]]:
@@ -352,7 +352,7 @@ class GradientStore:
         sums = [bucket.own.sum() if bucket.total is None else bucket.total for bucket in self.buckets]
         if len(sums) == 1:
             return sums[0] * 0
-        return torch.stack([x.double() for x in sums]).sum() * 0 if sums else torch.zeros((), dtype=torch.float64)
+        return SHIPPED.stack([x.double() for x in sums]).sum() * 0 if sums else SHIPPED.zeros((), dtype=torch.float64)
 
 
 def _sum(bucket: Bucket, name: str) -> _Sum:

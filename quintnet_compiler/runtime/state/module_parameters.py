@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ...compat.distributed import local_tensor
 from ...compat.torch import plain_function, same_implementation, without_torch_function
+from ...compat.torch_codegen import SHIPPED
 from ...core.errors import RunError
 from ...ir.distributed_program import StateSpec
 from ..transport.host_copies import PLAIN, host_room
@@ -89,9 +90,10 @@ def whole_parameter(x: Tensor, device: torch.device, *, trainable: bool, host: b
     """
     parameter = x if isinstance(x, nn.Parameter) else nn.Parameter(x.detach(), requires_grad=trainable)
     if parameter.is_meta:
-        memory = (
-            host_room(parameter.shape, parameter.dtype, device) if host else torch.empty_like(parameter, device=device)
-        )
+        if host:
+            memory = host_room(parameter.shape, parameter.dtype, device)
+        else:
+            memory = SHIPPED.empty_like(parameter, device=device)
         parameter = nn.Parameter(memory, requires_grad=parameter.requires_grad)
     else:
         parameter = cast(nn.Parameter, pinned(parameter, device) if host else moved(parameter, device))
@@ -113,7 +115,7 @@ def pinned(x: Tensor, device: torch.device) -> Tensor:
     """Move a module's own tensor, as :func:`moved` does, to host memory from which ``device`` copies."""
     if x.device.type == "cpu" and (device.type in PLAIN or x.is_pinned()):
         return x
-    return _with_memory(x, torch.empty_like(x, device="cpu", pin_memory=device.type not in PLAIN).copy_(x.data))
+    return _with_memory(x, SHIPPED.empty_like(x, device="cpu", pin_memory=device.type not in PLAIN).copy_(x.data))
 
 
 def _with_memory(x: Tensor, memory: Tensor) -> Tensor:

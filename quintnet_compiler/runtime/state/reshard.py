@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...ir.distributed_program import DistributedProgram
 from .true_part import TruePart
 
@@ -81,15 +81,15 @@ def moved_parts(name: str, source: Held, target: Held) -> Iterator[MovedPart]:
 def _common(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Return the positions in ``first`` and in ``second`` of the indices that both have."""
     size = 1 + max([int(x.max()) for x in (first, second) if len(x)], default=-1)
-    position = torch.full((size,), -1)
-    position[first] = torch.arange(len(first))
+    position = SHIPPED.full((size,), -1)
+    position[first] = SHIPPED.arange(len(first))
     shared = (position[second] >= 0).nonzero().flatten()
     return position[second[shared]], shared
 
 
 def _rows(ranks: int, parts: int, copies: int) -> Held:
     """Return a layout of four rows for the example: rank r has part r // copies, modulo the number of parts."""
-    return [TruePart((torch.arange(4).view(parts, -1)[rank // copies % parts],)) for rank in range(ranks)]
+    return [TruePart((SHIPPED.arange(4).view(parts, -1)[rank // copies % parts],)) for rank in range(ranks)]
 
 
 def reshard(
@@ -133,9 +133,9 @@ def _exchange(
     sent = [_taken(source[part.name], part).to(like.dtype).flatten() for parts in outgoing for part in parts]
     received_sizes, sent_sizes = _sizes(incoming), _sizes(outgoing)
     buffer = like.new_empty(sum(received_sizes))
-    dist.all_to_all_single(buffer, torch.cat(sent) if sent else like.new_empty(0), received_sizes, sent_sizes)
+    dist.all_to_all_single(buffer, SHIPPED.cat(sent) if sent else like.new_empty(0), received_sizes, sent_sizes)
     arrived = [part for parts in incoming for part in parts]
-    for part, x in zip(arrived, torch.split(buffer, [part.elements for part in arrived]), strict=True):
+    for part, x in zip(arrived, SHIPPED.split(buffer, [part.elements for part in arrived]), strict=True):
         _put(target[part.name], part, x.view(part.shape))
     return len(buffer) * buffer.element_size()
 
@@ -148,7 +148,7 @@ def _sizes(messages: Sequence[Sequence[MovedPart]]) -> list[int]:
 def _taken(x: Tensor, part: MovedPart) -> Tensor:
     """Return the elements of ``part`` from the source's tensor."""
     for dim, indices in enumerate(part.taken):
-        if len(indices) != x.shape[dim] or not bool((indices == torch.arange(len(indices))).all()):
+        if len(indices) != x.shape[dim] or not bool((indices == SHIPPED.arange(len(indices))).all()):
             x = x.index_select(dim, indices.to(x.device))
     return x
 

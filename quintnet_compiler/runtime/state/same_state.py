@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...core.errors import RunError
 from ...core.mesh import Mesh
 from ...ir.distributed_program import DistributedProgram, StateSpec
@@ -86,13 +87,13 @@ class SameState:
         own_tensors = tensors()
         own_specs = [spec for spec, _ in compared if spec.name in own_tensors]
         digests = device_digests([own_tensors[spec.name] for spec in own_specs], self.device)
-        values = torch.zeros(len(compared), dtype=torch.int64, device=self.device)
+        values = SHIPPED.zeros(len(compared), dtype=torch.int64, device=self.device)
         values[[i for i, (spec, _) in enumerate(compared) if spec.name in own_tensors]] = digests
         texts = f"random numbers: {random}\n{self.settings.of_all()}", self.settings.of_stage()
         kinds = list(dict.fromkeys(groups for _, groups in compared))
         numbers = [_joined(values, [groups == kind for _, groups in compared]) for kind in kinds]
-        row = torch.stack([*numbers, *torch.tensor([together(text) for text in texts], device=self.device)])
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+        row = SHIPPED.stack([*numbers, *torch.tensor([together(text) for text in texts], device=self.device)])
+        rows = [SHIPPED.empty_like(row) for _ in range(dist.get_world_size())]
         work = dist.all_gather(rows, row, async_op=True)
         self.pending = _Sent(where, work, rows, row, kinds, compared, values, texts, self.newest)
 
@@ -106,7 +107,7 @@ class SameState:
             return
         sent, self.pending = self.pending, None
         sent.work.wait()
-        table = torch.stack(list(sent.rows)).tolist()
+        table = SHIPPED.stack(list(sent.rows)).tolist()
         if any(_differ(table, i, groups) for i, groups in enumerate([*sent.kinds, *self._tellers()])):
             raise self._error(sent)
         self.equal, self.clean = sent.where, sent.saved
@@ -196,7 +197,7 @@ def _alike(spec: StateSpec, program: DistributedProgram, mesh: Mesh, device: tor
 
 def _joined(values: Tensor, chosen: Sequence[bool]) -> Tensor:
     """Return one digest of the chosen digests [n]."""
-    factors = torch.arange(1, 2 * len(values), 2, device=values.device) * 0x9E3779B97F4A7C1
+    factors = SHIPPED.arange(1, 2 * len(values), 2, device=values.device) * 0x9E3779B97F4A7C1
     return (values * factors)[torch.tensor(chosen, device=values.device)].sum()
 
 

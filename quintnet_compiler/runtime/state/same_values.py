@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compat.torch import version
+from ...compat.torch_codegen import SHIPPED
 from ...core.axes import DATA_AXES
 from ...core.errors import CheckWarning, RunError
 from ...core.mesh import Mesh
@@ -143,7 +144,7 @@ class SameValues:
         run = self.runs[id(program)] = self.runs[id(program)] + 1
         if due(run):
             row = torch.tensor(digests(inputs, MAX_ELEMENTS), dtype=torch.int64, device=self.device)
-            rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+            rows = [SHIPPED.empty_like(row) for _ in range(dist.get_world_size())]
             work = dist.all_gather(rows, row, async_op=True)
             groups, paths = _groups(self.mesh, DATA_AXES if local else ()), [spec.path for spec in program.inputs]
             where = "a run without training" if step is None else f"step {step}"
@@ -192,15 +193,15 @@ class _PendingBatch:
     def differences(self) -> list[ValueDifference]:
         """Wait for the rows of all ranks, and return the differences."""
         self.work.wait()
-        return _batches(torch.stack(list(self.rows)).tolist(), self.paths, self.groups, self.local)
+        return _batches(SHIPPED.stack(list(self.rows)).tolist(), self.paths, self.groups, self.local)
 
 
 def gather_row(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
     """Return the numbers of all ranks, by rank; every rank must call this with as many."""
     row = torch.tensor(numbers, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    rows = [SHIPPED.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
-    table: list[list[int]] = torch.stack(rows).tolist()
+    table: list[list[int]] = SHIPPED.stack(rows).tolist()
     return table
 
 

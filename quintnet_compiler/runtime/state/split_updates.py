@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Muon, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...compat.torch_codegen import SHIPPED
 from ...core.errors import RunError
 from .module_parameters import local_of
 
@@ -46,7 +47,7 @@ class RandomDraws:
             RunError: QN113 if the step has drawn random numbers.
         """
         state = self._states.pop(optimizer, None)
-        if state is not None and not torch.equal(state, torch.get_rng_state()):
+        if state is not None and not SHIPPED.equal(state, torch.get_rng_state()):
             raise RunError(
                 "QN113",
                 f"{type(optimizer).__name__} has drawn random numbers: each rank draws them for its parts of "

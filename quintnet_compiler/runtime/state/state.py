@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ...compat.distributed import dtensor_over, interleaved_shard, local_tensor, replace_local_tensor
+from ...compat.torch_codegen import SHIPPED
 from ...core import slices
 from ...core.sharding import Shard as ShardType
 from ...core.sharding import Sharding, local_shape, shard_shape
@@ -38,7 +39,7 @@ def new_caches(
     for spec in map(program.state.__getitem__, names):
         if spec.kind == "cache":
             pools, _, *page = local_shape(spec.shape, spec.sharding, sizes)
-            caches[spec.name] = torch.zeros(pools, pages, *page, dtype=spec.dtype, device=device)
+            caches[spec.name] = SHIPPED.zeros(pools, pages, *page, dtype=spec.dtype, device=device)
             if spec.name in old:
                 caches[spec.name][:, : old[spec.name].shape[1]] = old[spec.name]
     return caches

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
+from ...compat.torch_codegen import SHIPPED
 from ...core.errors import RunError
 from ..launch.calls import frequent
 from .plain_update import Make, plain_updates
@@ -126,7 +127,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         updates = plain_updates(self._make, self._groups, self.inner, lambda p: id(p) in whole)
         state = torch.get_rng_state()
         self.inner.step()
-        drawn = not torch.equal(state, torch.get_rng_state())
+        drawn = not SHIPPED.equal(state, torch.get_rng_state())
         own_message = _DRAWN if drawn else next((text for update in updates if (text := update.difference())), "")
         message = next((text for text in self._tensors.told(own_message) if text), "")
         if message:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -80,7 +79,7 @@ class Native:
         """Return the ``x`` of rank ``sources[self.rank]``."""
         if sources[self.rank] == self.rank:
             return lambda: x
-        ranks, received = dist.get_process_group_ranks(self.group), torch.empty_like(x)
+        ranks, received = dist.get_process_group_ranks(self.group), SHIPPED.empty_like(x)
         moves = [
             dist.P2POp(dist.isend, x, ranks[sources.index(self.rank)], self.group),
             dist.P2POp(dist.irecv, received, ranks[sources[self.rank]], self.group),
@@ -107,12 +106,12 @@ class Exchanges(Native):
     def add(self, x: Tensor, later: bool = True) -> Pending:
         if self.size > 2:
             return super().add(x, later)
-        return self._exchange_pair(x, torch.empty_like(x), later, x.add_)
+        return self._exchange_pair(x, SHIPPED.empty_like(x), later, x.add_)
 
     def all_reduce(self, x: Tensor, later: bool) -> Pending:
         if self.size > 2:
             return super().all_reduce(x, later)
-        return self._exchange_pair(x, torch.empty_like(x), later, lambda received: received.add_(x))
+        return self._exchange_pair(x, SHIPPED.empty_like(x), later, lambda received: received.add_(x))
 
     def all_gather(self, x: Tensor, into: Tensor, later: bool) -> Pending:
         if self.size > 2:
@@ -124,7 +123,7 @@ class Exchanges(Native):
         return self._exchange_pair(x, other, later, lambda _: into)
 
     def reduce_scatter(self, x: Tensor, into: Tensor, later: bool) -> Pending:
-        received = torch.empty_like(x)
+        received = SHIPPED.empty_like(x)
         work = dist.all_to_all_single(received.view(-1), x.view(-1), group=self.group, async_op=later)
         terms = received.view(self.size, *into.shape)
         return pending(work, x, lambda: SHIPPED.sum(terms, 0, out=into))
@@ -139,7 +138,7 @@ class Exchanges(Native):
     def permute(self, x: Tensor, sources: tuple[int, ...]) -> Pending:
         # gloo's point-to-point calls block until a message is under way; its collectives run in threads, but need
         # every rank, also those that only send or only receive
-        received, count = torch.empty_like(x), x.numel()
+        received, count = SHIPPED.empty_like(x), x.numel()
         receives = [count if rank == sources[self.rank] else 0 for rank in range(self.size)]
         sends = [count if source == self.rank else 0 for source in sources]
         work = dist.all_to_all_single(received.view(-1), x.view(-1), receives, sends, group=self.group, async_op=True)

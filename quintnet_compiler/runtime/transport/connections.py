@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ...compat.torch_codegen import SHIPPED
 from ...core.mesh import Mesh
 from ...schedules.schedule import SEND, Op, Schedule
 from .groups import new_group
@@ -77,7 +78,7 @@ class Connections:
                 self.link[connection] = link(group, both=False) if dist.get_backend(group) == "gloo" else None
 
     def _connect(self, connection: Connection, device: torch.device) -> None:
-        first = torch.zeros(1, device=device)
+        first = SHIPPED.zeros(1, device=device)
         if self.rank == connection.source:
             work = dist.isend(first, connection.target, group=self.group[connection])
         else:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...compat.torch_codegen import SHIPPED
 from ...core import slices
 from ...core.axes import AXES
 from ...core.errors import RunError
@@ -170,8 +171,8 @@ class DistributedTransport:
             gathered()
             for x, stack, result, (dim, n) in zip(inputs, stacked, results, cuts, strict=True):
                 if result is not stack:
-                    by_rank = torch.unflatten(result, dim, (n, group.size, -1)).movedim(dim + 1, 0)
-                    by_rank.copy_(torch.unflatten(stack.view(group.size, *x.shape), dim + 1, (n, -1)))
+                    by_rank = SHIPPED.unflatten(result, dim, (n, group.size, -1)).movedim(dim + 1, 0)
+                    by_rank.copy_(SHIPPED.unflatten(stack.view(group.size, *x.shape), dim + 1, (n, -1)))
 
         return results, wait
 
@@ -195,7 +196,7 @@ class DistributedTransport:
         later: bool = False,
     ) -> Pending:
         group = self.axis[axis]
-        flat, size = torch.cat([x.reshape(-1) for x in xs]), group.size
+        flat, size = SHIPPED.cat([x.reshape(-1) for x in xs]), group.size
         gathered = group.all_gather(flat, flat.new_empty(size * flat.numel()), later)
         shapes = [x.shape for x in xs]
 
@@ -220,7 +221,7 @@ class DistributedTransport:
     ) -> Pending:
         group = self.axis[axis]
         stacked = [slices.stack(x, dim, n, group.size) for x, dim, n in zip(xs, dims, parts, strict=True)]
-        flat = torch.cat([x.reshape(group.size, -1) for x in stacked], 1)
+        flat = SHIPPED.cat([x.reshape(group.size, -1) for x in stacked], 1)
         shapes = [x.shape[1:] for x in stacked]
         scattered = group.reduce_scatter(flat.view(-1), flat.new_empty(flat.shape[1]), later)
 
@@ -238,7 +239,7 @@ class DistributedTransport:
             whole = self._all_gather(x, axis, dim, parts, at, later=later)
             return lambda: slices.take(whole(), to_dim, to_parts, group.size, group.rank)
         outgoing = slices.stack(x, to_dim, to_parts, group.size).contiguous()
-        moved = group.all_to_all(outgoing, torch.empty_like(outgoing), later)
+        moved = group.all_to_all(outgoing, SHIPPED.empty_like(outgoing), later)
         return lambda: slices.unstack(moved(), dim, parts)
 
     def _exchange_rows(
@@ -283,7 +284,7 @@ class DistributedTransport:
         """Gather the ``x`` of ``ranks``, in their order, on the rank ``to``; return None on the others."""
         if len(ranks) == 1:
             return lambda: [x]
-        parts = [torch.empty_like(x) for _ in ranks] if self.rank == to else None
+        parts = [SHIPPED.empty_like(x) for _ in ranks] if self.rank == to else None
         work = dist.gather(x, parts, dst=to, group=self.group[ranks].group, async_op=True)
         return pending(work, x, lambda: parts)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from .transport import Pending
 
 PLAIN = ("cpu", "meta")  # devices without memory apart from the host's
@@ -39,7 +40,7 @@ class HostCopies:
         if x.device.type in PLAIN:
             copied = x.clone(memory_format=torch.preserve_format)
             return lambda: copied
-        return self.start_into(torch.empty_like(x, device="cpu", pin_memory=True), x)
+        return self.start_into(SHIPPED.empty_like(x, device="cpu", pin_memory=True), x)
 
     def start_into(self, target: Tensor, x: Tensor) -> Pending:
         """Start a copy to ``target``, in host memory."""
@@ -53,7 +54,7 @@ class HostCopies:
         if device.type in PLAIN or x.device.type == "meta":
             copied = x.clone(memory_format=torch.preserve_format)
             return lambda: copied
-        target = torch.empty_like(x, device=device)
+        target = SHIPPED.empty_like(x, device=device)
         return self._copied(target, x, target.device, "in")
 
     def settle(self) -> None:

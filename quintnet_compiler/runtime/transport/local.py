@@ -17,6 +17,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...core import slices
 from ...core.errors import RunError
 from ...core.mesh import Mesh
@@ -209,10 +210,10 @@ def _by_meaning(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:
 
 
 def _exchange_rows(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:
-    runs = [torch.split(meeting.tensor, list(meeting.runs)) for meeting in meetings if meeting.runs is not None]
+    runs = [SHIPPED.split(meeting.tensor, list(meeting.runs)) for meeting in meetings if meeting.runs is not None]
     if len(runs) < len(meetings):  # shapes alone
         return [meetings[index].tensor.clone() for index in wanted]
-    return [torch.cat([run[index] for run in runs]) for index in wanted]
+    return [SHIPPED.cat([run[index] for run in runs]) for index in wanted]
 
 
 def _permute(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:

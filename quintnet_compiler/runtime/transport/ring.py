@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...core.precision import widened
 from ...ops.attention.blocks import Block
 from ...ops.attention.ring_plan import Held, Runs, positions_of
@@ -76,7 +77,7 @@ class Ring(Circle):
     def parts(self, x: Tensor, owner: int | None = None) -> Sequence[Tensor]:
         """Return ``x``, of this rank or of ``owner``, split into its runs."""
         sizes = [count for _, count in self.runs[self.index if owner is None else owner]]
-        return torch.split(x, sizes, POSITIONS)
+        return SHIPPED.split(x, sizes, POSITIONS)
 
 
 def runs_of(plan: Tensor | None, size: int, length: int) -> list[Runs]:
@@ -102,7 +103,7 @@ def ring_forward(ring: Ring, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         if coming is not None:
             travelling = coming()
     outs, logs = zip(*(total.finished() for total in totals), strict=True)
-    return torch.cat(outs, POSITIONS), torch.cat(logs, POSITIONS)
+    return SHIPPED.cat(outs, POSITIONS), SHIPPED.cat(logs, POSITIONS)
 
 
 def ring_backward(
@@ -125,7 +126,7 @@ def ring_backward(
             travelling = coming()
     assert arriving is not None
     dk, dv = (x.to(k.dtype) for x in arriving())
-    return torch.cat(query_grads, POSITIONS).to(q.dtype), dk, dv
+    return SHIPPED.cat(query_grads, POSITIONS).to(q.dtype), dk, dv
 
 
 def _key_value_grads(
@@ -146,9 +147,9 @@ def _key_value_grads(
         targets = query_grads[i], key_grads[j], value_grads[j]
         grad, q, out, lse = query_parts[i]
         ring.tiles.backward(block, grad, q, out, lse, keys[j], values[j], ids, targets)
-    return [torch.cat(grads, POSITIONS) if len(grads) > 1 else grads[0] for grads in (key_grads, value_grads)]
+    return [SHIPPED.cat(grads, POSITIONS) if len(grads) > 1 else grads[0] for grads in (key_grads, value_grads)]
 
 
 def _zeros(xs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return zeros in which gradients of ``xs`` are added up."""
-    return [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in xs]
+    return [SHIPPED.zeros(x.shape, dtype=dtype, device=x.device) for x in xs]

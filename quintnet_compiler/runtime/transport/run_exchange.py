@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...core.mesh import Mesh
 from .transport import Pending, Transport
 
@@ -55,13 +56,13 @@ class RunExchange:
         leaving, arriving = source.exchanged(rank), target.exchanged(rank)
         parts = dict(zip(source.runs, x.chunk(len(source.runs), dim), strict=True))
         outgoing = [parts[run] for run in leaving]
-        rows = torch.stack(outgoing) if outgoing else x.new_empty([0, *parts[source.runs[0]].shape])
+        rows = SHIPPED.stack(outgoing) if outgoing else x.new_empty([0, *parts[source.runs[0]].shape])
         sends, receives = source.counts(leaving, size), target.counts(arriving, size)
         wait = self.transport.start("exchange_rows", rows, sends, receives, axis, at)
 
         def joined() -> Tensor:
             runs = parts | dict(zip(arriving, wait(), strict=True))
-            return torch.cat([runs[run] for run in target.runs], dim)
+            return SHIPPED.cat([runs[run] for run in target.runs], dim)
 
         return joined
 

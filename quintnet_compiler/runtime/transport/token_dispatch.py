@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...compat.torch_codegen import SHIPPED
 from ...core.mesh import Mesh
 from ...ops.experts.grouped_rows import sort_into
 from .transport import Pending, Transport
@@ -41,15 +42,15 @@ class Router:
         if ids.is_meta:
             return ids.new_empty(ids.shape, dtype=torch.int64), ids.new_empty([2, size, width], dtype=torch.int64)
         local = ids.long() % group
-        bins = torch.where(
+        bins = SHIPPED.where(
             (ids >= 0) & (ids < experts), local + local // num_local * (width - num_local), size * width - 1
         )
         for bin_, expert in enumerate(hot, self.mesh.coordinate(self.transport.rank)[axis] * width + num_local):
             bins = bins.masked_fill(ids == expert, bin_)
         order, ends = sort_into(bins, size * width)
-        sends = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64)).view(size, width)
+        sends = SHIPPED.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64)).view(size, width)
         receives = self.transport.run("exchange_rows", sends, [1] * size, [1] * size, axis, at)
-        return order, torch.stack([sends, receives]).cpu()
+        return order, SHIPPED.stack([sends, receives]).cpu()
 
     def dispatch(self, x: Tensor, axis: str, order: Tensor, counts: Tensor, at: int) -> Tensor:
         """Return the rows of this rank's experts, in the order of the ranks that they come from."""
@@ -85,7 +86,7 @@ def _returning(x: Tensor, counts: Tensor) -> tuple[Tensor, Sizes, Sizes]:
 
 
 def _in_order(back: Tensor, order: Tensor) -> Tensor:
-    return back if back.is_meta else torch.empty_like(back).index_copy_(0, order, back)
+    return back if back.is_meta else SHIPPED.empty_like(back).index_copy_(0, order, back)
 
 
 def _sizes(counts: Tensor) -> tuple[list[int], list[int]]:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ....compat.torch_codegen import SHIPPED
 from ....ops.define import define_operator
 from ....ops.experts.expert_linear import counts_on_host
 from ....ops.experts.grouped_rows import (
@@ -43,7 +44,7 @@ LOW = torch.bfloat16  # has all 8-bit numbers, and grouped products on GPUs
 
 def _group_max(rows: Tensor, ends: Tensor) -> Tensor:
     experts, features = ends.shape[0], rows.shape[1]
-    largest = torch.zeros([experts + 1, features], dtype=torch.float32, device=rows.device)
+    largest = SHIPPED.zeros([experts + 1, features], dtype=torch.float32, device=rows.device)
     if ends.device.type == "cpu":
         for expert, run in expert_runs(ends):
             largest[expert] = rows[run].abs().amax(0)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
+from ....compat.torch_codegen import SHIPPED
 from ....ops.define import define_operator
 
 aten = torch.ops.aten
@@ -128,7 +129,7 @@ def swizzled(scale: Tensor) -> Tensor:
     1, 33, ...
     """
     rows, columns = (-(-n // size) for n, size in zip(scale.shape, (128, 4), strict=True))
-    padded = torch.zeros(rows * 128, columns * 4, dtype=torch.uint8, device=scale.device)
+    padded = SHIPPED.zeros(rows * 128, columns * 4, dtype=torch.uint8, device=scale.device)
     padded[: scale.shape[0], : scale.shape[1]] = scale.view(torch.uint8)
     tiles = padded.view(rows, 4, 32, columns, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(-1).view(scale.dtype)

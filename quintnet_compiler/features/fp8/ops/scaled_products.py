@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ....compat.torch_codegen import SHIPPED
 from ....ops.define import define_operator
 from ....ops.extensions import extend
 from ....ops.op_spec import OpSpec
@@ -77,8 +78,8 @@ def _cast_in_kernels(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
     largest = torch.finfo(dtype).max
     scaled = x / spread(scale, x.shape)
-    scaled = torch.where(scaled > largest, largest, scaled)
-    scaled = torch.where(scaled < -largest, -largest, scaled)
+    scaled = SHIPPED.where(scaled > largest, largest, scaled)
+    scaled = SHIPPED.where(scaled < -largest, -largest, scaled)
     return scaled.to(dtype)
 
 
@@ -138,7 +139,7 @@ block_max = define_operator(
 )
 block_scale = define_operator(
     "block_scale(Tensor largest, ScalarType dtype, bool power_of_two) -> Tensor",
-    lambda largest, dtype, power_of_two: torch.empty_like(largest, dtype=torch.float32),
+    lambda largest, dtype, power_of_two: SHIPPED.empty_like(largest, dtype=torch.float32),
     _block_scale,
 )
 scaled_cast = define_operator(
