@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import enum
 import functools
 import inspect
+import io
 import operator
 import sys
 import types
@@ -12,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 from torch import nn
 
 from .changes_between_steps import Box, Holder, OwnSlots
@@ -149,6 +153,27 @@ def _raw_or_other(h: Any) -> Any:
         return h.other
 
 
+class Colour(enum.Enum):
+    RED = [1.5]  # noqa: RUF012
+
+
+class Number(int):
+    k: float
+
+
+def _member(k: float, owner: Any = Colour.RED) -> Any:
+    owner.k = k
+    return owner
+
+
+def _named(k: float) -> Any:
+    def read() -> None:
+        pass
+
+    read.__name__ = str(k)
+    return read
+
+
 UNSEEN_READS = {
     "__getattribute__ of object": Holder(Box, lambda h: object.__getattribute__(h, "k"), _put),
     "by another name": Holder(Box, lambda h: raw(h, "k"), _put),
@@ -196,5 +221,32 @@ UNSEEN_READS = {
         lambda k: (lambda box: {"box": box, "proxy": weakref.proxy(box)})(Box(k)),
         lambda h: h["proxy"].k,
         lambda h, v: _put(h["box"], v),
+    ),
+    "an attribute of a member of an enumeration": Holder(_member, lambda h: h.k, _put),
+    "a value in a member of an enumeration": Holder(
+        lambda k: Colour.RED.value.__setitem__(0, k) or Colour.RED,
+        lambda h: next(iter(Colour)).value[0],
+        lambda h, v: h.value.__setitem__(0, v),
+    ),
+    "an attribute of a number": Holder(lambda k: _member(k, Number(1)), lambda h: h.k, _put),
+    "a view of a dict": Holder(
+        lambda k: (lambda held: {"dict": held, "view": held.values()})({"k": k}),
+        lambda h: next(iter(h["view"])),
+        lambda h, v: h["dict"].update(k=v),
+    ),
+    "an object in an array": Holder(
+        lambda k: numpy.array([Box(k), None], dtype=object), lambda h: h[0].k, lambda h, v: _put(h[0], v)
+    ),
+    "a record of an array": Holder(
+        lambda k: numpy.array([(k,)], dtype=[("k", "f8")])[0],
+        lambda h: float(h["k"]),
+        lambda h, v: h.__setitem__("k", v),
+    ),
+    "a number of C": Holder(ctypes.c_double, lambda h: h.value, lambda h, v: setattr(h, "value", v)),
+    "text in memory": Holder(
+        lambda k: io.StringIO(str(k)), lambda h: float(h.getvalue()), lambda h, v: (h.seek(0), h.write(str(v)))[0]
+    ),
+    "the name of a function": Holder(
+        lambda k: _named(k), lambda h: float(h.__name__), lambda h, v: setattr(h, "__name__", str(v))
     ),
 }

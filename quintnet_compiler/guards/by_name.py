@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd import Function
 
 from .function_reads import is_library, is_library_module
-from .python_state import CODE, PLAIN
+from .python_state import CODE, is_value
 
 _LIBRARY_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
@@ -50,7 +50,8 @@ class NamedSpace:
         return f"{self.label}.{name}"
 
 
-_BY_LIBRARY = frozenset({"__dataclass_fields__"})  # what functions of Python look up, as dataclasses.fields does
+# what functions of Python look up, as dataclasses.fields and the iterator of an enumeration do
+_BY_LIBRARY = frozenset({"__dataclass_fields__", "_member_map_"})
 
 
 def spaces_by_name(roots: Iterable[tuple[str, Any]], names: Set[str]) -> list[NamedSpace]:
@@ -121,7 +122,7 @@ def class_namespaces(spaces: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]
 
 def is_constant(value: Any) -> bool:
     """Return whether a variable's value is compared by itself: plain data, a function, a class."""
-    return isinstance(value, (*PLAIN, *CODE))
+    return is_value(value) or isinstance(value, CODE)
 
 
 def special_spaces(kinds: Iterable[type]) -> list[NamedSpace]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from .python_state import MISSING, copied, shown
+from .python_state import MISSING, copied, other_zero, shown
 
 Space = Mapping[str, Any]
 Row = tuple[str, Space, Any, Any]  # a label, a namespace, a name in it, and the value there
@@ -106,7 +106,7 @@ def _all_equal(rows: Iterable[Row]) -> bool:
 
 
 def _is_equal(now: Any, then: Any) -> bool:
-    return type(now) is type(then) and equal(now, then)
+    return type(now) is type(then) and equal(now, then) and not other_zero(now, then)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import functools
 import gc
+import io
 import types
 import weakref
 from collections import deque
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy
 from torch import nn
 
-from .python_state import MISSING, OWN, PLAIN, SlotFields, shown, slot_names
+from .python_state import MISSING, OWN, SlotFields, is_value, other_zero, shown, slot_names
 
 CachedFunction = functools._lru_cache_wrapper  # what functools.cache and lru_cache make
 
@@ -42,6 +44,10 @@ def _cell_contents(cell: types.CellType) -> list[Any]:
         return [cell.cell_contents]
     except ValueError:  # not set
         return [MISSING]
+
+
+def _viewed(view: Any) -> list[Any]:
+    return [view.mapping]
 
 
 def _context_value(variable: ContextVar[Any]) -> list[Any]:
@@ -102,11 +108,15 @@ READINGS: dict[type, ContainerReading] = {
     set: ContainerReading(set.__iter__),
     frozenset: ContainerReading(frozenset.__iter__),
     deque: ContainerReading(deque.__iter__),
+    **{type(view): ContainerReading(_viewed) for view in ({}.keys(), {}.values(), {}.items())},
     types.MappingProxyType: ContainerReading(types.MappingProxyType.values, types.MappingProxyType.keys),
     types.SimpleNamespace: _FIELDS,
     types.CellType: ContainerReading(_cell_contents),
     types.FunctionType: ContainerReading(
-        attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__dict__")
+        attrgetter(
+            *("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__dict__"),
+            *("__name__", "__qualname__", "__doc__"),
+        )
     ),
     types.MethodType: ContainerReading(attrgetter("__self__", "__func__")),
     types.BuiltinFunctionType: ContainerReading(_bound_to),
@@ -116,8 +126,12 @@ READINGS: dict[type, ContainerReading] = {
     weakref.ref: ContainerReading(_target),
     CachedFunction: ContainerReading(_kept_by),
 }
-# What holds numbers in memory of its own.
-BUFFERS = (numpy.ndarray, bytearray, array.array, memoryview)
+# What holds numbers or text in memory of its own.
+_TEXTS = (io.StringIO, io.BytesIO)
+BUFFERS = (
+    *(numpy.ndarray, numpy.void, bytearray, array.array, memoryview, *_TEXTS),
+    ctypes.Structure.__base__ or ctypes.Structure,  # of all data in C
+)
 
 
 def reading_of_fields(owner: Any) -> ContainerReading:
@@ -145,7 +159,7 @@ def equal(now: Any, then: Any) -> bool:
     """Return whether two values are one object, or the same plain data."""
     if now is then:
         return True
-    return type(now) is type(then) and isinstance(now, PLAIN) and bool(now == then)
+    return type(now) is type(then) and is_value(now) and bool(now == then) and not other_zero(now, then)
 
 
 def _named(names: list[Any] | int, values: list[Any]) -> list[tuple[Any, Any]]:
@@ -227,6 +241,12 @@ class ContainerSnapshot:
         return [f"{self.label}[{name!r}] is {shown(x)} and was {shown(then)}" for name, x, then in rows]
 
 
+def elements_of(owner: Any) -> list[Any]:
+    """Return the objects that an array of NumPy's holds; [] if it is none, or holds numbers."""
+    has_objects = isinstance(owner, (numpy.ndarray, numpy.void)) and owner.dtype.hasobject
+    return list(numpy.asarray(owner).ravel().tolist()) if has_objects else []
+
+
 @dataclass(frozen=True)
 class Numbers:
     """An array as it was: its shape, and its bytes or the objects that it holds."""
@@ -240,10 +260,12 @@ class Numbers:
 
     def _now(self) -> tuple[Any, ...]:
         owner = self.owner
-        if isinstance(owner, numpy.ndarray):
-            content: Any = owner.ravel().tolist() if owner.dtype.hasobject else owner.tobytes()
+        if isinstance(owner, (numpy.ndarray, numpy.void)):
+            content: Any = elements_of(owner) if owner.dtype.hasobject else owner.tobytes()
             return owner.shape, str(owner.dtype), content
-        return len(owner), type(owner).__name__, bytes(owner)
+        if isinstance(owner, _TEXTS):
+            return owner.tell(), type(owner).__name__, owner.getvalue()
+        return type(owner).__name__, bytes(owner)
 
     def holds(self) -> bool:
         """Return whether the array has the values that it had."""

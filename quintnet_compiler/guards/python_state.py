@@ -34,12 +34,22 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN) or (type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0)
 
 
+def is_value(value: Any) -> bool:
+    """Return whether a value is plain data that has no attributes of its own, as members of an enumeration have."""
+    return isinstance(value, PLAIN) and not hasattr(value, "__dict__")
+
+
+def other_zero(now: Any, then: Any) -> bool:
+    """Return whether one of two equal values is 0.0 and the other is -0.0."""
+    return type(now) is float and not now and str(now) != str(then)
+
+
 def is_simple(value: Any) -> bool:
     """Return whether ``==`` says all of two such values, in which nothing can be changed unseen: numbers, text, dtypes,
     and lists, tuples and sets of them, of exactly these types."""
     if type(value) in (list, tuple, set, frozenset):
         return all(map(is_simple, value))
-    return isinstance(value, (*PLAIN, numpy.generic))
+    return is_value(value) or (isinstance(value, numpy.generic) and not isinstance(value, numpy.void))
 
 
 def copied(value: Any) -> Any:

@@ -19,12 +19,13 @@ from .containers import (
     ContainerSnapshot,
     Numbers,
     Results,
+    elements_of,
     fields_of,
     names_of,
     reading_of,
     reading_of_fields,
 )
-from .python_state import PLAIN
+from .python_state import PLAIN, is_value
 from .stand_ins import Tripwire
 
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made, whose attributes can be set
@@ -74,7 +75,9 @@ def children(
     label: str, value: Any, whole: Callable[[Any], bool], unread: Unread = NOTHING_UNREAD
 ) -> list[tuple[str, Any]]:
     """Return what ``value`` holds, with labels; [] if it holds nothing that could be read without being recorded."""
-    if _is_closed(value, whole) or isinstance(value, BUFFERS) or _of_library(value):
+    if isinstance(value, BUFFERS):
+        return [(f"{label}[{number}]", x) for number, x in enumerate(elements_of(value))]
+    if _is_closed(value, whole) or _of_library(value):
         return []
     reading = reading_of(value)
     if reading is not None:
@@ -96,6 +99,8 @@ def _is_closed(value: Any, whole: Callable[[Any], bool]) -> bool:
     """
     if isinstance(value, types.BuiltinFunctionType):
         return isinstance(value.__self__, (types.ModuleType, type, type(None)))
+    if isinstance(value, PLAIN):
+        return is_value(value)
     return isinstance(value, _CLOSED) and not (isinstance(value, nn.Module) and whole(value))
 
 
@@ -117,7 +122,7 @@ def reachable(
     kept: list[Any] = []  # no number is given to another object meanwhile
     while pending:
         label, value = pending.pop()
-        if issubclass(type(value), Tripwire) or isinstance(value, PLAIN) or id(value) in seen:
+        if issubclass(type(value), Tripwire) or is_value(value) or id(value) in seen:
             continue
         seen.add(id(value))
         kept.append(value)

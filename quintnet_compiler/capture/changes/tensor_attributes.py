@@ -18,7 +18,7 @@ from ...guards.attribute_reads import Reads, TensorPlace
 
 _TO_PYTHON = frozenset(("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__array__", "__bool__"))
 _NUMBERS = frozenset(("__complex__", "__contains__", "__float__", "__format__", "__index__", "__int__", "__repr__"))
-GET_GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
+GET_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)
