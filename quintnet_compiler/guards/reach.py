@@ -62,8 +62,10 @@ def is_observable(value: Any) -> bool:
 
 
 def is_iterator(value: Any) -> bool:
-    """Return whether ``value`` gives another value each time that it is asked. Files do not count; a weak proxy is what
-    it stands for."""
+    """Return whether ``value`` gives another value each time that it is asked.
+
+    Files do not count; a weak proxy is what it stands for.
+    """
     kind = value.__class__ if type(value) in weakref.ProxyTypes else type(value)
     return issubclass(kind, Iterator) and not issubclass(kind, io.IOBase)
 

@@ -69,8 +69,10 @@ class Constants:
 
 @dataclass(frozen=True)
 class Values:
-    """Tensors in host memory whose values became Python numbers: ``values``. Others can write to that memory unseen, as
-    through ``x.numpy()`` or ``x.data``."""
+    """Tensors in host memory whose values became Python numbers: ``values``.
+
+    Others can write to that memory unseen, as through ``x.numpy()`` or ``x.data``.
+    """
 
     tensors: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -82,9 +84,11 @@ class Values:
         return cls(on_host, tuple(x.clone() for x in on_host))
 
     def hold(self) -> bool:
+        """Return whether they have these values."""
         return not self.tensors or all(map(same_values, self.tensors, self.values))
 
     def broken(self) -> list[str]:
+        """Say that they have others."""
         return [] if self.hold() else ["a tensor that forward reads in Python has other values"]
 
 
@@ -102,9 +106,11 @@ class Registered:
         return cls(listed, len(gc.get_referents(*listed)))
 
     def hold(self) -> bool:
+        """Return whether there are as many now."""
         return len(gc.get_referents(*self.spaces)) == self.count
 
     def broken(self) -> list[str]:
+        """Say that there are more or fewer."""
         return [] if self.hold() else ["the model has another number of parameters and buffers than it had"]
 
 
