@@ -25,13 +25,25 @@ from .by_name import (
     torch_spaces,
 )
 from .call_attributes import CallAttribute
-from .columns import Absent, Flags, Kinds, Modes, Parts, PlainValues, Row, SameObjects, TraceGuard
+from .columns import (
+    Absent,
+    Constants,
+    Flags,
+    Kinds,
+    Modes,
+    Parts,
+    PlainValues,
+    Registered,
+    Row,
+    SameObjects,
+    TraceGuard,
+    Values,
+)
 from .containers import ContainerGuards, fields_of, names_of
 from .function_reads import Unset, Variable
 from .hooks import HookGuards, global_hooks, hook_guards
 from .python_state import Cell, SlotFields, is_simple
 from .reach import Unread, container_guards
-from .tensors import Constants, Registered, Values
 
 Roots = Sequence[tuple[str, nn.Module]]
 # methods of modules that look at all parameters or buffers, and the namespaces of these

@@ -13,13 +13,12 @@ from torch import nn
 
 from quintnet_compiler.driver.unread_state import UnreadState
 from quintnet_compiler.guards.by_name import is_users, spaces_by_name
-from quintnet_compiler.guards.columns import Absent, Parts, PlainValues, SameObjects
+from quintnet_compiler.guards.columns import Absent, Constants, Parts, PlainValues, SameObjects
 from quintnet_compiler.guards.containers import ContainerSnapshot, Numbers, equal, fields_of, names_of, reading_of
 from quintnet_compiler.guards.function_reads import Variable
 from quintnet_compiler.guards.guards import Guards, TraceReads, global_modes, guards_of
 from quintnet_compiler.guards.reach import Unread, children, container_guards, is_observable, reachable
 from quintnet_compiler.guards.stand_ins import Tripwire, UnreadStateUsed, touched
-from quintnet_compiler.guards.tensors import Constants
 from quintnet_compiler.guards.trial import Trial
 
 

@@ -66,7 +66,7 @@ def stand_ins_of(originals: Iterable[OriginalTensor]) -> StandIns:
 def attributes_of(originals: StandIns, reads: Reads) -> Iterator[None]:
     """Inside, a trace's tensors have the attributes of the module's tensors, and ``reads`` records which are read."""
 
-    def read(this: Any, name: str) -> Any:
+    def attribute(this: Any, name: str) -> Any:
         original = originals.get(id(this))
         if original is not None and not name.startswith("__"):
             fields = vars(original.tensor)
@@ -78,8 +78,8 @@ def attributes_of(originals: StandIns, reads: Reads) -> Iterator[None]:
         raise AttributeError(f"{type(this).__name__!r} object has no attribute {name!r}")
 
     with (
-        mock.patch.object(FakeTensor, "__getattr__", read, create=True),
-        mock.patch.object(FunctionalTensor, "__getattr__", read, create=True),
+        mock.patch.object(FakeTensor, "__getattr__", attribute, create=True),
+        mock.patch.object(FunctionalTensor, "__getattr__", attribute, create=True),
     ):
         yield
 
