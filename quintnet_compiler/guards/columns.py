@@ -291,8 +291,7 @@ class Registered:
     @classmethod
     def of(cls, spaces: Iterable[Mapping[str, Any]]) -> Registered:
         """Return a guard of the number that there is now; Python's collector of garbage counts in a single call."""
-        listed = tuple(spaces)
-        return cls(listed, len(gc.get_referents(*listed)))
+        return cls(listed := tuple(spaces), len(gc.get_referents(*listed)))
 
     def hold(self) -> bool:
         """Return whether there are as many now."""
