@@ -263,7 +263,7 @@ class Constants:
 class Values:
     """See that tensors, whose values became Python numbers, have these ``values``: others may write to that memory."""
 
-    tensors: tuple[Tensor, ...]
+    compared: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
     @classmethod
@@ -274,7 +274,7 @@ class Values:
 
     def hold(self) -> bool:
         """Return whether they have these values."""
-        return not self.tensors or all(map(SHIPPED.equal, self.tensors, self.values))
+        return all(map(SHIPPED.equal, self.compared, self.values))
 
     def broken(self) -> list[str]:
         """Say that they have others."""
@@ -283,9 +283,9 @@ class Values:
 
 @dataclass(frozen=True)
 class Registered:
-    """See how many parameters and buffers ``spaces``, the namespaces of modules, have together."""
+    """See how many parameters and buffers ``compared``, the namespaces of modules, have together."""
 
-    spaces: tuple[Mapping[str, Any], ...]
+    compared: tuple[Mapping[str, Any], ...]
     count: int
 
     @classmethod
@@ -295,7 +295,7 @@ class Registered:
 
     def hold(self) -> bool:
         """Return whether there are as many now."""
-        return len(gc.get_referents(*self.spaces)) == self.count
+        return len(gc.get_referents(*self.compared)) == self.count
 
     def broken(self) -> list[str]:
         """Say that there are more or fewer."""

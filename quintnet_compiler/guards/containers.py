@@ -46,6 +46,10 @@ def _cell_contents(cell: types.CellType) -> list[Any]:
         return [MISSING]
 
 
+_EMPTY: dict[str, Any] = {}
+_VIEWS: tuple[Any, ...] = (_EMPTY.keys(), _EMPTY.values(), _EMPTY.items())
+
+
 def _viewed(view: Any) -> list[Any]:
     return [view.mapping]
 
@@ -108,7 +112,7 @@ READINGS: dict[type, ContainerReading] = {
     set: ContainerReading(set.__iter__),
     frozenset: ContainerReading(frozenset.__iter__),
     deque: ContainerReading(deque.__iter__),
-    **{type(view): ContainerReading(_viewed) for view in ({}.keys(), {}.values(), {}.items())},
+    **dict.fromkeys(map(type, _VIEWS), ContainerReading(_viewed)),
     types.MappingProxyType: ContainerReading(types.MappingProxyType.values, types.MappingProxyType.keys),
     types.SimpleNamespace: _FIELDS,
     types.CellType: ContainerReading(_cell_contents),

@@ -185,8 +185,9 @@ def guards_of(source: TraceReads, unread: Mapping[int, Unread] = types.MappingPr
     fixed = (constants, Parts.of(rows.parts), rows.trained(), Modes(global_modes, source.modes))
     plain, same = PlainValues.of(rows.plain), SameObjects(tuple(rows.same))
     read = functools.partial(switches_of_torch, settings_named(rows.names_of_functions()))
-    reads = plain, same, rows.class_guards(), Modes(read, read()), rows.absent(), rows.registered()
-    return Guards(source, unread, same, (*reads, Values.of(source.values)), containers, fixed)
+    reads = plain, same, rows.class_guards(), Modes(read, read()), rows.absent()
+    others = [guard for guard in (rows.registered(), Values.of(source.values)) if guard.compared]
+    return Guards(source, unread, same, (*reads, *others), containers, fixed)
 
 
 @dataclass
