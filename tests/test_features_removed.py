@@ -83,6 +83,7 @@ assert not [module for module in sys.modules if module.startswith(f"quintnet_com
 print("as before")
 """
 
+
 def _without(feature: str, folder: Path) -> None:
     """Link the packages of the product in ``folder``, with a list of features that lacks one."""
     package = folder / "quintnet_compiler"

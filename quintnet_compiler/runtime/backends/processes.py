@@ -402,7 +402,7 @@ class ProcessBackend:
             deque(map(setattr, gradients, repeat("__class__"), repeat(StageGradient)), maxlen=0)
         handover = HandOver([self.parameters[name] for name in settled], gradients)
         executor = Executor(program, part, self.transport, self.device, store, self.linears.of(program, self.engine))
-        return _Process(program, executor, store, step_function([self.executor)[name] for name in settled], handover)
+        return _Process(program, executor, store, step_function(executor), handover)
 
 
 @dataclass(frozen=True)

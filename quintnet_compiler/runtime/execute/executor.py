@@ -407,7 +407,8 @@ class Executor:
     def _sum_of_scalars(self, position: int, local: Tensor | None, *, screened: bool) -> Tensor:
         """Return the sum of a scalar over all ranks: terms where partial, one replica, nothing from other stages.
 
-        ``screened``: it also tells each rank whether all gradients may be finite, and how many ranks shall end: it is the step's verdict.
+        ``screened``: the step's verdict is summed with it: whether all gradients may be finite, and how many ranks are
+        asked to end.
         """
         dtype, several = self.program.results[position].dtype, len(self.everyone) > 1
         if local is None or not self.counts[position]:
