@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,6 +74,41 @@ def test_programs_of_a_process_take_turns(place: str) -> None:
     assert failed == []
     newest = programs[0].load(place)
     assert newest.step % 2 == newest.extra["by"]
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_folder_that_was_moved_is_still_held_by_its_process(link: bool, tmp_path: Path) -> None:
+    one, other = _program(), _program()
+    one.save(tmp_path / "run", step=1)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    if link:
+        (tmp_path / "run").symlink_to("moved")
+    one.save(tmp_path / "moved", step=2)
+    other.save(tmp_path / "moved", step=3)
+    one.save(tmp_path / "run", step=4)
+    assert (tmp_path / "moved/step-00000004").is_dir() == link
+    assert other.load(tmp_path / "moved").step == (4 if link else 3) and other.load(tmp_path / "run").step == 4
+
+
+def test_two_folders_that_change_their_names(tmp_path: Path) -> None:
+    program = _program()
+    for name, step in (("a", 1), ("b", 2)):
+        program.save(tmp_path / name, step=step)
+    for before, after in (("a", "c"), ("b", "a"), ("c", "b")):
+        (tmp_path / before).rename(tmp_path / after)
+    for name, step in (("a", 12), ("b", 11)):
+        program.save(tmp_path / name, step=step)
+        assert _there(tmp_path / name) == [f"step-{step - 10:08}", f"step-{step:08}"]
+
+
+def test_folders_that_are_removed_cost_no_descriptors(tmp_path: Path) -> None:
+    program = _program()
+    for _ in range(3):
+        program.save(tmp_path / "run", step=1)
+        count = len(os.listdir("/dev/fd"))
+        shutil.rmtree(tmp_path / "run")
+    program.save(tmp_path / "run", step=1)
+    assert len(os.listdir("/dev/fd")) == count
 
 
 def test_one_program_may_close_while_another_holds_the_folder(place: str) -> None:

@@ -109,15 +109,15 @@ class FolderHold:
 
 @dataclass(frozen=True)
 class ProcessHolds:
-    """The folders that this process writes to, as long as a program has them."""
+    """The folders that this process writes to, by their identity, as long as a program has them."""
 
     _folders: weakref.WeakValueDictionary[str, FolderHold] = field(default_factory=weakref.WeakValueDictionary)
     _mutex: list[threading.Lock] = field(default_factory=lambda: [threading.Lock()])
 
-    def folder_hold(self, place: str) -> FolderHold:
-        """Return the folder at ``place``, the same one for all programs."""
+    def folder_hold(self, identity: str) -> FolderHold:
+        """Return the hold of a folder, the same one for all programs."""
         with self._mutex[0]:
-            return self._folders.setdefault(place, FolderHold())
+            return self._folders.setdefault(identity, FolderHold())
 
     def after_fork(self) -> None:
         """Give up in a fork what its parent holds."""
@@ -128,7 +128,11 @@ class ProcessHolds:
 
 @dataclass(frozen=True, eq=False)
 class FolderLocks:
-    """Those that a program holds: it keeps the folders that it saved to."""
+    """Those that a program holds: it keeps the folders that it saved to.
+
+    Attributes:
+        held: by the paths that it was given.
+    """
 
     held: dict[str, FolderHold] = field(default_factory=dict)
 
@@ -149,13 +153,23 @@ class FolderLocks:
         self.held.clear()
 
     def _hold(self, folder: CheckpointFolder) -> FolderHold:
-        place = str(folder.path)
-        if isinstance(folder.path, Path):
-            with contextlib.suppress(OSError, ValueError):  # taking the lock says it
-                place = os.path.realpath(folder.path)
-        if place not in self.held:
-            self.held[place] = _holds().folder_hold(place)
-        return self.held[place]
+        """Return the hold of a folder, which is that of its earlier names, too."""
+        path, hold = str(folder.path), _holds().folder_hold(_identity(folder))
+        before = self.held.get(path)
+        self.held[path] = hold
+        if before is not None and not any(other is before for other in self.held.values()):
+            before.drop_user(self)  # that folder was moved or removed
+        return hold
+
+
+def _identity(folder: CheckpointFolder) -> str:
+    """Return what tells a folder, made if it is not there, from all others: it may be moved, or have links."""
+    if isinstance(folder.path, Path):
+        with contextlib.suppress(OSError, ValueError):  # taking the lock says it
+            folder.path.mkdir(parents=True, exist_ok=True)
+            status = folder.path.stat()
+            return f"{status.st_dev}:{status.st_ino}"
+    return str(folder.path)
 
 
 @lru_cache(maxsize=1)
