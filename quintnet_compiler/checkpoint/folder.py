@@ -121,6 +121,8 @@ class CheckpointFolder(Protocol):
 
 
 MARK = ".leaving.json"
+STEP_NAME = "step-([0-9]{8}|[1-9][0-9]{8,})"  # what name_of returns, and no other name of the same step
+ABANDONED_NAME = "abandoned-([0-9]{2}|[1-9][0-9]{2,})"
 
 
 def name_of(step: int) -> str:

@@ -151,6 +151,7 @@ class _FolderLook:
             CheckpointError: QN601 on every rank.
             VanishedError: on every rank, if another look may find one.
         """
+        damaged = []
         for name in self.names:
             with contextlib.ExitStack() as own:
                 report, candidate = self._examine(name, own, plan)
@@ -160,7 +161,11 @@ class _FolderLook:
                     stack.push(own.pop_all())
                     return candidate.use
             self._refuse(report, name)
-        raise _nothing(self.folder, self.step)
+            damaged.append(f"{name.partition('/')[2]}: {report.text}")
+            if name != self.names[-1]:
+                text = f"{shown(str(self.folder.path))}/{damaged[-1]}; trying the one before"
+                warnings.warn(CheckpointWarning(text), stacklevel=6)
+        raise _nothing(self.folder, self.step, damaged)
 
     def _examine(self, name: str, stack: contextlib.ExitStack, plan: Plan[T]) -> tuple[_Report, _Candidate[T] | None]:
         """Return what counts of all ranks' reports, and the checkpoint if this rank has read it."""
@@ -194,7 +199,7 @@ class _FolderLook:
         )
 
     def _refuse(self, report: _Report, name: str) -> None:
-        """Raise what a checkpoint that is not whole leads to; warn if the one before it is to be tried."""
+        """Raise what a checkpoint that is not whole leads to, unless the one before it is to be tried."""
         again = _FolderLook.listed_by_first(self.tell_all, self.folder, self.step)
         if report.outcome is _Outcome.VANISHED or again.names != self.names:
             raise VanishedError(report.text)
@@ -204,7 +209,6 @@ class _FolderLook:
         if self.step is not None:
             fix = "load another step, or none to get the newest whole one"
             raise CheckpointError("QN601", f"{where}: {report.text}", fix=fix)
-        warnings.warn(CheckpointWarning(f"{where}: {report.text}; trying the one before"), stacklevel=7)
 
 
 def _read_share(
@@ -257,25 +261,33 @@ def _unusable(report: _Report, where: str) -> CheckpointError:
     return CheckpointError("QN601", f"{where} cannot be read: {report.text}", fix=fix)
 
 
-def _nothing(folder: CheckpointFolder, step: int | None) -> CheckpointError:
-    """Return the error of a folder that does not have what is to be loaded."""
+def _nothing(folder: CheckpointFolder, step: int | None, damaged: Sequence[str]) -> CheckpointError:
+    """Return the error of a folder that does not have what is to be loaded, but perhaps ``damaged`` ones."""
     where = shown(str(folder.path))
     others = [] if step is None else available(folder)[:10]
     if others:
         steps = ", ".join(str(entry.step) for entry in others)
         fix = f"load one that is there: {steps}"
         return CheckpointError("QN601", f"{where} has no checkpoint of step {step}", fix=fix)
-    return CheckpointError("QN601", f"{where} has no whole checkpoint", fix=_instead(folder))
+    more = [f"and {len(damaged) - 10} more"] if len(damaged) > 10 else []
+    text = "\n  ".join([f"{where} has no whole checkpoint", *damaged[:10], *more])
+    fix = "restore what is missing or was changed, or begin again in another folder" if damaged else _instead(folder)
+    return CheckpointError("QN601", text, fix=_set_aside(folder) or fix)
+
+
+def _set_aside(folder: CheckpointFolder) -> str:
+    """Return how to load what a run that went back has left; an empty text if there is none."""
+    for aside in folder.abandoned():
+        steps = ", ".join(str(entry.step) for entry in aside.named()[:10])
+        if steps:
+            where = shown(str(aside.path))
+            return f"a run that went back had set its later steps aside: load {where}, which has {steps}"
+    return ""
 
 
 def _instead(of: CheckpointFolder) -> str:
     """Return how to load what is in a folder that has no checkpoint of this package."""
     folder = of.path
-    for aside in of.abandoned():
-        steps = ", ".join(str(entry.step) for entry in aside.named()[:10])
-        if steps:
-            where = shown(str(aside.path))
-            return f"a run that went back had set its later steps aside: load {where}, which has {steps}"
     if isinstance(folder, str):
         return "give the URL that was given to save"
     within = sorted(folder.iterdir()) if folder.is_dir() else []

@@ -23,15 +23,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.files import open_plain
-from ..folder import MARK, CheckpointFiles, Entry, PublishedError, abandoned_name, name_of
+from ..folder import (
+    ABANDONED_NAME,
+    MARK,
+    STEP_NAME,
+    CheckpointFiles,
+    Entry,
+    PublishedError,
+    abandoned_name,
+    name_of,
+)
 from ..reading.open_files import OpenFiles
 from .disk import NewDiskFile, created, sync
 from .disk_lock import FolderLock
 from .disk_reading import open_folder_to_read, twice, with_path
 
-_NAME = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"\.step-(\d{8,})\.[0-9a-f]{8}\.(tmp|old)")
-_ABANDONED = re.compile(r"abandoned-(\d{2,})")
+_NAME = re.compile(STEP_NAME)
+_LEFTOVER = re.compile(rf"\.{STEP_NAME}\.[0-9a-f]{{8}}\.(tmp|old)")
+_ABANDONED = re.compile(ABANDONED_NAME)
 _NEW_MARK = f"{MARK}.part"
 _LARGEST_MARK = 4096  # bytes
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h

@@ -19,15 +19,24 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from ..folder import MARK, CheckpointFiles, Entry, PublishedError, abandoned_name, name_of
+from ..folder import (
+    ABANDONED_NAME,
+    MARK,
+    STEP_NAME,
+    CheckpointFiles,
+    Entry,
+    PublishedError,
+    abandoned_name,
+    name_of,
+)
 from ..manifest import MANIFEST
 from ..pieces import PIECE
 from ..reading.open_files import FileStamp, OpenFiles, VanishedError
 from .object_lock import ObjectLock
 
-_NAME = re.compile(r"(step-(\d{8,}))\.json")
-_DATA = re.compile(r"step-(\d{8,})\.[0-9a-f]{16}")
-_ABANDONED = re.compile(r"abandoned-(\d{2,})")
+_NAME = re.compile(rf"({STEP_NAME})\.json")
+_DATA = re.compile(rf"{STEP_NAME}\.[0-9a-f]{{16}}")
+_ABANDONED = re.compile(ABANDONED_NAME)
 _PART = 32 * 2**20  # bytes that are sent at once
 _LARGEST_NAME = 4096  # bytes
 _VERSIONS = (  # what stores call it
