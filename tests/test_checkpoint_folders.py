@@ -8,9 +8,11 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,27 @@ def test_damaged_checkpoints_do_not_count(made: Made, tmp_path: Path) -> None:
     assert _there(tmp_path) == _steps(30, 40, 50, 60)  # too few whole ones to remove any
     program.save(tmp_path, step=61, keep=3)
     assert _there(tmp_path) == _steps(30, 60, 61)
+
+
+@pytest.mark.parametrize("name", ["step-" + "\uff12" * 8, "step-000000009", "step-00000009\n", "step-9"])
+def test_other_names_are_not_checkpoints(name: str, made: Made, tmp_path: Path) -> None:
+    shutil.copytree(made[0].save(tmp_path, step=1), tmp_path / name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert made[0].load(tmp_path).step == 1
+    made[0].save(tmp_path, step=2, keep=1)
+    assert _there(tmp_path) == sorted(["step-00000002", name])
+
+
+def test_a_folder_with_damaged_checkpoints_alone_names_them(made: Made, tmp_path: Path) -> None:
+    for step in (1, 2):
+        os.truncate(Path(made[0].save(tmp_path, step=step)) / "state.json", 0)
+    first = "step-00000002: state.json has 0 bytes.*trying the one before"
+    with pytest.warns(quintnet.CheckpointWarning, match=first), pytest.raises(quintnet.CheckpointError) as raised:
+        made[0].load(tmp_path)
+    text = str(raised.value)
+    assert raised.value.code == "QN601" and "step-00000002: state.json has" in text and "given to save" not in text
+    assert "step-00000001: state.json has 0 bytes" in text and "restore what is missing or was changed" in text
 
 
 @pytest.mark.parametrize("wrong", [{"keep": -1}, {"keep": 0}, {"step": -1}, {"step": 1.5}, {"step": True}])
@@ -301,6 +324,20 @@ def _rewritten(checkpoint: Path, name: str, change: Callable[[Any], None]) -> No
 WEIGHT = "model/weight"
 
 
+def _twice(document: Any) -> None:
+    """Let JSON say two things of one name."""
+    document["extra"] = {_Name("a"): 1, _Name("a"): 2}
+
+
+class _Name(str):
+    """A text that equals no other, so that a dict has it twice."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = str.__hash__
+
+
 def _set(*path: Any) -> Callable[[Any], None]:
     *to, last, value = path
 
@@ -308,6 +345,13 @@ def _set(*path: Any) -> Callable[[Any], None]:
         for key in to:
             document = document[key]
         document[last] = value
+
+    return change
+
+
+def _copied(name: str, to: str) -> Callable[[Any], None]:
+    def change(document: Any) -> None:
+        document[to] = document[name]
 
     return change
 
@@ -355,6 +399,16 @@ HOSTILE = {
     ),
     "a queue of -1": ("state.json", _set("optimizer", "values", "weight", {"x": {"deque": [-1, []]}}), "ValueError"),
     "no options": ("state.json", _set("optimizer", "options", None), "optimizer.options"),
+    "a name that is there twice": ("state.json", _twice, "a is there twice"),
+    "a step that is a yes": ("state.json", _set("step", True), "state.json is not a checkpoint's: step"),
+    "a step of text": ("state.json", _set("step", "1"), "state.json is not a checkpoint's: step"),
+    "a place that is a fraction": ("index.json", _set(WEIGHT, "boxes", 0, 0, [0.0, 0]), "boxes.0.0.0"),
+    "a shape that is a yes": ("index.json", _set("model/bias", "shape", [True]), "shape.0"),
+    "an endless rate": ("state.json", _set("optimizer", "options", 0, "lr", float("inf")), "options.lr is inf"),
+    "an endless decay": ("state.json", _set("optimizer", "options", 0, "weight_decay", 1e999), "weight_decay is inf"),
+    "a kernel of text": ("state.json", _set("optimizer", "options", 0, "foreach", "yes"), "options.foreach is 'yes'"),
+    "a kernel that is a number": ("state.json", _set("optimizer", "options", 0, "fused", 1), "options.fused is 1"),
+    "a tensor of no parameter": ("index.json", _copied(WEIGHT, "model/more"), "more is not in the model"),
 }
 
 
@@ -376,6 +430,47 @@ def test_documents_are_checked_before_anything_changes(case: str, made: Made, tm
     assert raised.value.code in ("QN601", "QN602")
     assert torch.equal(before, _weight(made)) and program.get_rng_state() == state
     assert {key: x for key, x in optimizer.param_groups[0].items() if key != "params"} == options
+
+
+# -- what the program does not have
+
+
+def _larger() -> Made:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3))
+    program = quintnet.compile(model, quintnet.Mesh(dp=1), BATCH, loss_fn=F.mse_loss)
+    return program, torch.optim.SGD(program.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path: Path) -> None:
+    large = _larger()
+    large[0].save(tmp_path, step=1)
+    small = quintnet.compile(nn.Sequential(nn.Linear(6, 3)), quintnet.Mesh(dp=1), BATCH, loss_fn=F.mse_loss)
+    before = next(small.parameters()).detach().clone()
+    with pytest.raises(quintnet.CheckpointError, match=r"QN602.*\n.*\n *1.bias is not in the model\n *1.weight is not"):
+        small.load(tmp_path)
+    assert torch.equal(before, next(small.parameters()))
+
+
+def test_an_optimizer_of_fewer_parameters_is_refused(tmp_path: Path) -> None:
+    large, other = _larger(), _larger()
+    _train(large)
+    large[0].save(tmp_path, step=1, optimizer=large[1])
+    fewer = torch.optim.SGD(list(other[0].parameters())[:2], lr=0.1, momentum=0.9)
+    with pytest.raises(quintnet.CheckpointError, match=r"QN602.*\n.*has 1.bias, 1.weight, and this one does not"):
+        other[0].load(tmp_path, optimizer=fewer)
+    assert other[0].load(tmp_path).step == 1
+
+
+def test_a_state_without_a_part_that_the_optimizer_keeps_is_refused(made: Made, tmp_path: Path) -> None:
+    program = made[0]
+    optimizer = torch.optim.Adam(program.parameters(), lr=0.1)
+    _train((program, optimizer))
+    optimizer.param_groups[0]["amsgrad"] = True
+    program.save(tmp_path, step=1, optimizer=optimizer)
+    text = r"QN602.*\n.*max_exp_avg_sq of weight is missing in the checkpoint, and Adam keeps it"
+    with pytest.raises(quintnet.CheckpointError, match=text):
+        program.load(tmp_path, optimizer=torch.optim.Adam(program.parameters(), lr=0.1))
 
 
 # -- an optimizer's state

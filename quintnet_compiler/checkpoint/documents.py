@@ -3,27 +3,29 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, NotRequired
 
-from pydantic import Field, NonNegativeInt, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
+from pydantic import Field, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from ..weights.files import shown
-from .manifest import WrittenFiles
+from .manifest import WrittenFiles, parsed
 from .reading.open_files import Damaged
 from .tensor_file import STORED_TYPES, BadHeader, read_header
 
 INDEX, STATE = "index.json", "state.json"
 
 
+Count = Annotated[StrictInt, Field(ge=0, lt=2**63)]
+
+
 class StoredBox(NamedTuple):
     """A box of a tensor: where it begins, its sizes, and the file and the key in it that hold it."""
 
-    at: tuple[NonNegativeInt, ...]
-    sizes: tuple[NonNegativeInt, ...]
+    at: tuple[Count, ...]
+    sizes: tuple[Count, ...]
     file: StrictStr
     key: StrictStr
 
@@ -38,7 +40,7 @@ class IndexEntry(NamedTuple):
 
 class _StoredEntry(TypedDict):
     dtype: StrictStr
-    shape: tuple[NonNegativeInt, ...]
+    shape: tuple[Count, ...]
     boxes: tuple[StoredBox, ...]
 
 
@@ -47,14 +49,13 @@ OptimizerNote = TypedDict(
     {
         "class": StrictStr,
         "options": list[dict[StrictStr, Any]],
-        "of": dict[StrictStr, NonNegativeInt],
+        "of": dict[StrictStr, Count],
         "values": dict[StrictStr, dict[StrictStr, Any]],
-        "groups": NotRequired[list[NonNegativeInt]],
+        "groups": NotRequired[list[Count]],
     },
 )
 
 
-Count = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 Scale = Annotated[StrictInt | StrictFloat, Field(gt=0, le=2.0**127, allow_inf_nan=False)]
 
 
@@ -74,7 +75,7 @@ class RunNote(TypedDict):
 
 
 class StateNote(TypedDict):
-    step: NonNegativeInt
+    step: Count
     extra: dict[StrictStr, Any]
     run: RunNote
     optimizer: NotRequired[OptimizerNote]
@@ -144,7 +145,7 @@ def check_tensors(checkpoint: WrittenFiles, index: Mapping[str, IndexEntry], fil
 
 def _read(checkpoint: WrittenFiles, name: str, kind: TypeAdapter[Any]) -> Any:
     try:
-        return kind.validate_python(json.loads(checkpoint.read_verified(name)))
+        return kind.validate_python(parsed(checkpoint.read_verified(name)))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))

@@ -186,10 +186,28 @@ def _document(file: OpenFile) -> dict[str, Any]:
     text = bytearray(file.size)
     file.read_into(0, memoryview(text))
     try:
-        document: dict[str, Any] = json.loads(text)
+        document: dict[str, Any] = parsed(text)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} is damaged: {shown(str(error))}") from None
     return document
+
+
+def parsed(text: bytes | bytearray) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        ValueError: if it is none, or says two things of one name.
+        RecursionError: if it is too deep.
+    """
+    return json.loads(text, object_pairs_hook=_of_pairs)
+
+
+def _of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = next(name for name in values if sum(name == other for other, _ in pairs) > 1)
+        raise ValueError(f"{shown(twice)} is there twice")
+    return values
 
 
 def _check_names(files: OpenFiles, digests: Mapping[str, Digest]) -> None:

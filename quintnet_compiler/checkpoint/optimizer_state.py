@@ -214,7 +214,9 @@ def restored(
             made[path], targets[f"{name}/{path}"] = _room(place, meta, group, free, home)
             used.add(_memory(made[path]))
         states[name] = _decoded(name, note, made)
+        shapes.require_complete(in_file, states[name].keys())
 
+    _require_all_wanted(note, places, optimizer)
     absent = [(i, group) for i, group in enumerate(optimizer.param_groups) if id(group) not in seen]
     unsaid: list[int] = []
     for index, group in absent:
@@ -244,6 +246,23 @@ def restored(
                 optimizer.state[places[name].parameter] = state
 
     return targets, finish
+
+
+def _require_all_wanted(note: Note, places: Mapping[str, ParameterPlace], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that does not train some of this rank's parameters that the saved one trained.
+
+    Raises:
+        CheckpointError: QN602, naming them.
+    """
+    here = {name for name, _ in _named(optimizer, places, "QN602")}
+    left = sorted((note["of"].keys() & places.keys()) - here)
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise CheckpointError(
+            "QN602",
+            f"the checkpoint's optimizer has {', '.join(left[:3])}{more}, and this one does not",
+            fix="make the optimizer of the same parameters, or leave optimizer= out",
+        )
 
 
 def _sizes(name: str, paths: Sequence[str], saved: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Size]:

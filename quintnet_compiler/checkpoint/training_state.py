@@ -267,9 +267,15 @@ class _Restoring:
         parts, places = _parts(self.subject)
         targets = under_stored_names(parts, self._aliases, saved)
         targets = {n: part for n, part in targets.items() if n in saved or not _left_out(n, part, self.subject)}
-        misfits = _misfits(targets, places, saved)
+        misfits = [*_misfits(targets, places, saved), *self._nowhere()]
         refuse_all("QN602", self.chosen.folder_or_url, misfits, fix="load into the model that was saved")
         return targets, places
+
+    def _nowhere(self) -> list[str]:
+        """Return a line for each tensor that the model has on no rank."""
+        kept = self.subject.model.state_dict(keep_vars=True)
+        names = {*kept, *self.subject.program.state, *self.subject.aliases, *self.subject.aliases.values()}
+        return [f"{shown(name)} is not in the model" for name in _names(self._saved) if name not in names]
 
     def _optimizer_room(
         self, optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace]

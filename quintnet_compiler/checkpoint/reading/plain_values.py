@@ -15,6 +15,7 @@ from ...weights.files import shown
 
 _TORCH_OPTIMIZERS = "torch.optim."
 _DEEPEST = 20  # containers in one another
+KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options that change no shape: a bool, or None
 
 
 class _MisfitError(Exception):
@@ -59,6 +60,10 @@ def require_options(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
     require_alike(options, own, where)
     if not is_of_torch(optimizer):
         return
+    wrong = [name for name, x in options.items() if _is_endless(x, own.get(name)) or _is_no_switch(name, x)]
+    if wrong:
+        text = f"{where}.{shown(wrong[0])} is {shown(repr(options[wrong[0]]))}"
+        raise CheckpointError("QN602", text, fix="load a checkpoint that has not been changed")
     make: Callable[..., object] = kind
     try:
         make([torch.zeros(1, 1, requires_grad=True)], **arguments_of(kind, options, own))
@@ -132,6 +137,15 @@ def _require_number(value: float, own: Any, where: str) -> None:
         raise _MisfitError(f"{where} is a number of {len(str(abs(value)))} digits") from None
     if math.isnan(number) and not _is_nan(own):
         raise _MisfitError(f"{where} is not a number")
+
+
+def _is_endless(value: Any, own: Any) -> bool:
+    """Return whether an infinite number would replace a finite one."""
+    return isinstance(value, float) and math.isinf(value) and isinstance(own, float | int) and math.isfinite(own)
+
+
+def _is_no_switch(name: str, value: Any) -> bool:
+    return name in KERNELS and value is not None and not isinstance(value, bool)
 
 
 def _is_nan(own: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from ...core.errors import CheckpointError, CheckpointWarning
 from ...weights.files import shown
-from .plain_values import arguments_of, class_of_updates
+from .plain_values import KERNELS, arguments_of, class_of_updates
 
 _SIZES = (2, 3, 5, 7, 11, 13)  # of a small parameter's dims; each names its dim
-_KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options that change no shape
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,21 @@ class StateShapes:
                     fix="load a checkpoint that has not been changed",
                 )
 
+    def require_complete(self, saved: SavedState, keys: Collection[str]) -> None:
+        """Refuse a state of which only some ``keys`` are there: torch's optimizers make all of them, or none.
+
+        Raises:
+            CheckpointError: QN602, naming the tensors.
+        """
+        lacking = self._of_torch(saved.options, saved.shape).keys() - set(keys)
+        if keys and lacking:
+            names = ", ".join(sorted(lacking))
+            raise CheckpointError(
+                "QN602",
+                f"{names} of {saved.name} is missing in the checkpoint, and {type(self.optimizer).__name__} keeps it",
+                fix="load a checkpoint that has not been changed",
+            )
+
     def note_unknown(self, saved: SavedState, state: Mapping[str, Any]) -> None:
         """Note tensors whose shapes nothing says, neither torch nor the optimizer's ``state`` of the parameter."""
         if self._of_torch(saved.options, saved.shape):
@@ -123,7 +137,7 @@ def _pattern(
     parameter.grad = torch.zeros_like(parameter)
     make: Callable[..., torch.optim.Optimizer] = kind
     try:
-        small = make([parameter], **{name: x for name, x in arguments.items() if name not in _KERNELS})
+        small = make([parameter], **{name: x for name, x in arguments.items() if name not in KERNELS})
         with torch.no_grad():
             inspect.unwrap(type(small).step)(small)
     except (RuntimeError, ValueError, TypeError):
