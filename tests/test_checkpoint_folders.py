@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import itertools
 import json
@@ -101,6 +102,30 @@ def test_other_names_are_not_checkpoints(name: str, made: Made, tmp_path: Path) 
         assert made[0].load(tmp_path).step == 1
     made[0].save(tmp_path, step=2, keep=1)
     assert _there(tmp_path) == sorted(["step-00000002", name])
+
+
+@pytest.mark.parametrize("removes", ["an old one", "the one before of the step"])
+def test_what_cannot_be_removed_is_told(
+    removes: str, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made[0].save(tmp_path, step=1)
+    unlink = os.unlink
+
+    def fail(path: Any, *args: Any, **options: Any) -> None:
+        if path == "state.json":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+        unlink(path, *args, **options)
+
+    monkeypatch.setattr(os, "unlink", fail)
+    step = 2 if removes == "an old one" else 1
+    with pytest.warns(quintnet.CheckpointWarning, match="cannot be removed: .*Operation not permitted: 'state.json'"):
+        made[0].save(tmp_path, step=step, keep=1)
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert made[0].load(tmp_path).step == step
+        made[0].save(tmp_path, step=3, keep=1)
+    assert _there(tmp_path) == _steps(3)
 
 
 def test_a_folder_with_damaged_checkpoints_alone_names_them(made: Made, tmp_path: Path) -> None:

@@ -17,12 +17,15 @@ import os
 import re
 import secrets
 import shutil
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...core.errors import CheckpointWarning
 from ...core.files import open_plain
+from ...weights.files import shown
 from ..folder import (
     ABANDONED_NAME,
     MARK,
@@ -198,8 +201,12 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A folder, or a link to one: what it points to stays."""
+    """A folder, or a link to one: what it points to stays. What cannot be removed is a warning: it takes room."""
     if path.is_symlink():
         path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+        return
+    errors: list[BaseException] = []
+    shutil.rmtree(path, onerror=lambda _, __, error: errors.append(error[1]))
+    if errors and os.path.lexists(path):
+        text = f"{shown(str(path))} cannot be removed: {shown(str(errors[0]))}"
+        warnings.warn(CheckpointWarning(text), stacklevel=2)
