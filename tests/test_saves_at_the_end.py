@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quintnet
-from quintnet_compiler.checkpoint import background
+from quintnet_compiler.checkpoint import background, staging
 from quintnet_compiler.checkpoint.training_state import Destination, Snapshot, write
 
 WIDE = 50_000
@@ -275,6 +275,36 @@ def test_a_save_is_written_at_once_where_no_thread_can_start(monkeypatch: pytest
         assert Path(saving.result()).name == "step-00000001"
     program.save(tmp_path, step=2)
     program.close()
+
+
+def _one_has_no_memory(folder: str) -> list[str]:
+    """Save when a rank has no memory for its copy, and once more with other values; each one's path or error."""
+    program, texts = _program(quintnet.Mesh(dp=2)), list[str]()
+    room = staging._room
+
+    def fails(size: int) -> Tensor:
+        raise MemoryError(f"no {size} bytes")
+
+    for step in (1, 2):
+        with torch.no_grad():
+            for parameter in program.parameters():
+                parameter.fill_(step)
+        staging._room = fails if step == 1 and torch.distributed.get_rank() == 1 else room
+        try:
+            texts.append(str(program.save_async(folder, step=step).result(120)))
+        except quintnet.CheckpointError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_rank_without_memory_for_its_copy_does_not_mix_two_saves(tmp_path: Path) -> None:
+    for first, second in quintnet.launch(_one_has_no_memory, 2, (str(tmp_path),), timeout=240):
+        assert "QN603" in first and "MemoryError: no" in first and "(rank 1)" in first
+        assert second == str(tmp_path / "step-00000002")
+    program = _program(quintnet.Mesh(dp=1))
+    assert program.load(tmp_path).step == 2
+    assert all(bool((parameter == 2).all()) for parameter in program.parameters())
+    assert sorted(path.name for path in tmp_path.glob("*step-*")) == ["step-00000002"]
 
 
 def _leaves_first(folder: str) -> str:

@@ -164,7 +164,7 @@ class ProgramCheckpoints(ProgramState):
         found = self._snapshot(optimizer, extra)
         if self._saving is None:
             self._saving = Background.make()
-        saving = self._saving.save(found, to)
+        saving = self._saving.save(found, to, everywhere(self._state(), "QN603"))
         self._state().saved(saving)
         return saving
 

@@ -141,13 +141,22 @@ class Background:
         spread = dist.is_initialized() and dist.get_world_size() > 1
         return cls(_line_of(dist.group.WORLD if spread else None, os.getpid()))
 
-    def save(self, found: Snapshot, to: Destination) -> Saving:
-        """``found`` is copied before this returns, once the save before is on disk: its copy is overwritten."""
+    def save(self, found: Snapshot, to: Destination, together: contextlib.AbstractContextManager[None]) -> Saving:
+        """Save ``found``, copied before this returns, but after the save before is on disk: its copy is overwritten.
+
+        Args:
+            found: what is saved.
+            to: where.
+            together: raises on every rank what is raised on one: a save that only some ranks begin would be mixed with
+                the next one.
+        """
         if self.line.process != os.getpid():  # forked: threads stayed behind
             self.line, self.staging = _line_of(None, os.getpid()), Staging()
         with self.line.turn:
-            self.line.wait()
-            return self.line.begin(found.on_host(self.staging.copies), to)
+            with together:
+                self.line.wait()
+                copied = found.on_host(self.staging.copies)
+            return self.line.begin(copied, to)
 
     def wait(self) -> None:
         """Until no save is under way; warn if the last one failed, and nobody asked."""

@@ -38,7 +38,7 @@ def raised_together(tell_all: TellAll, code: str) -> Iterator[None]:
     except QuintNetError:
         raise
     except Exception as error:  # of the file system or of a library: what it says is all that is known
-        mine, text = error, f"{code}\nsee the ranks' disks\n{type(error).__name__}: {shown(str(error))}"
+        mine, text = error, f"{code}\nsee the reason\n{type(error).__name__}: {shown(str(error))}"
     messages = tell_all(text)
     failures = [(rank, message.split("\n", 2)) for rank, message in enumerate(messages) if message]
     for rank, (its_code, fix, reason) in failures:
