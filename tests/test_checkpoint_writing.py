@@ -290,7 +290,7 @@ def test_a_save_without_its_name_changes_nothing(
         program.save(tmp_path, step=step)
     with monkeypatch.context() as patch:
         _failing(patch, "rename", code, lambda source, to: str(to).endswith("step-00000001"))
-        with pytest.raises(quintnet.CheckpointError, match="the checkpoints before are whole"):
+        with pytest.raises(quintnet.CheckpointError, match="this save changed no other checkpoint"):
             program.save(tmp_path, step=1)
     assert _there(tmp_path) == STEPS
     assert program.load(tmp_path).step == 30
@@ -319,7 +319,7 @@ def test_a_fault_after_the_name_says_that_the_checkpoint_is_there(
             patch.setattr(disk_folder.DiskFolder, "set_aside", _raise)
         with pytest.raises(quintnet.CheckpointError, match=f"of step {step} is whole and has its name") as raised:
             program.save(tmp_path, step=step, extra={"new": True})
-    assert "the checkpoints before are whole" not in str(raised.value) and raised.value.code == "QN603"
+    assert "this save changed no other checkpoint" not in str(raised.value) and raised.value.code == "QN603"
     found = program.load(tmp_path)
     assert found.step == step and found.extra == {"new": True}
     program.save(tmp_path, step=step + 1)  # finishes it
@@ -359,7 +359,7 @@ def test_a_replacement_that_fails_between_two_names_gives_the_first_back(
     with monkeypatch.context() as patch:
         patch.setattr(disk_folder.ctypes, "CDLL", lambda *_, **__: object())
         _failing(patch, "rename", errno.EIO, lambda source, to: str(source).endswith(".tmp"))
-        with pytest.raises(quintnet.CheckpointError, match="the checkpoints before are whole"):
+        with pytest.raises(quintnet.CheckpointError, match="this save changed no other checkpoint"):
             program.save(tmp_path, step=1, extra={"new": True})
     assert _there(tmp_path) == ["step-00000001"] and program.load(tmp_path).extra == {"new": False}
 

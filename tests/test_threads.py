@@ -177,6 +177,52 @@ def test_a_hook_may_call_the_program() -> None:
     assert seen == [expected]
 
 
+class _Nested(torch.autograd.Function):
+    """Call a function in as many backwards in one another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int, call: Callable[[], object]) -> Tensor:
+        ctx.depth, ctx.call = depth, call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.depth:
+            _in_backward(ctx.depth - 1, ctx.call)
+        else:
+            ctx.call()
+        return grad, None, None
+
+
+def _in_backward(depth: int, call: Callable[[], object]) -> None:
+    with torch.enable_grad():
+        _Nested.apply(torch.ones(1, requires_grad=True), depth, call).backward()
+
+
+def test_hooks_on_threads_of_autograd_do_not_wait_for_ever() -> None:
+    """Only backwards deeper than 60 in one another leave their thread on a CPU."""
+    program, seen, threads = _program(_net(), {"dp": 2}), list[float](), list[int]()
+
+    def call() -> None:
+        threads.append(threading.get_ident())
+        seen.append(float(program.evaluate(_batch())))
+
+    for depth in (0, 1, 70):
+        _in_backward(depth, call)
+    assert threads[0] == threads[1] == threading.get_ident() != threads[2] and len(set(seen)) == 1
+    for depth in (1, 70):
+        hook = lambda _, depth=depth: _in_backward(depth, call)  # noqa: E731
+        handle = next(program.parameters()).register_post_accumulate_grad_hook(hook)
+        if depth == 1:
+            program.step(_batch())
+        else:
+            with pytest.raises(quintnet.RunError, match=r"QN113.*\n.*on a thread of autograd would wait"):
+                program.step(_batch())
+        handle.remove()
+    assert len(seen) == 4
+    program.step(_batch())
+
+
 def test_modules_of_their_own_wait_for_nobody() -> None:
     """A step waits in a hook for a step of another module's program, in another thread."""
     program, other, done = _program(_net(), {"dp": 1}), _program(_net(), {"dp": 1}), threading.Event()

@@ -158,7 +158,7 @@ def write(
         if writer.temporary is not None:
             with contextlib.suppress(Exception):  # a later save removes it; why this one failed is what is told
                 folder.remove(writer.temporary)
-        raise error_of_ranks("QN603", error, "see the reason; the checkpoints before are whole") from error
+        raise error_of_ranks("QN603", error, "see the reason; this save changed no other checkpoint") from error
     return folder.at(name_of(step)).path
 
 

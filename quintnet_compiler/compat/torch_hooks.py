@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction as FunctionBase
@@ -27,7 +28,7 @@ __all__ = [
     "functions_applied_by", "have_no_hooks", "initialise_lazy", "initialised_by", "is_lazy_module", "made_before_calls",
     "make_again",
     "module_backward_hooks_by", "module_calls_traced",
-    "node_class", "old_backward_hooks", "share_backward_hooks", "share_hooks", "takes_gradients_as_list",
+    "node_class", "old_backward_hooks", "runs_backward", "share_backward_hooks", "share_hooks", "takes_gradients_as_list",
     "without_hooks_of_export",
 ]  # fmt: skip
 
@@ -199,3 +200,8 @@ def without_hooks_of_export() -> Iterator[None]:
         finally:
             for handle in made:
                 handle.remove()
+
+
+def runs_backward() -> bool:
+    """Return whether autograd runs a backward on this thread. Instead: none, hooks are not told."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -20,6 +20,7 @@ from weakref import WeakSet
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...compat.torch_hooks import runs_backward
 from ...core.errors import RunError
 
 P = ParamSpec("P")
@@ -75,7 +76,8 @@ class LocalTurn:
         """Acquire the lock.
 
         Raises:
-            RunError: QN113 if its thread waits, through others or not, for a lock that this thread has.
+            RunError: QN113 if its thread waits, through others or not, for a lock that this thread has; and on a thread
+                of autograd, for which that thread may wait.
         """
         thread = threading.get_ident()
         if not self.lock.acquire(blocking=False):
@@ -96,6 +98,7 @@ class LocalTurn:
         try:
             if self.holder:
                 self._require_end(thread)
+                _refuse_autograd_thread()
             self.lock.acquire()
         finally:
             waiting.pop(thread, None)
@@ -143,6 +146,24 @@ class LocalTurn:
             if waiting.get(holder) is not following or turn.holder != holder:
                 return []
         return circle
+
+
+def _refuse_autograd_thread() -> None:
+    """Refuse to wait in a hook on a thread of autograd's own: nothing says which thread waits for that backward.
+
+    Backwards on CPUs run on the thread that called them; those of accelerators, and those of more than 60 backwards in
+    one another, do not.
+
+    Raises:
+        RunError: QN113.
+    """
+    if runs_backward() and isinstance(threading.current_thread(), threading._DummyThread):
+        raise RunError(
+            "QN113",
+            "a hook on a thread of autograd would wait for a program that another thread runs, which may wait for this "
+            "backward",
+            fix="call the program after the backward, in the thread that called it",
+        )
 
 
 class LocalTurns:
