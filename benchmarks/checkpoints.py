@@ -59,6 +59,8 @@ class Line:
     @classmethod
     def of(cls, what: str, ours: list[float], theirs: list[float]) -> Line:
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        if len(ratios) == 1:  # of which there are no quartiles
+            ratios = ratios * 2
         first, middle, last = statistics.quantiles(ratios, n=4, method="inclusive")
         least = min(ours), min(theirs)
         return cls(what, statistics.median(ours), statistics.median(theirs), (first, middle, last), least)

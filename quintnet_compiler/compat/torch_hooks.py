@@ -28,8 +28,8 @@ __all__ = [
     "functions_applied_by", "have_no_hooks", "initialise_lazy", "initialised_by", "is_lazy_module", "made_before_calls",
     "make_again",
     "module_backward_hooks_by", "module_calls_traced",
-    "node_class", "old_backward_hooks", "runs_backward", "share_backward_hooks", "share_hooks", "takes_gradients_as_list",
-    "without_hooks_of_export",
+    "node_class", "old_backward_hooks", "runs_backward", "share_backward_hooks", "share_hooks",
+    "takes_gradients_as_list", "without_hooks_of_export",
 ]  # fmt: skip
 
 # Where a module keeps its hooks, which guards compare; instead: noticing calls of register_*_hook. This package sets

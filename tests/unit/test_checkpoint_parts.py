@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,9 +128,9 @@ def test_saves_follow_each_other_and_see_copies(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(background, "write", write)
     saver, x = background.Background.make(), torch.zeros(2)
-    locks = FolderLocks()
-    first = saver.save(Copying(x), Destination(DiskFolder(tmp_path), 1, None, locks))  # type: ignore[arg-type]
+    locks, alone = FolderLocks(), contextlib.nullcontext()
+    first = saver.save(Copying(x), Destination(DiskFolder(tmp_path), 1, None, locks), alone)  # type: ignore[arg-type]
     x.fill_(5)
-    second = saver.save(Copying(x), Destination(DiskFolder(tmp_path), 2, None, locks))  # type: ignore[arg-type]
+    second = saver.save(Copying(x), Destination(DiskFolder(tmp_path), 2, None, locks), alone)  # type: ignore[arg-type]
     assert (first.result(), second.result()) == (tmp_path / "1", tmp_path / "2") and saver.line.group is None
     assert written == [([0.0, 0.0], 1), ([5.0, 5.0], 2)]
