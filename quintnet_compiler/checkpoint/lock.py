@@ -155,10 +155,10 @@ class FolderLocks:
     def _hold(self, folder: CheckpointFolder) -> FolderHold:
         """Return the hold of a folder, which is that of its earlier names, too."""
         path, hold = str(folder.path), _holds().folder_hold(_identity(folder))
-        before = self.held.get(path)
+        previous = self.held.get(path)
         self.held[path] = hold
-        if before is not None and not any(other is before for other in self.held.values()):
-            before.drop_user(self)  # that folder was moved or removed
+        if previous is not None and not any(other is previous for other in self.held.values()):
+            previous.drop_user(self)  # that folder was moved or removed
         return hold
 
 

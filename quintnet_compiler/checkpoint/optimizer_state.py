@@ -249,18 +249,12 @@ def restored(
 
 
 def _require_all_wanted(note: Note, places: Mapping[str, ParameterPlace], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that does not train some of this rank's parameters that the saved one trained.
-
-    Raises:
-        CheckpointError: QN602, naming them.
-    """
+    """Raise QN602 if the saved optimizer trained parameters of this rank that this one does not."""
     here = {name for name, _ in _named(optimizer, places, "QN602")}
-    left = sorted((note["of"].keys() & places.keys()) - here)
-    if left:
-        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+    if left := sorted((note["of"].keys() & places.keys()) - here):
         raise CheckpointError(
             "QN602",
-            f"the checkpoint's optimizer has {', '.join(left[:3])}{more}, and this one does not",
+            f"the checkpoint's optimizer has {', '.join(left[:10])}, and this one does not",
             fix="make the optimizer of the same parameters, or leave optimizer= out",
         )
 
