@@ -156,6 +156,7 @@ class ProgramCheckpoints(ProgramState):
         running.
         """
         from ..checkpoint.background import Background
+        from ..checkpoint.pretrained import everywhere
         from ..checkpoint.stores.places import folder_at
         from ..checkpoint.training_state import Destination
 
