@@ -160,7 +160,7 @@ def main() -> None:
         if variant == "flex_attention":
             plain = Flex(model).to(device)
             return lambda: plain(*batch).backward()
-        program = quintnet.compile(model, Mesh(dp=1), batch, device=device, documents=sizes)
+        program = quintnet.compile(model, Mesh(dp=1), batch, device=device, expect={"documents": sizes})
         programs[variant] = program
         return lambda: program.step(batch)
 

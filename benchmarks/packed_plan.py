@@ -58,12 +58,13 @@ def answer(model: nn.Module, cluster: quintnet.Cluster, rows: int, length: int, 
     mesh = quintnet.Mesh(**plan.mesh)
     program = quintnet.compile(model, mesh, batch, plan=plan, device="cuda", check="off")
     timeline = program.simulate(cluster)
-    whole = {**pinned, "documents": [length]}
+    whole = {**pinned, "expect": {"documents": [length]}}
     other = quintnet.plan(model, cluster, batch, plan=whole, seconds=300)
-    documents = {**other.best.model_dump(mode="json"), "documents": plan.documents}
+    documents = {**other.best.model_dump(mode="json"), "expect": {"documents": plan.expect.documents}}
     balance = {**plan.model_dump(mode="json"), "context_load_balance": not plan.context_load_balance}
     return {
-        "plan": str(best.layout), "context_load_balance": plan.context_load_balance, "documents": len(plan.documents),
+        "plan": str(best.layout), "context_load_balance": plan.context_load_balance,
+        "documents": len(plan.expect.documents),
         "planned_s": best.seconds, "planned_gib": best.memory_bytes / 2**30, "utilisation": best.figures.utilisation,
         "waits": best.exposed / best.seconds, "simulated_s": timeline.seconds,
         "simulated_gib": timeline.peak.bytes / 2**30, "notes": list(timeline.notes), "ranks": mesh.size,

@@ -204,7 +204,7 @@ def documents_note(nodes: Iterable[fx.Node]) -> str:
         return ""
     longest = max(keys, key=lambda seen: seen.length)
     if not longest.documents:
-        return "each row is taken to be one document: documents=... says their lengths"
+        return 'each row is taken to be one document: expect={"documents": ...} says their lengths'
     count = sum(len(row.ends) for row in longest.rows) / len(longest.rows)
     share = f"{longest.uneven:.2f} of the mean"
     return f"rows are taken to have {count:.3g} documents; the rank with most attention has {share}"

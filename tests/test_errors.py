@@ -197,7 +197,7 @@ MESSAGES: dict[str, str] = {
     "no microbatches": (
         "QN207 the plan document is not valid\n  microbatches: Input should be greater than or equal to 1\n"
         "  fix: a plan has the keys version, mesh, microbatches, batch_statistics, schedule, virtual_stages, sequence_parallel, parameters, stages, "
-        "context, context_load_balance, attention_tile_bytes, documents, experts, hot_experts, hot_rows, expert_imbalance, zero, zero_axes, reshard_after_forward, overlap, async_tp, recompute, activation_memory_budget, offload, offload_folder, loss_chunks, precision, fp8_recipe, fp8_skip, loss_scale, reduce_dtype, sum_dtype, bucket_mib, seed, unknown_ops"
+        "context, context_load_balance, attention_tile_bytes, experts, hot_experts, zero, zero_axes, reshard_after_forward, overlap, async_tp, recompute, activation_memory_budget, offload, offload_folder, loss_chunks, precision, fp8_recipe, fp8_skip, loss_scale, reduce_dtype, sum_dtype, bucket_mib, seed, expect, unknown_ops"
     ),
     "zero without data ranks": (
         "QN201 the mesh is not valid\n  the plan has zero=3 over dp, which Mesh(tp=2) does not have\n"
@@ -236,7 +236,7 @@ MESSAGES: dict[str, str] = {
     "unknown key in a plan": (
         "QN207 the plan document is not valid\n"
         "  microbatchs: Extra inputs are not permitted\n"
-        "  fix: a plan has the keys version, mesh, microbatches, batch_statistics, schedule, virtual_stages, sequence_parallel, parameters, stages, context, context_load_balance, attention_tile_bytes, documents, experts, hot_experts, hot_rows, expert_imbalance, zero, zero_axes, reshard_after_forward, overlap, async_tp, recompute, activation_memory_budget, offload, offload_folder, loss_chunks, precision, fp8_recipe, fp8_skip, loss_scale, reduce_dtype, sum_dtype, bucket_mib, seed, unknown_ops"
+        "  fix: a plan has the keys version, mesh, microbatches, batch_statistics, schedule, virtual_stages, sequence_parallel, parameters, stages, context, context_load_balance, attention_tile_bytes, experts, hot_experts, zero, zero_axes, reshard_after_forward, overlap, async_tp, recompute, activation_memory_budget, offload, offload_folder, loss_chunks, precision, fp8_recipe, fp8_skip, loss_scale, reduce_dtype, sum_dtype, bucket_mib, seed, expect, unknown_ops"
     ),
     "not a plan": (
         "QN207 the plan document is not valid\n  a int is not a plan\n  fix: pass a Plan, a dict, or a path"

@@ -57,7 +57,7 @@ def _program(
     mesh: quintnet.Mesh, documents: list[int] | None, sizes: list[int] = SIZES, **options: Any
 ) -> quintnet.CompiledProgram:
     batch = _batch(sizes)
-    return quintnet.compile(Packed(), mesh, batch, documents=documents, check="off", **options)
+    return quintnet.compile(Packed(), mesh, batch, expect={"documents": documents}, check="off", **options)
 
 
 def _attention(program: quintnet.CompiledProgram) -> list[fx.Node]:
@@ -139,11 +139,13 @@ def test_estimates_read_the_batch() -> None:
     model, (x, ids), cluster = Packed(), _batch(*sizes), quintnet.Cluster(_quick(), gpus_per_node=4)
     for options in ({"mesh": {"cp": 4}, "context": "ring"}, {"mesh": {"dp": 2, "cp": 2}}):
         read = quintnet.estimate(model, cluster, (x, ids), options)
-        said = quintnet.estimate(model, cluster, (x, ids.to("meta")), {**options, "documents": [*sizes[0], *sizes[1]]})
+        said = quintnet.estimate(
+            model, cluster, (x, ids.to("meta")), {**options, "expect": {"documents": [*sizes[0], *sizes[1]]}}
+        )
         none = quintnet.estimate(model, cluster, (x, ids.to("meta")), options)
         assert read.seconds == said.seconds < none.seconds
         assert read.figures.flops == said.figures.flops < none.figures.flops
-        whole = {**options, "documents": [sum(LONG)]}
+        whole = {**options, "expect": {"documents": [sum(LONG)]}}
         assert quintnet.estimate(model, cluster, (x, ids), whole).seconds == none.seconds
 
 
@@ -152,18 +154,18 @@ def test_plans_keep_what_they_expect() -> None:
     model, batch, cluster = Packed(), _batch(SIZES, SIZES), quintnet.Cluster(_quick(), gpus_per_node=2)
     report = quintnet.plan(model, cluster, batch, plan={"mesh": {"dp": 2}}, top_k=1)
     plan = report.best
-    assert plan.documents == (*SIZES, *SIZES) and quintnet.Plan.from_json(plan.to_json()) == plan
+    assert plan.expect.documents == (*SIZES, *SIZES) and quintnet.Plan.from_json(plan.to_json()) == plan
     assert f"documents of {min(SIZES)} to {max(SIZES)} positions" in str(report)
     known = quintnet.compile(model, quintnet.Mesh(**plan.mesh), batch, plan=plan, check="off").simulate(cluster)
     assert "rows are taken to have 8 documents" in str(known)
     hidden = batch[0], batch[1].to("meta")
     unknown = quintnet.compile(model, quintnet.Mesh(dp=2), hidden, check="off").simulate(cluster)
     assert "each row is taken to be one document" in str(unknown)
-    whole = quintnet.estimate(model, cluster, batch, {"mesh": {"dp": 2}, "documents": [LENGTH]})
+    whole = quintnet.estimate(model, cluster, batch, {"mesh": {"dp": 2}, "expect": {"documents": [LENGTH]}})
     saved = whole.seconds - report.found.ranked[0].seconds
     assert unknown.seconds - known.seconds == pytest.approx(saved, rel=1e-6) and saved > 0
     with pytest.raises(quintnet.CompileError, match=r"documents.0: Input should be greater"):
-        quintnet.estimate(model, cluster, batch, {"mesh": {"dp": 2}, "documents": [0]})
+        quintnet.estimate(model, cluster, batch, {"mesh": {"dp": 2}, "expect": {"documents": [0]}})
 
 
 def test_plans_of_packed_rows_try_rings_in_order() -> None:
@@ -177,11 +179,13 @@ def test_plans_of_packed_rows_try_rings_in_order() -> None:
         (512, {"context_load_balance": True}),
         (512, {"context": "ulysses"}),
     ):
-        plan = {"mesh": {"cp": 2}, "documents": [size], **options}
+        plan = {"mesh": {"cp": 2}, "expect": {"documents": [size]}, **options}
         report = quintnet.plan(Packed(), cluster, batch, plan=plan, top_k=1)
         found[size, *options] = [one.decisions["context_load_balance"] for one in report.alternatives]
     assert found.pop((512,)) == [True, False] and not any(found.values())
-    assert not quintnet.plan(Packed(), cluster, batch, plan={"mesh": {"dp": 1}, "documents": [512]}).alternatives
+    assert not quintnet.plan(
+        Packed(), cluster, batch, plan={"mesh": {"dp": 1}, "expect": {"documents": [512]}}
+    ).alternatives
 
 
 def _llama(rows: int) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -199,12 +203,14 @@ def _llama(rows: int) -> tuple[nn.Module, dict[str, Tensor]]:
 def test_position_ids_are_read() -> None:
     model, batch = _llama(1)
     cluster, plan = quintnet.Cluster(_quick(), gpus_per_node=1), {"mesh": {"dp": 1}}
-    read, whole = (quintnet.estimate(model, cluster, batch, plan | more) for more in ({}, {"documents": [LENGTH]}))
+    read, whole = (
+        quintnet.estimate(model, cluster, batch, plan | more) for more in ({}, {"expect": {"documents": [LENGTH]}})
+    )
     rows = [p.numel() for name, p in model.named_parameters() if "norm" not in name and "embed" not in name]
     flops = [one.figures.flops - 3 * 2 * LENGTH * sum(rows) for one in (read, whole)]
     seen = sum(size * size for size in SIZES) / LENGTH**2
     assert flops[0] == pytest.approx(seen * flops[1], rel=0.01)
-    assert quintnet.plan(model, cluster, batch, top_k=1, plan=plan).best.documents == tuple(SIZES)
+    assert quintnet.plan(model, cluster, batch, top_k=1, plan=plan).best.expect.documents == tuple(SIZES)
 
 
 @pytest.mark.sample(1)
@@ -213,8 +219,8 @@ def test_position_ids_are_read() -> None:
 def test_what_is_computed_again_expects_the_same(precision: str) -> None:
     model, batch = _llama(4)
     program = quintnet.compile(
-        model, quintnet.Mesh(pp=2, dp=2, cp=2), batch, documents=SIZES, precision=precision, recompute="full", zero=3,
-        microbatches=2, context="ring", device="cuda", check="off",
+        model, quintnet.Mesh(pp=2, dp=2, cp=2), batch, expect={"documents": SIZES}, precision=precision,
+        recompute="full", zero=3, microbatches=2, context="ring", device="cuda", check="off",
     )  # fmt: skip
     found = _attention(program)
     assert len(found) == 3 * 2, "forward, forward again, and backward of two layers"
@@ -230,7 +236,7 @@ def _of_an_example(rank: int) -> tuple[str, float]:
     program = quintnet.compile(model, cluster, example, plan={"mesh": {"cp": 2}}, device="cpu", check="off")
     x = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     loss = float(program.step((x, ids)))
-    return program._primary().program.digest, program.plan.documents[0] + loss
+    return program._primary().program.digest, program.plan.expect.documents[0] + loss
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 def _program(imbalance: float, axes: dict[str, int], **options: Any) -> quintnet.CompiledProgram:
     batch = torch.randn(64, WIDTH), torch.randint(0, 8, (64,))
     return quintnet.compile(
-        Mixture(), quintnet.Mesh(**axes), batch, expert_imbalance=imbalance, overlap=False, **options
+        Mixture(), quintnet.Mesh(**axes), batch, expect={"expert_imbalance": imbalance}, overlap=False, **options
     )
 
 
@@ -75,9 +75,9 @@ def test_the_planner_assumes_it() -> None:
     batch = torch.randn(64, WIDTH), torch.randint(0, 8, (64,))
     cluster = quintnet.Cluster("h100", gpus_per_node=4)
     found = [
-        quintnet.plan(Mixture(), cluster, batch, plan={"mesh": {"ep": 4}, "expert_imbalance": factor}).best
+        quintnet.plan(Mixture(), cluster, batch, plan={"mesh": {"ep": 4}, "expect": {"expert_imbalance": factor}}).best
         for factor in (1.0, 3.0)
     ]
-    assert found[1].expert_imbalance == 3.0
+    assert found[1].expect.expert_imbalance == 3.0
     seconds = [quintnet.estimate(Mixture(), cluster, batch, plan=plan).seconds for plan in found]
     assert seconds[1] > seconds[0]

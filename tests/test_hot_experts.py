@@ -130,9 +130,9 @@ def test_parameters_and_checkpoints_are_those_without_hot_experts(tmp_path: Path
 
 
 def test_a_plan_keeps_them() -> None:
-    program = _program({"ep": 2}, hot_experts=HOT, hot_rows=0.75)
+    program = _program({"ep": 2}, hot_experts=HOT, expect={"hot_rows": 0.75})
     again = quintnet.Plan.from_json(program.plan.to_json())
-    assert again.hot_experts == {"up": (0,)} and again.hot_rows == 0.75
+    assert again.hot_experts == {"up": (0,)} and again.expect.hot_rows == 0.75
     assert _program({"ep": 2}, plan=again).ranks[0].forward.code == program.ranks[0].forward.code
 
 
@@ -165,8 +165,8 @@ def test_the_experts_that_are_worth_a_copy(ranks: int) -> None:
 def test_what_is_known_of_loads_goes_into_a_plan() -> None:
     found = quintnet.hot_experts(torch.tensor([90, 2, 4, 4]), 2, row_bytes=128, expert_bytes=4096)
     assert found.experts == (0,) and found.hot_rows == 0.9 and found.expert_imbalance == pytest.approx(1.06)
-    options = {"hot_experts": {"up": found.experts}, "hot_rows": found.hot_rows}
-    assert _program({"ep": 2}, **options, expert_imbalance=found.expert_imbalance).verify().ok
+    expect = {"hot_rows": found.hot_rows, "expert_imbalance": found.expert_imbalance}
+    assert _program({"ep": 2}, hot_experts={"up": found.experts}, expect=expect).verify().ok
     even = quintnet.hot_experts([25] * 4, 2, row_bytes=128, expert_bytes=4096)
     assert (even.experts, even.hot_rows, even.expert_imbalance) == ((), 0.0, 1.0)
     assert quintnet.hot_experts([0, 0], 2, row_bytes=8, expert_bytes=8).expert_imbalance == 1.0
@@ -183,7 +183,7 @@ def test_what_stays_is_not_sent(imbalance: float, hot_rows: float | None) -> Non
     """``hot_rows`` of what a rank has; of the busiest rank, all but these come from others."""
     options = {"overlap": False, "hot_experts": {"up": [0, 1]}}
     even, busy = (
-        _program({"ep": 2}, 64, **options, expert_imbalance=a, hot_rows=b)
+        _program({"ep": 2}, 64, **options, expect={"expert_imbalance": a, "hot_rows": b})
         for a, b in ((1.0, 0.0), (imbalance, hot_rows))
     )
     times = [
@@ -241,7 +241,7 @@ def test_what_cannot_be_hot(hot: dict[str, list[int]], options: dict[str, Any], 
 
 def test_plans_have_them() -> None:
     batch, cluster = (torch.randn(16, WIDTH), torch.randint(0, 8, (16,))), quintnet.Cluster("h100", gpus_per_node=2)
-    plan = {"mesh": {"ep": 2}, "hot_experts": HOT, "hot_rows": 0.75}
+    plan = {"mesh": {"ep": 2}, "hot_experts": HOT, "expect": {"hot_rows": 0.75}}
     assert quintnet.plan(Mixture(), cluster, batch, plan=plan).best.hot_experts == {"up": (0,)}
     with pytest.raises(CompileError, match="matches no parameter of experts"):
         quintnet.plan(Mixture(), cluster, batch, plan={**plan, "hot_experts": {"left": [0]}})

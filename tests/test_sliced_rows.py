@@ -233,8 +233,18 @@ def test_each_rank_sends_its_slice_once_each_way(tp: int) -> None:
         ({"ep": 2, "tp": 4}, 4096, {}, False),  # within a node of eight all links are as fast
         ({"ep": 2, "cp": 2, "tp": 4}, 4096, {}, True),  # neighbours along ep are in two nodes
         ({"ep": 4, "tp": 4}, 1024, {}, False),
-        ({"ep": 4, "tp": 4}, 1024, {"expert_imbalance": 2.0}, True),  # the busiest rank has as many as of 2048
-        ({"ep": 4, "tp": 4}, 1024, {"expert_imbalance": 2.0, "hot_experts": {"up": [0]}, "hot_rows": 0.9}, False),
+        (
+            {"ep": 4, "tp": 4},
+            1024,
+            {"expect": {"expert_imbalance": 2.0}},
+            True,
+        ),  # the busiest rank has as many as of 2048
+        (
+            {"ep": 4, "tp": 4},
+            1024,
+            {"expect": {"expert_imbalance": 2.0, "hot_rows": 0.9}, "hot_experts": {"up": [0]}},
+            False,
+        ),
     ],
     ids=str,
 )

@@ -22,6 +22,7 @@ from ...ir.distributed_program import (
     Transfer,
     ValueSpec,
 )
+from ...ir.expectations import Expectations
 from ...ir.generated import UnwrittenModule
 from ...ir.plans.host_state import HostState
 from ...ir.program import BUCKET_MIB, DifferentiatedProgram, Program, ShardedProgram, outputs
@@ -41,16 +42,15 @@ class GenerateRanks:
 
     ``schedule`` has compute actions alone. Where it splits a stage's backwards, so is the function: the first half
     computes what other stages wait for, the second the rest. ``checked``: whether to verify the schedule and write
-    code; a program that is only priced needs neither. ``bucket_mib``, ``expert_imbalance`` and ``hot_rows``: see
-    :class:`...ir.plan.Plan`. ``host``: what hosts hold.
+    code; a program that is only priced needs neither. ``bucket_mib`` and ``expect``: see :class:`...ir.plan.Plan`.
+    ``host``: what hosts hold.
     """
 
     mesh: Mesh
     schedule: Schedule
     checked: bool = True
     bucket_mib: float = BUCKET_MIB
-    expert_imbalance: float = 1.0
-    hot_rows: float | None = None
+    expect: Expectations = Expectations()
     host: HostState = HostState()
 
     def __call__(self, program: DifferentiatedProgram, /) -> DistributedProgram:
@@ -94,8 +94,7 @@ class GenerateRanks:
             lambda: program,
             self.bucket_mib,
             end=_end(whole, make_module),
-            expert_imbalance=self.expert_imbalance,
-            hot_rows=self.hot_rows,
+            expect=self.expect,
             disk=self._disk(program),
             host_optimizer=self.host.optimizer,
         )

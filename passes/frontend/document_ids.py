@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ...core.annotations import annotate, facts, shape
-from ...ir.plan import MOST_DOCUMENTS
+from ...ir.expectations import MOST_DOCUMENTS
 from ...ir.program import Program
 from ...ops.attention.operator import attention
 from ...ops.rules.node_factors import argument

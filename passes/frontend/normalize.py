@@ -19,6 +19,7 @@ from ...core.annotations import Leaf, facts, needs_grad, shape, value
 from ...core.errors import CompileError, Where
 from ...ir.batch_form import ROWS
 from ...ir.builder import GraphBuilder
+from ...ir.expectations import Expectations
 from ...ir.program import Captured, Program, outputs
 from ...ir.symbolic_sizes import sizes_env
 from ...ops.derivatives.inner_gradients import gradient
@@ -60,7 +61,7 @@ class Normalize:
             may be symbols, see :class:`~quintnet_compiler.ir.symbolic_sizes.SymbolicSizes`.
         batches: The number of such batches in a step, see :class:`~quintnet_compiler.ir.program.Program`.
         parts: The number of microbatches in which a batch is computed.
-        documents: See :class:`~quintnet_compiler.ir.plan.Plan`.
+        expect: see :class:`~quintnet_compiler.ir.plan.Plan`.
 
     Raises:
         CompileError: QN105 for random operators that would differ between layouts; QN106 if the model's code runs with
@@ -73,7 +74,7 @@ class Normalize:
     lengths: Mapping[str, int] = field(default_factory=dict)
     batches: int = 1
     parts: int = 1
-    documents: tuple[int, ...] = ()
+    expect: Expectations = Expectations()
 
     def __call__(self, captured: Captured, /) -> Program:
         if captured.only_rows not in (None, self.batch_size):
@@ -142,7 +143,7 @@ class Normalize:
         without_starts(builder.graph)
         _refuse_gradients(captured, outputs(builder.graph))
         _drop_unused(builder.graph)
-        expect_documents(builder.graph, self.documents)
+        expect_documents(builder.graph, self.expect.documents)
         return Program(captured, builder.graph, mode, self.batch_size, absent=self.absent, batches=self.batches)
 
     def _leaf(self, builder: GraphBuilder, node: fx.Node, symbols: Mapping[str, str]) -> fx.Node:

@@ -13,7 +13,7 @@ from ...core.annotations import Leaf, facts, leaf, num_bytes, values
 from ...core.errors import CompileError, Where
 from ...core.sharding import AxisType, Shard, Sharding, local_shape
 from ...ir.cost_protocol import CostModel
-from ...ir.expert_load import ExpertLoad
+from ...ir.expectations import ExpertLoad
 from ...ir.program import Axis, Program, Strategy
 from ...ops.catalog import op_spec
 from ...ops.rules.notation import Factors

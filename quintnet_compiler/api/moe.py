@@ -50,8 +50,8 @@ def expert_linear(
 
 @dataclass(frozen=True)
 class HotExperts:
-    """What a plan says of a mixture: the options ``hot_experts`` (for its parameters), ``hot_rows`` and
-    ``expert_imbalance`` (of all its mixtures)."""
+    """What a plan says of a mixture: the option ``hot_experts`` (for its parameters), and of all its
+    mixtures ``hot_rows`` and ``expert_imbalance`` of the option ``expect``."""
 
     experts: tuple[int, ...]
     hot_rows: float

@@ -18,7 +18,7 @@ from ..core.progress import bar
 from ..core.replaced import new_garbage_only, one_thread
 from ..cost_models.cluster import Cluster
 from ..ir.batch_form import BatchForm, FlatBatch, RowsElsewhere, plain_batch
-from ..ir.plan import Plan, check_plan, read_plan
+from ..ir.plan import Plan, check_plan, read_plan, with_documents
 from ..ir.plans.feature_fields import check_feature_fields
 from ..ops.rules.notation import Rule, user_rules
 from ..ops.rules.table import RULES
@@ -64,8 +64,8 @@ def plan(
         model: any model that :func:`quintnet.compile` takes; on the meta device it costs no memory.
         cluster: e.g. ``quintnet.Cluster("h100", nodes=8)``; of several kinds of nodes with ``quintnet.Cluster.of``.
         batch: one global batch; meta tensors are enough. Where rows hold packed documents and it has values for what
-            tells them apart (position ids, ids of documents), their lengths are those that plans expect
-            (``documents``).
+            tells them apart (position ids, ids of documents), their lengths are those that plans
+            ``expect``.
         loss_fn: as in :func:`quintnet.compile`.
         plan: fixed decisions; the planner makes the others.
         rules: sharding rules for further operators.
@@ -107,7 +107,7 @@ def plan(
     tokens_in = planner.workload.tokens
 
     def of_length(length: int) -> Planner:
-        expected = given.changed({"documents": planner.pinned.documents}, keep_open=True)
+        expected = with_documents(given, planner.pinned.expect.documents)
         longer = with_length(batch, length)
         with one_thread(), new_garbage_only():
             return _planner(model, cluster, longer, loss_fn, expected, rules, goal, backend, reserve)

@@ -285,7 +285,7 @@ class ProgramReports(ProgramCheckpoints):
         from ..passes.frontend.document_ids import documents_in
 
         compiled = self._primary()
-        if compiled.plan.documents or self._batch is None:
+        if compiled.plan.expect.documents or self._batch is None:
             return ()
         whole = compiled.program.source.local.staged.sharded.program
         return documents_in(whole, FlatBatch.of(self._batch).leaves)

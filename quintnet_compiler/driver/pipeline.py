@@ -209,7 +209,7 @@ def _on_cuda(s: PassSetting, step: Pass) -> Pass | None:
 
 def _choose(s: PassSetting, program: Any) -> Pass:
     plan = s.plan
-    loads = expert_loads(program.graph, plan.hot_experts, plan.hot_rows, plan.expert_imbalance)
+    loads = expert_loads(program.graph, plan.hot_experts, plan.expect)
     constraints = ShardingOptions(fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan), loads)
     similar = s.request.known
     sharded = None if similar is None else similar.source.local.staged.sharded

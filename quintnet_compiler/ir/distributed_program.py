@@ -14,6 +14,7 @@ from ..core.mesh import Mesh
 from ..core.precision import Precision
 from ..core.sharding import P, Shard, Sharding, local_shape
 from ..schedules.schedule import Action, Schedule, StageEdge
+from .expectations import Expectations
 from .generated import GeneratedModule, StoredModule
 from .headings import with_headings
 from .program import BUCKET_MIB, Axis, Captured, DifferentiatedProgram
@@ -225,7 +226,7 @@ class DistributedProgram:
         captured: the captured model.
         precision: see :class:`Program`, also for ``batches``.
         made_from: returns ``source``.
-        bucket_mib: see :class:`.plan.Plan`, also for ``expert_imbalance`` and ``hot_rows``, which predictions read.
+        bucket_mib: see :class:`.plan.Plan`, also for ``expect``, which predictions read.
         flops: of a step of the unsplit model, where it was written with the program.
         key: the key of the cache, if the program is in one.
         end: a function that runs when a step is over. It computes new values of buffers from the last results (by their
@@ -252,8 +253,7 @@ class DistributedProgram:
     flops: float | None = field(default=None, compare=False, repr=False)
     key: str = field(default="", compare=False, repr=False)
     end: Piece | None = None
-    expert_imbalance: float = field(default=1.0, compare=False)
-    hot_rows: float | None = field(default=None, compare=False)
+    expect: Expectations = field(default=Expectations(), compare=False)
     disk: DiskSpec | None = field(default=None, compare=False)
     host_optimizer: bool = field(default=False, compare=False)
 

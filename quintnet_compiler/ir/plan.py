@@ -21,13 +21,12 @@ from ..core.names import MAX_PATH_LENGTH, one_line
 from ..core.precision import COMPUTE_DTYPES, SUM_DTYPES, Precision, check_precision
 from ..core.sharding import AxisType, parse_type
 from ..schedules.synthesis import check_schedule
+from .expectations import Expectations
 from .plan_options import Offloaded
 from .plans.feature_fields import OfFeature, check_feature_fields
 from .program import BUCKET_MIB, TILE_BYTES
 
 MAX_PLAN_BYTES = 16 * 2**20
-MOST_DOCUMENTS = 4096
-Length = Annotated[int, Field(ge=1, le=2**40)]
 Experts = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], BeforeValidator(lambda x: tuple(x) if isinstance(x, list) else x)
 ]
@@ -72,19 +71,11 @@ class Plan(BaseModel):
             causal or has documents, so that each has equally much to compute, whatever the lengths of documents.
         attention_tile_bytes: attention whose mask would take more than so many bytes, and a ring's, makes masks in
             tiles of at most about that size, and no mask of whole blocks of positions that are seen or hidden alike.
-        documents: lengths that the documents of packed rows are expected to have, in the order in which rows are filled
-            with them: what predictions of time, and the planner, assume of attention whose mask has documents. Rows go
-            on where the one before ended, and documents begin again behind the last one. Empty: a row is one document;
-            :func:`quintnet.plan` and :func:`quintnet.estimate` read them from the batch. They change no result.
         experts: the axes over which experts are spread; empty: ``ep``. ``("dp",)`` or ``("dp", "cp")`` let data and
             context ranks hold different experts.
         hot_experts: parameter name or glob -> the experts of that mixture to which most rows go (any of its weights
             names it; later patterns win), for example ``{"layers.3.mlp.experts.*": [3, 17]}``. All ranks over which
             experts are spread get their weights, and their rows stay where they are. See docs/experts.md.
-        hot_rows: the share of rows that go to hot experts, where there are some: what predictions of time, and the
-            planner, assume. None: all experts get equally many. It changes no program.
-        expert_imbalance: how many rows the rank with the busiest experts gets, over their average: what predictions of
-            time and memory, and the planner, assume. It changes no program.
         zero: ZeRO stage over data-parallel ranks: 0 = off, 1 = slices of optimizer state, 2 = and of gradients, 3 = and
             of parameters, which are gathered for each microbatch.
         zero_axes: the axes of those slices; one of two data axes gives hybrid sharding (HSDP). Slices over data axes
@@ -127,6 +118,8 @@ class Plan(BaseModel):
             parameters that are gathered at the start of a step (``zero=1`` and 2) travel in such messages. 25 is
             DistributedDataParallel's size; a planner takes the smallest at which its cluster's links are used well.
         seed: of dropout masks, which are the same on every layout.
+        expect: what predictions, the planner and the searches of a compilation assume of batches: ``documents``,
+            ``hot_rows`` and ``expert_imbalance``, see :class:`.expectations.Expectations`. It changes no result.
         unknown_ops: what happens to an operator without a sharding rule: ``"error"``, or ``"replicate"``: it runs
             unsplit on every rank.
     """
@@ -145,11 +138,8 @@ class Plan(BaseModel):
     context: Literal["all_gather", "ulysses", "ring"] = "all_gather"
     context_load_balance: bool = True
     attention_tile_bytes: int = Field(default=TILE_BYTES, ge=1, le=2**40)
-    documents: tuple[Length, ...] = Field(default=(), max_length=MOST_DOCUMENTS)
     experts: tuple[DataAxis, ...] = ()
     hot_experts: dict[Text, Experts] = Field(default_factory=dict)
-    hot_rows: float | None = Field(default=None, ge=0, le=1)
-    expert_imbalance: float = Field(default=1.0, ge=1, le=2**20)
     zero: Literal[0, 1, 2, 3] = 0
     zero_axes: tuple[DataAxis, ...] = ("dp",)
     reshard_after_forward: bool = True
@@ -170,6 +160,7 @@ class Plan(BaseModel):
     sum_dtype: Literal["value", "float32"] = "value"
     bucket_mib: float = Field(default=BUCKET_MIB, gt=0, le=2**16)
     seed: int = Field(default=0, ge=0, lt=2**63)
+    expect: Expectations = Expectations()
     unknown_ops: Literal["error", "replicate"] = "error"
 
     def to_json(self) -> str:
@@ -179,7 +170,7 @@ class Plan(BaseModel):
     @property
     def agreed(self) -> str:
         """Return the text on which ranks must agree: all but what only predictions read of a rank's own batch."""
-        return self.model_copy(update={"documents": ()}).to_json()
+        return self.model_copy(update={"expect": self.expect.model_copy(update={"documents": ()})}).to_json()
 
     @property
     def decisions(self) -> dict[str, Any]:
@@ -316,6 +307,12 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
                     "QN201", f"the plan shards {pattern!r} over {axis!r}", fix=f"name one of {', '.join(SHARDED_AXES)}"
                 )
             _type(pattern, text)
+
+
+def with_documents(plan: Plan, lengths: tuple[int, ...]) -> Plan:
+    """Return the plan with ``lengths`` as the documents that it expects; what it leaves open stays open."""
+    expect = Expectations.model_validate({**plan.expect.model_dump(exclude_unset=True), "documents": lengths})
+    return plan.changed({"expect": expect}, keep_open=True)
 
 
 def precision_of(plan: Plan) -> Precision:

@@ -7,13 +7,21 @@ import difflib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, get_args, get_origin, get_type_hints, is_typeddict
 
 from ..core.axes import DataAxis
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Offloaded = Literal["activations", "parameters", "optimizer"]  # what host memory can hold for a device
+
+
+class ExpectationOptions(TypedDict, total=False):
+    """The fields of :class:`.expectations.Expectations`."""
+
+    documents: Sequence[int]
+    hot_rows: float | None
+    expert_imbalance: float
 
 
 class PlanOptions(TypedDict, total=False):
@@ -29,11 +37,8 @@ class PlanOptions(TypedDict, total=False):
     context: Literal["all_gather", "ulysses", "ring"] | None
     context_load_balance: bool | None
     attention_tile_bytes: int | None
-    documents: Sequence[int] | None
     experts: Sequence[DataAxis] | None
     hot_experts: Mapping[str, Sequence[int]] | None
-    hot_rows: float | None
-    expert_imbalance: float | None
     zero: Literal[0, 1, 2, 3] | None
     zero_axes: Sequence[DataAxis] | None
     reshard_after_forward: bool | None
@@ -52,6 +57,7 @@ class PlanOptions(TypedDict, total=False):
     sum_dtype: Literal["value", "float32"] | None
     bucket_mib: float | None
     seed: int | None
+    expect: ExpectationOptions | None
     unknown_ops: Literal["error", "replicate"] | None
 
 
@@ -86,7 +92,7 @@ def lists_options(function: Callable[P, R]) -> Callable[P, R]:
 def read_options(texts: Sequence[str]) -> dict[str, Any]:
     """Read options from texts ``name=value``, each value as the type that :class:`PlanOptions` has for it.
 
-    Elements of a list are separated by commas; ``parameters`` and ``hot_experts`` are JSON.
+    Elements of a list are separated by commas; ``parameters``, ``hot_experts`` and ``expect`` are JSON.
 
     Raises:
         ValueError: for a name or a value that is not possible, with those that are.
@@ -116,7 +122,7 @@ def _value(kind: Any, text: str) -> Any:
     Raises:
         ValueError: if it is none.
     """
-    if get_origin(kind) is collections.abc.Mapping:
+    if get_origin(kind) is collections.abc.Mapping or is_typeddict(kind):
         return json.loads(text)
     if get_origin(kind) is collections.abc.Sequence:
         return tuple(_value(get_args(kind)[0], part.strip()) for part in text.split(",") if part.strip())
@@ -134,6 +140,8 @@ def _choices(kind: Any) -> dict[str, Any]:
 
 def _possible(kind: Any) -> str:
     """Return which texts :func:`_value` accepts, for people."""
+    if is_typeddict(kind):
+        return 'JSON, such as {"documents": [4096, 512]}'
     if get_origin(kind) is collections.abc.Mapping:
         nested = get_origin(get_args(kind)[1]) is collections.abc.Mapping
         example = '"*.up_proj.weight": {"tp": "S(0)"}' if nested else '"layers.3.mlp.experts.*": [3, 17]'

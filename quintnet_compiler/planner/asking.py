@@ -254,7 +254,7 @@ def plan_model(
 
     if planner.machine.unlike and "pp" not in planner.pinned.mesh:
         _price_single_stages(planner, question.effort, pricing)
-    if lengths := planner.pinned.documents:
+    if lengths := planner.pinned.expect.documents:
         notes.append(f"rows are taken to hold documents of {min(lengths):,} to {max(lengths):,} positions")
     plans, machine = tuple(planner.complete(estimate) for estimate in best.found.ranked), planner.machine
     simpler = _simpler(planner, question, first, pricing)

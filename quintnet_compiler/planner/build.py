@@ -143,8 +143,7 @@ class Builder:
         )
         self.guessed.update(guesses(differentiated.graph.nodes, self.costs))
         self.work += RECOMPUTE_COMPILE_SHARE * self._compile_work
-        busier, hot = self.plan.expert_imbalance, self.plan.hot_rows
-        return GenerateRanks(mesh, schedule, checked=False, expert_imbalance=busier, hot_rows=hot)(differentiated)
+        return GenerateRanks(mesh, schedule, checked=False, expect=self.plan.expect)(differentiated)
 
     def _mesh(self, layout: Layout) -> Mesh:
         """Return the layout's mesh, with a stage for each unit."""

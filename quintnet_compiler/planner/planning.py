@@ -19,7 +19,7 @@ from ..core.errors import CompileError
 from ..cost_models.collectives import bucket_bytes
 from ..features.answers import completed, host_state, is_allowed
 from ..ir.cost_protocol import RankCosts
-from ..ir.plan import Plan, precision_of
+from ..ir.plan import Plan, precision_of, with_documents
 from ..ir.program import Captured
 from ..ops.attention.seen_keys import rows_of
 from ..ops.catalog import op_spec
@@ -106,9 +106,9 @@ class Planner:
         ``tokens``: of a batch; ``batch``: the leaves of one, from which documents are read where the plan has none.
         """
         gpu = machine.cluster.gpu
-        normal = Normalize(batch_size, device_of(gpu), gpu, documents=pinned.documents)(captured)
-        if "documents" not in pinned.model_fields_set and (documents := documents_in(normal, batch)):
-            pinned = pinned.changed({"documents": documents}, keep_open=True)
+        normal = Normalize(batch_size, device_of(gpu), gpu, expect=pinned.expect)(captured)
+        if "documents" not in pinned.expect.model_fields_set and (documents := documents_in(normal, batch)):
+            pinned = with_documents(pinned, documents)
             expect_documents(normal.graph, documents)
         whole = SplitStepEnd(RuleBook(rules, pinned.unknown_ops))(normal)
         program = LowerPrecision(precision_of(pinned))(whole)
@@ -203,7 +203,7 @@ class Planner:
         """Return whether a layout may split rows that hold several documents over ranks."""
         most = max(self._context_sizes())
         split = self.pinned.mesh.get("cp", 1 if self.pinned.mesh else most) > 1
-        several = (len(ends) > 1 for ends in rows_of(self.pinned.documents, max(self._lengths, default=1)))
+        several = (len(ends) > 1 for ends in rows_of(self.pinned.expect.documents, max(self._lengths, default=1)))
         return split and most > 1 and any(several)
 
     @cached_property

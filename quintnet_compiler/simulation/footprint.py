@@ -146,7 +146,9 @@ class Footprints:
         away = [x for x in arguments if storage(x) in self.outside]
         results, peaks = self._functions(comm).run(
             piece.module.graph, arguments, lent, away, self.device,
-            lambda: interpret(piece.module, arguments, comm, lent, away, self.device, self.program.expert_imbalance),
+            lambda: interpret(
+                piece.module, arguments, comm, lent, away, self.device, self.program.expect.expert_imbalance
+            ),
         )  # fmt: skip
         by_name = dict(zip(piece.outputs, results, strict=True))
         leaving = {node.name for node in piece.module.graph.nodes if _leaves(node)}
@@ -185,7 +187,7 @@ class Footprints:
     def _functions(self, comm: Comm) -> KnownFunctions:
         sizes = tuple((name, size) for name, size in comm.mesh.axes if name != "pp")
         place = tuple((name, at) for name, at in comm.coordinate.items() if name != "pp")
-        context = sizes, place, self.processes, self.program.expert_imbalance
+        context = sizes, place, self.processes, self.program.expect.expert_imbalance
         return KnownFunctions(self.mode.results, context, is_opaque)
 
     def _received(self, name: str) -> Tensor:

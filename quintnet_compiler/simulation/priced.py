@@ -18,7 +18,7 @@ from ..core.precision import widened
 from ..cost_models.operators import leaving_runs, ring_steps
 from ..ir.cost_protocol import RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram, StageProgram
-from ..ir.expert_load import ExpertLoad
+from ..ir.expectations import ExpertLoad
 from ..ops.catalog import collective_of, op_spec, priced_as
 from ..ops.collectives import (
     COLLECTIVES,
@@ -359,7 +359,7 @@ def expert_loads(program: DistributedProgram) -> dict[fx.Node, ExpertLoad]:
         load = next((rows[n] for n in node.all_input_nodes if n in rows), None)
         if op_spec(node).routing == "dispatch":
             *_, experts, _, hot = _planned(node).args
-            load = ExpertLoad.of(program.expert_imbalance, program.hot_rows, len(hot), experts)  # type: ignore[arg-type]
+            load = ExpertLoad.of(program.expect, len(hot), experts)  # type: ignore[arg-type]
         if load is not None and load != ExpertLoad():
             loads[node] = load
             if priced_as(node) not in _ENDS:

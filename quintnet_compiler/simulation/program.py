@@ -77,7 +77,7 @@ def _notes(program: DistributedProgram, durations: ProgramPrices) -> tuple[str, 
     if unknown := guesses(priced, durations.costs):
         notes.append(guess_note(unknown))
     if "dispatch" in methods:
-        notes.append(_expert_note(program.expert_imbalance))
+        notes.append(_expert_note(program.expect.expert_imbalance))
     if expected := documents_note(durations.source.values()):
         notes.append(expected)
     if durations.cores is not None:

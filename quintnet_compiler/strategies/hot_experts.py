@@ -14,7 +14,7 @@ from torch import fx
 
 from ..core.annotations import facts, leaf, shape, tensor_inputs
 from ..core.errors import CompileError
-from ..ir.expert_load import ExpertLoad
+from ..ir.expectations import Expectations, ExpertLoad
 from ..ops.catalog import op_spec
 
 
@@ -61,13 +61,13 @@ def _check_layer(node: fx.Node, hot: tuple[int, ...]) -> None:
 
 
 def expert_loads(
-    graph: fx.Graph, asked: Mapping[str, Sequence[int]], hot_rows: float | None, imbalance: float
+    graph: fx.Graph, asked: Mapping[str, Sequence[int]], expect: Expectations
 ) -> dict[fx.Node, ExpertLoad]:
     """Return the loads of layers of experts whose ranks are expected to get, or send, different numbers of rows."""
     hot, loads = hot_experts(graph, asked), dict[fx.Node, ExpertLoad]()
     for node in _layers(graph):
         num_experts = shape(tensor_inputs(node)[2])[0]
-        loads[node] = ExpertLoad.of(imbalance, hot_rows, len(hot.get(node, ())), num_experts)
+        loads[node] = ExpertLoad.of(expect, len(hot.get(node, ())), num_experts)
     return {node: load for node, load in loads.items() if load != ExpertLoad()}
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.core.annotations import facts
-from quintnet_compiler.ir.plan import MOST_DOCUMENTS
+from quintnet_compiler.ir.expectations import MOST_DOCUMENTS, Expectations
 from quintnet_compiler.ops.attention.operator import attention
 from quintnet_compiler.passes.frontend.document_ids import documents_in, expect_documents, known_value, run_lengths
 from quintnet_compiler.passes.frontend.normalize import Normalize
@@ -85,7 +85,7 @@ def test_the_model_may_be_elsewhere() -> None:
 
 
 def test_attention_with_documents_has_the_fact() -> None:
-    program = _program(_batch([3, 1, 4], [8]), documents=(3, 5))
+    program = _program(_batch([3, 1, 4], [8]), expect=Expectations(documents=(3, 5)))
     found = program.graph.find_nodes(op="call_function", target=attention)
     assert [facts(node).documents for node in found] == [(3, 5), (), (3, 5)]
     expect_documents(program.graph, (7,))

@@ -1,4 +1,4 @@
-"""strategies.hot_experts, passes.lowering.lower_experts, ir.expert_load: what is hot, and what then runs."""
+"""strategies.hot_experts, passes.lowering.lower_experts, ir.expectations: what is hot, and what then runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.sharding import S
 from quintnet_compiler.ir.builder import GraphBuilder, aten
-from quintnet_compiler.ir.expert_load import ExpertLoad
+from quintnet_compiler.ir.expectations import Expectations, ExpertLoad
 from quintnet_compiler.ir.program import Axis, Strategy
 from quintnet_compiler.ops.collectives import combine, convert, dispatch, dispatch_plan
 from quintnet_compiler.ops.experts.expert_linear import expert_linear
@@ -42,9 +42,9 @@ def test_layers_of_the_same_ids_have_the_same_hot_experts() -> None:
     assert hot_experts(to.graph, {}) == {}
     assert hot_experts(to.graph, {"a_down": [2]}) == dict.fromkeys(a, (2,))
     assert hot_experts(to.graph, {"*": [0], "b_*": [7, 1]}) == {**dict.fromkeys(a, (0,)), **dict.fromkeys(b, (7, 1))}
-    loads = expert_loads(to.graph, {"b_up": [7, 1]}, None, 1.5)
+    loads = expert_loads(to.graph, {"b_up": [7, 1]}, Expectations(expert_imbalance=1.5))
     assert loads == {**dict.fromkeys(a, ExpertLoad(1.5, 1.5)), **dict.fromkeys(b, ExpertLoad(1.5, 1.25))}
-    assert expert_loads(to.graph, {}, 0.5, 1.0) == {}, "no rows stay where nothing is hot"
+    assert expert_loads(to.graph, {}, Expectations(hot_rows=0.5)) == {}, "no rows stay where nothing is hot"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import fx
 from quintnet_compiler.core.annotations import shape
 from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.ir.builder import aten
-from quintnet_compiler.ir.expert_load import ExpertLoad
+from quintnet_compiler.ir.expectations import ExpertLoad
 from quintnet_compiler.ir.program import Axis, Strategy
 from quintnet_compiler.ops.experts.expert_linear import expert_linear
 from quintnet_compiler.passes.sharding.axis_view import AxisView, ShardingOptions

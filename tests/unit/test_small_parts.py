@@ -33,9 +33,10 @@ from quintnet_compiler.features.text_generation.ops import PageAccess, attend_pa
 from quintnet_compiler.features.text_generation.sampling import Ends, Sampling, ends_of
 from quintnet_compiler.ir.codegen_allowlist import check_source
 from quintnet_compiler.ir.cost_protocol import CostModel, RankCosts
+from quintnet_compiler.ir.expectations import Expectations
 from quintnet_compiler.ir.invariants import verify
 from quintnet_compiler.ir.plan import Plan
-from quintnet_compiler.ir.plan_options import PlanOptions, decided, lists_options, read_options
+from quintnet_compiler.ir.plan_options import ExpectationOptions, PlanOptions, decided, lists_options, read_options
 from quintnet_compiler.ir.program import ShardedProgram, StagedProgram, Strategy
 from quintnet_compiler.ir.repeated_blocks import as_block, block_members, block_of
 from quintnet_compiler.ops.attention.blocks import Sight
@@ -254,6 +255,8 @@ def _argument(hint: Any) -> Any:
     """What a keyword argument may be for a field of a plan: any sequence for a tuple, any mapping for a dict."""
     if get_origin(hint) is tuple:
         return Sequence[get_args(hint)[0]]  # type: ignore[misc]
+    if hint is Expectations:
+        return ExpectationOptions
     if get_origin(hint) is dict:
         key, value = get_args(hint)
         return Mapping[key, _argument(value)]  # type: ignore[valid-type,misc]
@@ -263,12 +266,12 @@ def _argument(hint: Any) -> Any:
 def test_decisions_are_read_from_texts() -> None:
     plan = Plan(
         microbatches=4, stages=("a", "b"), experts=("dp", "ep"), zero=3, overlap=False, async_tp=True,
-        recompute="auto", activation_memory_budget=2.5, offload=("activations",), offload_folder="/nvme", hot_rows=0.25,
-        parameters={"*.w": {"tp": "S(0)"}}, loss_scale=8.0,
+        recompute="auto", activation_memory_budget=2.5, offload=("activations",), offload_folder="/nvme",
+        expect={"hot_rows": 0.25}, parameters={"*.w": {"tp": "S(0)"}}, loss_scale=8.0,
     )  # fmt: skip
     texts = []
     for name in PlanOptions.__annotations__:
-        value = getattr(plan, name)
+        value = plan.model_dump(mode="json")["expect"] if name == "expect" else getattr(plan, name)
         text = json.dumps(value) if isinstance(value, dict) else ",".join(value) if isinstance(value, tuple) else value
         texts.append(f"{name}={text}")
     assert Plan().changed(read_options(texts)) == plan
