@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 import quintnet
 from quintnet_compiler.api import compiled_program as compiled
-from quintnet_compiler.runtime.execute import cudagraphs as graphs
 from quintnet_compiler.runtime.execute import engines
-from quintnet_compiler.runtime.execute.cudagraph_segment import Buffers, CudaGraphSegment, Work
-from quintnet_compiler.runtime.execute.cudagraphs import GraphedSegment, Graphs
+from quintnet_compiler.runtime.execute.cuda_graphs import graphed_engine as graphs
+from quintnet_compiler.runtime.execute.cuda_graphs.graph_segment import Buffers, CudaGraphSegment, Work
+from quintnet_compiler.runtime.execute.cuda_graphs.graphed_engine import GraphedSegment, Graphs
+from quintnet_compiler.runtime.execute.cuda_graphs.replay_safety import Observed
 from quintnet_compiler.runtime.execute.engines import Inductor
-from quintnet_compiler.runtime.execute.replay_safety import Observed
 
 from .models import CASES, build, reference, worst_error
 

@@ -35,9 +35,9 @@ from quintnet_compiler.passes.autodiff.recompute_cut import cut
 from quintnet_compiler.passes.sharding.fold_blocks import FoldBlocks
 from quintnet_compiler.reports.calibrate import CalibrationEffort
 from quintnet_compiler.runtime.execute.comm import Comm
+from quintnet_compiler.runtime.execute.cuda_graphs.replay_safety import Observed
 from quintnet_compiler.runtime.execute.gradient_calls import OPERATORS, handle
 from quintnet_compiler.runtime.execute.record import Clock, Recorded, RecordedSpan
-from quintnet_compiler.runtime.execute.replay_safety import Observed
 from quintnet_compiler.runtime.execute.segments import Segment, split
 from quintnet_compiler.runtime.launch import consistency, launchers
 from quintnet_compiler.runtime.launch.attempt import PRELOADED

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...compat.torch import foreach_copy_
-from ...runtime.execute.cudagraph_segment import unexpanded
+from ...runtime.execute.cuda_graphs.graph_segment import unexpanded
 from ...runtime.execute.executor import Executor, Run
 from ...runtime.launch.preemption import Preemption
 from .step_values import DrawnKeys, StepValues

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ...runtime.execute.cudagraphs import CudaGraphs
+from ...runtime.execute.cuda_graphs.graphed_engine import CudaGraphs
 
 T = TypeVar("T")
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from ...runtime.execute.engines import Engine
 from ..feature import Feature
-from .cuda_capture import CudaStepCapture
-from .engine import WholeStepEngine
 
-WHOLE_STEP_GRAPH = Feature("whole_step_graph", engines={"graph": lambda: WholeStepEngine(capture=CudaStepCapture())})
+
+def _engine() -> Engine:
+    from .cuda_capture import CudaStepCapture  # what captures is imported by programs that ask for it
+    from .engine import WholeStepEngine
+
+    return WholeStepEngine(capture=CudaStepCapture())
+
+
+WHOLE_STEP_GRAPH = Feature("whole_step_graph", engines={"graph": _engine})

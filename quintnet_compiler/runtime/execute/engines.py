@@ -23,7 +23,7 @@ from .pointwise_losses import POINTWISE_LOSSES
 from .segments import MAX_VARIANTS, Function, Segment, Stepper, split
 
 if TYPE_CHECKING:
-    from .cudagraphs import Graphs
+    from .cuda_graphs.graphed_engine import Graphs
 
 Engine = Callable[[GeneratedModule, str], Function]  # takes a generated function and its name in messages
 
@@ -189,7 +189,7 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _with_cuda_graphs() -> Inductor:
-    from .cudagraphs import CudaGraphs, Graphs
+    from .cuda_graphs.graphed_engine import CudaGraphs, Graphs
 
     return Inductor(Graphs(CudaGraphs()))
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...core.errors import BackendWarning
-from .cudagraph_segment import Buffers, Capture, CudaGraphSegment, Work
-from .layouts import ByLayout
+from ....core.errors import BackendWarning
+from ..layouts import ByLayout
+from ..segments import MAX_VARIANTS, Function
+from .graph_segment import Buffers, Capture, CudaGraphSegment, Work
 from .replay_safety import Observed
-from .segments import MAX_VARIANTS, Function
 
 MIN_OPERATORS = 3  # of a captured segment: launching fewer kernels costs no more than a replay
 MAX_CAPTURES = 64  # of one segment and layout: that many microbatches can be alive at once

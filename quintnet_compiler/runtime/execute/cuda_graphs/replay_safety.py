@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.torch import TorchDispatchMode, pytree, schema
+from ....compat.torch import TorchDispatchMode, pytree, schema
 
 
 class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]

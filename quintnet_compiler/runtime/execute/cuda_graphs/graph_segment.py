@@ -13,15 +13,15 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ...compat.torch import foreach_copy_, storage_uses
-from ...compat.torch_codegen import SHIPPED
-from .segments import Function
+from ....compat.torch import foreach_copy_, storage_uses
+from ....compat.torch_codegen import SHIPPED
+from ..segments import Function
 
 Work = Callable[[list[Tensor]], None]  # reads inputs at the same addresses each time
 
 
 class Capture(Protocol):
-    """Captures work on tensors as a graph, for example :class:`.cudagraphs.CudaGraphs`."""
+    """Captures work on tensors as a graph, for example :class:`.graphed_engine.CudaGraphs`."""
 
     @property
     def device(self) -> str:
