@@ -34,6 +34,7 @@ from .changes.tensor_attributes import (
     OriginalTensor,
     StandIns,
     attributes_of,
+    changes_in_place,
     gives_numbers,
     reads_a_gradient,
     stand_ins_of,
@@ -281,25 +282,9 @@ class _Tensors(TorchFunctionMode):
         self.trace, self.stands_for, self.stand_ins = trace, stands_for, stand_ins
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _SET_DATA:
-            if not _is_real(args[0]) and not is_transformed(args[0]) and put_data(*args):
-                return None
-            raise CompileError(
-                "QN110",
-                "the forward pass assigns the .data of a tensor that is neither a parameter, nor a buffer, nor made in "
-                "forward, or gives it another shape, strides or dtype",
-                where=Where("", user_line(sys._getframe(1), self.trace.own)),
-                fix="compute a new tensor and use that one",
-            )
-        if func == GET_GRADIENT and id(args[0]) in self.stand_ins:
-            raise reads_a_gradient(self.stand_ins[id(args[0])], user_line(sys._getframe(1), self.trace.own))
-        if args and _is_real(args[0]) and writes_in_place(func):
-            raise CompileError(
-                "QN110",
-                f"the forward pass changes a tensor of shape {list(args[0].shape)} in place that is neither a buffer, "
-                "nor a parameter, nor made in forward; a program would not",
-                where=Where("", user_line(sys._getframe(1), self.trace.own)),
-            )
+        if func == _SET_DATA and not _is_real(args[0]) and not is_transformed(args[0]) and put_data(*args):
+            return None
+        self._refuse(func, args, sys._getframe(1))
         if args and _is_real(args[0]) and gives_numbers(func):
             self.trace.values[id(args[0])] = args[0]
         refuse_replaced(func, sys._getframe(1))
@@ -313,6 +298,21 @@ class _Tensors(TorchFunctionMode):
         if self.stands_for and leaves:
             args, kwargs = pytree.tree_map(self._stand_in, (args, kwargs))
         return func(*args, **kwargs)
+
+    def _refuse(self, func: Any, args: Any, frame: types.FrameType) -> None:
+        """Raise CompileError QN110 for what a program could not do with a tensor that is there before forward."""
+        if func == _SET_DATA:
+            raise CompileError(
+                "QN110",
+                "the forward pass assigns the .data of a tensor that is neither a parameter, nor a buffer, nor made in "
+                "forward, or gives it another shape, strides or dtype",
+                where=Where("", user_line(frame, self.trace.own)),
+                fix="compute a new tensor and use that one",
+            )
+        if func == GET_GRADIENT and id(args[0]) in self.stand_ins:
+            raise reads_a_gradient(self.stand_ins[id(args[0])], user_line(frame, self.trace.own))
+        if args and _is_real(args[0]) and writes_in_place(func):
+            raise changes_in_place(args[0], user_line(frame, self.trace.own))
 
     def _real(self, x: Tensor) -> None:
         self._require_seen(x)

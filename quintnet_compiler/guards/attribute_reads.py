@@ -32,7 +32,7 @@ class Read:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a module has a parameter or a buffer: its path, a namespace and the name there."""
+    """Name the place of a parameter or a buffer in a module: its path, a namespace and the name there."""
 
     path: str
     space: Mapping[str, Any]

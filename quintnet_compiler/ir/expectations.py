@@ -1,4 +1,4 @@
-"""What prices expect of batches: lengths of packed documents, and how many rows experts get. No program computes it."""
+"""Expectations of prices: lengths of packed documents, and how many rows experts get. No program computes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Lengths = Annotated[
 
 
 class Expectations(BaseModel):
-    """What predictions of time and memory, the planner, and the searches of a compilation assume of batches.
+    """Assumptions about batches of predictions, the planner, and the searches of a compilation.
 
     Attributes:
         documents: lengths of the documents of packed rows, in the order in which rows are filled with them, for

@@ -1,1 +1,1 @@
-"""What plans say to features, and what features answer to all layers: fields of theirs, and what hosts hold."""
+"""Answers between plans, features and all layers: fields of theirs, and what hosts hold."""
