@@ -12,6 +12,7 @@ import torch
 
 from ..core.mesh import Mesh
 from ..core.sharding import AxisType, parse_type
+from ..ir.expectations import Expectations
 from ..schedules.schedule import Action
 
 
@@ -29,6 +30,7 @@ _TEXTS: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = types.
         AxisType: (str, parse_type),
         Action: (str, Action.parse),
         Mesh: (lambda mesh: [list(axis) for axis in mesh.axes], lambda axes: Mesh(**dict(axes))),
+        Expectations: (lambda expect: expect.model_dump(mode="json"), Expectations.model_validate),
     }
 )
 
