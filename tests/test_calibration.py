@@ -14,7 +14,6 @@ import quintnet
 from benchmarks.compare_costs import compare_costs
 from quintnet import CompileError, Mesh
 from quintnet_compiler.cli import app
-from quintnet_compiler.cli import calibrate as calibrate_verb
 from quintnet_compiler.cost_models.calibrated import CalibratedCosts
 from quintnet_compiler.cost_models.calibration import (
     Calibration,
@@ -149,7 +148,7 @@ def test_measuring_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {one.name for one in found.collectives} == {*measuring.COLLECTIVES, "send"}
     assert set(found.operators) >= set(FAMILIES) - {"attention", "attention_backward"}
     assert len(found.products) == 3 * 2**3
-    monkeypatch.setattr(calibrate_verb, "measure_machine", lambda ranks, effort: found)
+    monkeypatch.setattr("quintnet_compiler.reports.calibrate.calibrate", lambda ranks, effort: found)
     path = tmp_path / "machine.json"
     done = CliRunner().invoke(app, ["calibrate", "--out", str(path), "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout) == json.loads(path.read_text())

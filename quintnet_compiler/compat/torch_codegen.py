@@ -18,7 +18,8 @@ from torch import fx
 from torch.fx.graph_module import _loader
 
 __all__ = [
-    "SHIPPED", "forgotten_texts", "goes_with_its_text", "is_as_shipped", "reads_shipped", "torch_with_linear",
+    "SHIPPED",  # torch as it was shipped, for generated code; instead: torch, whose functions users may replace
+    "forgotten_texts", "goes_with_its_text", "is_as_shipped", "reads_shipped", "torch_with_linear",
 ]  # fmt: skip
 
 
@@ -36,8 +37,6 @@ def _functions() -> Mapping[str, Callable[..., Any]]:
     return {name: getattr(in_cpp, name) for name in names if name not in in_python}
 
 
-# torch, as generated code and what runs it read it; instead: torch itself, whose functions users may replace for their
-# own modules.
 if TYPE_CHECKING:
     SHIPPED = torch
 else:

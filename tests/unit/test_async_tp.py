@@ -21,6 +21,7 @@ from quintnet_compiler.features.async_tp.ops import all_gather_matmul, matmul_re
 from quintnet_compiler.features.async_tp.prices import all_gather_matmul_size, matmul_reduce_scatter_size
 from quintnet_compiler.features.async_tp.ring_matmuls import factors
 from quintnet_compiler.features.async_tp.symmetric_memory import kernels_of
+from quintnet_compiler.features.feature import RewriteSetting
 from quintnet_compiler.ir.codegen_allowlist import check_source
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ops.catalog import collective_of, spec_of
@@ -35,7 +36,8 @@ from .graphs import builder, column, leaf
 def test_it_is_listed_and_a_plan_turns_it_on() -> None:
     assert ASYNC_TP in FEATURES
     (rewrite,) = ASYNC_TP.rewrites
-    assert isinstance(rewrite.make(Plan(async_tp=True)), FuseCollectiveMatmuls) and rewrite.make(Plan()) is None
+    asked, plain = (RewriteSetting(plan, lambda node: 0.0, True, None) for plan in (Plan(async_tp=True), Plan()))
+    assert isinstance(rewrite.make(asked, None), FuseCollectiveMatmuls) and rewrite.make(plain, None) is None
     names = [spec.name for spec in PIPELINE]
     assert names.index("FuseCollectiveMatmuls") == names.index("Overlap") + 1
 

@@ -255,6 +255,7 @@ def test_every_public_call_that_communicates_is_announced() -> None:
             continue
         method = getattr(CompiledProgram, name)
         code = inspect.getsource(method.fget if isinstance(method, property) else method)
-        ways = "@collective", "self._run(", "announced(", "frequent(", "self.loss_total()"  # each batch of which is one
+        # each batch of a total of losses is one; methods that features give announce themselves
+        ways = "@collective", "self._run(", "announced(", "frequent(", "self.loss_total()", "self._method("
         assert any(way in code for way in ways), f"{name}: do all ranks make this call together?"
     assert "announced(" in inspect.getsource(CompiledProgram.close)  # where there is something to take apart

@@ -45,7 +45,7 @@ def _pair(rows: int) -> list[Tensor]:
 
 
 def test_a_function_with_other_names_and_sites_is_known() -> None:
-    known, ran = KnownFunctions({}, (), ()), list[str]()
+    known, ran = KnownFunctions({}, (), lambda name: False), list[str]()
     first, second = _pair(4), _pair(4)
     a, b = _function(["x", "y"], 3), _function(["u", "v"], 7)
     made, peaks = known.run(a, first, [first[0]], (), None, lambda: _run(a, first, ran))
@@ -59,12 +59,16 @@ def test_what_a_function_depends_on_tells_it_apart() -> None:
     results: dict[object, object] = {}
     ran, graph, given = list[str](), _function(["x", "y"], 0), _pair(4)
     cases = [
-        (KnownFunctions(results, (), ()), given, [given[0]]),
-        (KnownFunctions(results, (("dp", 2),), ()), given, [given[0]]),  # another place
-        (KnownFunctions(results, (), ()), given, given),  # other arguments are kept
-        (KnownFunctions(results, (), ()), _pair(8), [given[0]]),  # other shapes
-        (KnownFunctions(results, (), ()), given, [given[0]], given[1]),  # an argument lies on the host
-        (KnownFunctions(results, (), ()), [given[0], given[0]], [given[0]]),  # two arguments that are one
+        (KnownFunctions(results, (), lambda name: False), given, [given[0]]),
+        (KnownFunctions(results, (("dp", 2),), lambda name: False), given, [given[0]]),  # another place
+        (KnownFunctions(results, (), lambda name: False), given, given),  # other arguments are kept
+        (KnownFunctions(results, (), lambda name: False), _pair(8), [given[0]]),  # other shapes
+        (KnownFunctions(results, (), lambda name: False), given, [given[0]], given[1]),  # an argument lies on the host
+        (
+            KnownFunctions(results, (), lambda name: False),
+            [given[0], given[0]],
+            [given[0]],
+        ),  # two arguments that are one
     ]
     for known, some, lent, *away in cases:
         known.run(graph, some, lent, tuple(away), None, lambda some=some: _run(graph, some, ran))  # type: ignore[misc]

@@ -307,7 +307,7 @@ def test_the_calibration_that_was_measured_is_written(monkeypatch: pytest.Monkey
     made = SimpleNamespace(
         save=lambda path: path.write_text("saved"), summary=lambda: "text", model_dump_json=lambda indent: "{}"
     )
-    monkeypatch.setattr(calibrate_verb, "measure_machine", lambda *given: asked.append(given) or made)
+    monkeypatch.setattr("quintnet_compiler.reports.calibrate.calibrate", lambda *given: asked.append(given) or made)
     out = tmp_path / "machine.json"
     found = calibrate_verb.calibrate(out, [2, 4])
     assert (

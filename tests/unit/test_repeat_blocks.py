@@ -15,7 +15,7 @@ from quintnet_compiler.capture import capture as capturing
 from quintnet_compiler.capture.capture import MIN_EQUAL_BLOCKS, capture
 from quintnet_compiler.capture.repeat_blocks import with_all_blocks
 from quintnet_compiler.compat.torch import without_torch_function
-from quintnet_compiler.guards.guards import Trained
+from quintnet_compiler.guards.guards import Absent, PlainValues, Trained
 from quintnet_compiler.ir.program import Captured
 
 DEPTH = MIN_EQUAL_BLOCKS + 1
@@ -205,10 +205,13 @@ def _text(captured: Captured) -> list[str]:
 def _guarded(captured: Captured) -> Any:
     known = captured.guards
     assert known is not None
-    plain = (*itertools.chain.from_iterable(known.plain.rows), *known.plain.in_place)
+    values, absences = (
+        next(guard for guard in known.reads if isinstance(guard, kind)) for kind in (PlainValues, Absent)
+    )
+    plain = (*itertools.chain.from_iterable(values.rows), *values.in_place)
     rows = sorted({(label, name, repr(value)) for label, _, name, value in plain})
     trained = next(guard for guard in known.fixed if isinstance(guard, Trained))
-    same, absent = ([label for label, *_ in guard.rows] for guard in (known.same, known.absent))
+    same, absent = ([label for label, *_ in guard.rows] for guard in (known.same, absences))
     return rows, sorted(same), sorted(absent), sorted(trained.flags.names)
 
 

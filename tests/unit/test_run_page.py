@@ -286,7 +286,7 @@ def test_the_verb_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def interrupted(*_: object, **__: object) -> RunPage:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("quintnet_compiler.cli.watch.watch_run", interrupted)
+    monkeypatch.setattr("quintnet_compiler.training.run_page.watch", interrupted)
     assert json.loads(watch_command(tmp_path, tmp_path / "other.html").document)["page"].endswith("other.html")
     assert 'http-equiv="refresh"' not in (tmp_path / "other.html").read_text()
     with pytest.raises(typer.BadParameter, match="is no folder"):

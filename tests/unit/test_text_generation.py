@@ -58,9 +58,10 @@ def test_numbers_of_texts_are_checked_before_anything_runs() -> None:
 
 
 def test_a_method_of_no_feature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quintnet_compiler import features
     from quintnet_compiler.api import program_generation
 
-    monkeypatch.setattr(program_generation, "FEATURES", ())
+    monkeypatch.setattr(features, "FEATURES", ())
     program: Any = SimpleNamespace()
     with pytest.raises(quintnet.InputError, match=r"program\.generate belongs to a feature that is not installed"):
         program_generation.ProgramGeneration._method(program, "generate")

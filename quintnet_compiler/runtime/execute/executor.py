@@ -173,7 +173,8 @@ class Executor:
             self.comm.copies.settle()
         for tensors in (self.whole, self.static, self.values, self.cotangents, self.results, self.carried):
             tensors.clear()
-        return results, self.verdict
+        verdict, self.verdict = self.verdict, None  # which holds memory
+        return results, verdict
 
     # -- functions of stages
 
@@ -407,8 +408,7 @@ class Executor:
     def _sum_of_scalars(self, position: int, local: Tensor | None, *, screened: bool) -> Tensor:
         """Return the sum of a scalar over all ranks: terms where partial, one replica, nothing from other stages.
 
-        ``screened``: the step's verdict is summed with it: whether all gradients may be finite, and how many ranks are
-        asked to end.
+        ``screened``: the step's verdict is summed with it: may all gradients be finite, how many ranks shall end.
         """
         dtype, several = self.program.results[position].dtype, len(self.everyone) > 1
         if local is None or not self.counts[position]:
