@@ -15,8 +15,8 @@ from .setting import Setting
 
 Step = Callable[[], object]
 OURS = ("eager", "inductor", "cudagraphs")
-COMPILERS = ("inductor", "cudagraphs", "compiled")  # first words of peers that need a compiler for the device
-BASIS = {"inductor": "eager", "cudagraphs": "eager", "compiled": "plain"}  # whose FLOPs they have
+COMPILERS = ("inductor", "cudagraphs", "graph", "compiled")  # first words of peers that need a compiler for the device
+BASIS = {"inductor": "eager", "cudagraphs": "eager", "graph": "eager", "compiled": "plain"}  # whose FLOPs they have
 STEPS = 5
 
 
