@@ -12,8 +12,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from ..compat.torch import version
-from ..compat.torch_codegen import SHIPPED
-from .python_state import MISSING, copied, other_zero, shown
+from .python_state import MISSING, copied, other_zero, same_values, shown
 
 Space = Mapping[str, Any]
 Row = tuple[str, Space, Any, Any]  # a label, a namespace, a name in it, and the value there
@@ -274,7 +273,7 @@ class Values:
 
     def hold(self) -> bool:
         """Return whether they have these values."""
-        return all(map(SHIPPED.equal, self.compared, self.values))
+        return all(map(same_values, self.compared, self.values))
 
     def broken(self) -> list[str]:
         """Say that they have others."""

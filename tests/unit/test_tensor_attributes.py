@@ -178,3 +178,14 @@ def test_values_are_compared_as_they_are() -> None:
     assert guard.hold() and not guard.broken()
     x.numpy()[0] = 2.0
     assert not guard.hold() and guard.broken()
+
+
+def test_values_that_are_no_numbers_are_what_they_were() -> None:
+    """NaN differs from itself: a guard that says so would lead to a trace in every step."""
+    x = torch.tensor([1.0, float("nan")])
+    values = Values.of([x])
+    assert values.hold()
+    x[0] = 2.0
+    assert not values.hold()
+    x[0], x[1] = 1.0, 3.0
+    assert not values.hold()
