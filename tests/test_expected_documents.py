@@ -184,9 +184,8 @@ def test_plans_of_packed_rows_try_rings_in_order() -> None:
         report = quintnet.plan(Packed(), cluster, batch, plan=plan, top_k=1)
         found[size, *options] = [one.decisions["context_load_balance"] for one in report.alternatives]
     assert found.pop((512,)) == [True, False] and not any(found.values())
-    assert not quintnet.plan(
-        Packed(), cluster, batch, plan={"mesh": {"dp": 1}, "expect": {"documents": [512]}}
-    ).alternatives
+    report = quintnet.plan(Packed(), cluster, batch, plan={"mesh": {"dp": 1}}, expect={"documents": [512]})
+    assert not report.alternatives and report.best.expect.documents == (512,)
 
 
 def _llama(rows: int) -> tuple[nn.Module, dict[str, Tensor]]:

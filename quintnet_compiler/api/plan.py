@@ -18,7 +18,8 @@ from ..core.progress import bar
 from ..core.replaced import new_garbage_only, one_thread
 from ..cost_models.cluster import Cluster
 from ..ir.batch_form import BatchForm, FlatBatch, RowsElsewhere, plain_batch
-from ..ir.plan import Plan, check_plan, read_plan, with_documents
+from ..ir.plan import Plan, check_plan, expecting_documents, read_plan
+from ..ir.plan_options import ExpectationOptions
 from ..ir.plans.feature_fields import check_feature_fields
 from ..ops.rules.notation import Rule, user_rules
 from ..ops.rules.table import RULES
@@ -46,6 +47,7 @@ def plan(
     *,
     loss_fn: LossFn | None = None,
     plan: Given = None,
+    expect: ExpectationOptions | None = None,
     rules: Sequence[Rule] = (),
     top_k: int = 5,
     objective: Objective = "time",
@@ -68,6 +70,7 @@ def plan(
             ``expect``.
         loss_fn: as in :func:`quintnet.compile`.
         plan: fixed decisions; the planner makes the others.
+        expect: what prices assume of batches, in place of the plan's ``expect``: see :class:`quintnet.Plan`.
         rules: sharding rules for further operators.
         top_k: how many plans to return.
         objective: what to minimise: seconds of a step (``"time"``); bytes on the fullest rank (``"memory"``): the
@@ -102,12 +105,12 @@ def plan(
     """
     alternatives = listed(among)
     question, goal = Question(objective, SearchEffort(work, seconds)), Goal(tokens, price)
-    given = read_plan(plan)
+    given = read_plan(plan).changed({"expect": expect}, keep_open=True)
     planner = _planner(model, cluster, batch, loss_fn, given, rules, goal, backend, reserve)
     tokens_in = planner.workload.tokens
 
     def of_length(length: int) -> Planner:
-        expected = with_documents(given, planner.pinned.expect.documents)
+        expected = expecting_documents(given, planner.pinned.expect.documents)
         longer = with_length(batch, length)
         with one_thread(), new_garbage_only():
             return _planner(model, cluster, longer, loss_fn, expected, rules, goal, backend, reserve)

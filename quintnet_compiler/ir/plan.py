@@ -309,7 +309,7 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
             _type(pattern, text)
 
 
-def with_documents(plan: Plan, lengths: tuple[int, ...]) -> Plan:
+def expecting_documents(plan: Plan, lengths: tuple[int, ...]) -> Plan:
     """Return the plan with ``lengths`` as the documents that it expects; what it leaves open stays open."""
     expect = Expectations.model_validate({**plan.expect.model_dump(exclude_unset=True), "documents": lengths})
     return plan.changed({"expect": expect}, keep_open=True)

@@ -19,7 +19,7 @@ from ..core.errors import CompileError
 from ..cost_models.collectives import bucket_bytes
 from ..features.answers import completed, host_state, is_allowed
 from ..ir.cost_protocol import RankCosts
-from ..ir.plan import Plan, precision_of, with_documents
+from ..ir.plan import Plan, expecting_documents, precision_of
 from ..ir.program import Captured
 from ..ops.attention.seen_keys import rows_of
 from ..ops.catalog import op_spec
@@ -108,7 +108,7 @@ class Planner:
         gpu = machine.cluster.gpu
         normal = Normalize(batch_size, device_of(gpu), gpu, expect=pinned.expect)(captured)
         if "documents" not in pinned.expect.model_fields_set and (documents := documents_in(normal, batch)):
-            pinned = with_documents(pinned, documents)
+            pinned = expecting_documents(pinned, documents)
             expect_documents(normal.graph, documents)
         whole = SplitStepEnd(RuleBook(rules, pinned.unknown_ops))(normal)
         program = LowerPrecision(precision_of(pinned))(whole)
