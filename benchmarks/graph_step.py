@@ -151,13 +151,13 @@ def timed(setting: Setting, size: Size, rows: int, **options: Any) -> dict[str, 
         for _ in range(4):
             iterate(program, optimizer, batch)
         setting.wait()
-        made = time.perf_counter() - begun
+        build_seconds = time.perf_counter() - begun
         if setting.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         row[backend] = {
             "iteration": median(setting, lambda p=program, o=optimizer: iterate(p, o, batch)),
             "step": median(setting, lambda p=program: only_step(p, batch)),
-            "made, s": made,
+            "build, s": build_seconds,
         }
         if setting.device == "cuda":
             row[backend]["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30

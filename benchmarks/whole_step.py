@@ -78,7 +78,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Work:
-    """What all peers train, and where.
+    """Work of all peers: a model, tokens and a device.
 
     ``recompute``: each block's forward runs again in its backward. ``loss_chunks``: parts in which ``quintnet``
     computes the loss; the other peers have no such option.

@@ -50,7 +50,7 @@ def expert_linear(
 
 @dataclass(frozen=True)
 class HotExperts:
-    """What a plan says of a mixture: the option ``hot_experts`` (for its parameters), and of all its
+    """Decisions of a plan about a mixture: the option ``hot_experts`` (for its parameters), and of all its
     mixtures ``hot_rows`` and ``expert_imbalance`` of the option ``expect``."""
 
     experts: tuple[int, ...]

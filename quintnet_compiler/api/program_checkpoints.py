@@ -134,10 +134,10 @@ class ProgramCheckpoints(ProgramState):
 
         to = Destination(folder_at(folder), step, keep, self._locks)
         self._agree("save", optimizer, extra, folder=to.folder.path, step=step, keep=keep)
-        found = self._snapshot(optimizer, extra).on_host()
+        snapshot = self._snapshot(optimizer, extra).on_host()
         if self._saving is not None:
             self._saving.wait()
-        path = write(found, to)
+        path = write(snapshot, to)
         self._state().saved(path)
         return path
 
@@ -162,10 +162,10 @@ class ProgramCheckpoints(ProgramState):
 
         to = Destination(folder_at(folder), step, keep, self._locks)
         self._agree("save_async", optimizer, extra, folder=to.folder.path, step=step, keep=keep)
-        found = self._snapshot(optimizer, extra)
+        snapshot = self._snapshot(optimizer, extra)
         if self._saving is None:
             self._saving = Background.make()
-        saving = self._saving.save(found, to, everywhere(self._state(), "QN603"))
+        saving = self._saving.save(snapshot, to, everywhere(self._state(), "QN603"))
         self._state().saved(saving)
         return saving
 
@@ -197,13 +197,13 @@ class ProgramCheckpoints(ProgramState):
         from ..checkpoint.training_state import read
 
         self._agree("load", optimizer, None, step=step)
-        found = read(self._pretrained(), folder_at(folder), step, optimizer, accept)
-        if "rng" in found.run:
-            self.set_rng_state(found.run["rng"])
-        if "loss_scale" in found.run:
+        restored = read(self._pretrained(), folder_at(folder), step, optimizer, accept)
+        if "rng" in restored.run:
+            self.set_rng_state(restored.run["rng"])
+        if "loss_scale" in restored.run:
             scaler = self._state().scaler
-            scaler.scale, scaler.good = found.run["loss_scale"]
-        return found
+            scaler.scale, scaler.good = restored.run["loss_scale"]
+        return restored
 
     @collective
     def reserve(self, folder: str | Path) -> None:
@@ -261,12 +261,12 @@ class ProgramCheckpoints(ProgramState):
         pulse = current.get()
         if pulse is None or not self._interrupted or group_accelerator() is not None:
             return None
-        found = replica(self._pretrained(), optimizer, extra or {}, self._run_now())
-        if found is None or not pulse.chosen():
+        snapshot = replica(self._pretrained(), optimizer, extra or {}, self._run_now())
+        if snapshot is None or not pulse.chosen():
             return None
         if self._saving is not None:
             self._saving.wait()  # it has failed, if it still waited for others
-        path = write(found.on_host(), Destination(folder_at(folder), step, keep, self._locks), alone=True)
+        path = write(snapshot.on_host(), Destination(folder_at(folder), step, keep, self._locks), alone=True)
         pulse.saved(step)
         return path
 
@@ -289,7 +289,7 @@ class ProgramCheckpoints(ProgramState):
         return snapshot(self._pretrained(), optimizer, extra or {}, self._run_now())
 
     def _run_now(self) -> dict[str, Any]:
-        """What a checkpoint has of this run beside tensors."""
+        """Return what a checkpoint has of this run beside tensors."""
         aliases, scaler = self._pretrained().aliases, self._state().scaler
         rng, scale = self.get_rng_state(), [scaler.scale, scaler.good]
         tied = {"tied": dict(aliases)} if aliases else {}

@@ -1,4 +1,4 @@
-"""What all features together answer to layers above them."""
+"""Answers of all features together to layers above them."""
 
 from __future__ import annotations
 

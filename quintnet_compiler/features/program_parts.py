@@ -1,4 +1,4 @@
-"""What methods that features give to compiled programs read of them."""
+"""Parts of a compiled program that methods of features read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank runs for products that are fused with collectives: PyTorch's kernels where there are some, or a ring."""
+"""Products fused with collectives, as ranks run them: by PyTorch's kernels where there are some, or in a ring."""
 
 from __future__ import annotations
 
