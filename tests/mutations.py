@@ -12,6 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from quintnet_compiler.checks.backward import check_backward
+from quintnet_compiler.checks.code import check_code
+from quintnet_compiler.checks.padding import check_padding
+from quintnet_compiler.checks.positions import check_positions
+from quintnet_compiler.checks.types import check_types
 from quintnet_compiler.core.annotations import facts, is_getitem, shape, value
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.core.sharding import I, R, Shard, parse_type
@@ -35,11 +40,6 @@ from quintnet_compiler.ops.collectives import (
 from quintnet_compiler.ops.experts.grouped_rows import group_plan, group_rows, grouped_linear
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
-from quintnet_compiler.passes.checks.backward import check_backward
-from quintnet_compiler.passes.checks.code import check_code
-from quintnet_compiler.passes.checks.padding import check_padding
-from quintnet_compiler.passes.checks.positions import check_positions
-from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.lowering.coalesce_collectives import CoalesceCollectives
 from quintnet_compiler.schedules.kinds import SCHEDULES

@@ -15,6 +15,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from quintnet_compiler.checks.backward import check_backward
+from quintnet_compiler.checks.code import check_code
+from quintnet_compiler.checks.padding import check_padding
+from quintnet_compiler.checks.types import check_types
 from quintnet_compiler.core.annotations import (
     is_float,
     is_getitem,
@@ -42,10 +46,6 @@ from quintnet_compiler.ir.program import Axis, Program, ShardedProgram, StagedPr
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.autodiff.recompute import Recompute
-from quintnet_compiler.passes.checks.backward import check_backward
-from quintnet_compiler.passes.checks.code import check_code
-from quintnet_compiler.passes.checks.padding import check_padding
-from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.passes.sharding.shard_parameters import ShardParameters

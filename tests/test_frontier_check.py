@@ -20,11 +20,11 @@ import quintnet_compiler.capture.capture as tracing
 import quintnet_compiler.driver.variants as programs
 import quintnet_compiler.equivalence.module_check as module_check
 from quintnet import CompileError, Mesh
+from quintnet_compiler.checks.derivatives import proven
 from quintnet_compiler.equivalence.module_check import ModuleCheck
 from quintnet_compiler.equivalence.module_step import Owner
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.vector_jacobian import _BY_HAND, VectorJacobian
-from quintnet_compiler.passes.checks.derivatives import proven
 from tests import zoo
 
 BATCH = (torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4)

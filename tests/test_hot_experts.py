@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import quintnet
+from quintnet_compiler.checks.types import check_types
 from quintnet_compiler.core.annotations import num_bytes, values
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.cluster import Cluster
@@ -21,7 +22,6 @@ from quintnet_compiler.ops.collectives import convert, dispatch_plan
 from quintnet_compiler.ops.experts.grouped_rows import group_plan
 from quintnet_compiler.ops.rank_local import local_experts, pick_experts
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.runtime.transport.token_dispatch import Router
 from quintnet_compiler.simulation.priced import ProgramPrices, expert_loads

@@ -12,6 +12,8 @@ from torch import fx
 
 import quintnet
 from quintnet import CompileError, Mesh
+from quintnet_compiler.checks.code import check_code
+from quintnet_compiler.checks.rewrites.overlap import check_overlap
 from quintnet_compiler.core.annotations import known
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
@@ -21,8 +23,6 @@ from quintnet_compiler.ir.distributed_program import DistributedProgram
 from quintnet_compiler.ir.repeated_blocks import block_of
 from quintnet_compiler.ops.collectives import STARTS, wait
 from quintnet_compiler.ops.rules.work import takes_long
-from quintnet_compiler.passes.checks.code import check_code
-from quintnet_compiler.passes.checks.rewrites.overlap import check_overlap
 from quintnet_compiler.simulation.program import simulate_program
 from quintnet_compiler.simulation.work import ActionWork, WorkPart
 

@@ -16,6 +16,9 @@ from torch import fx
 
 import quintnet
 from quintnet import CompileError, Mesh
+from quintnet_compiler.checks.backward import check_backward
+from quintnet_compiler.checks.code import check_code
+from quintnet_compiler.checks.reductions import check_reductions
 from quintnet_compiler.core.annotations import annotate, facts, needs_grad, value
 from quintnet_compiler.core.precision import narrows
 from quintnet_compiler.core.sharding import P, R
@@ -23,9 +26,6 @@ from quintnet_compiler.ir.distributed_program import DistributedProgram
 from quintnet_compiler.ir.invariants import verify
 from quintnet_compiler.ir.program import DifferentiatedProgram, LocalProgram, Strategy
 from quintnet_compiler.ops.collectives import all_reduce, reduce_scatter
-from quintnet_compiler.passes.checks.backward import check_backward
-from quintnet_compiler.passes.checks.code import check_code
-from quintnet_compiler.passes.checks.reductions import check_reductions
 from quintnet_compiler.passes.sharding.batch_factors import batch_dependent
 
 from .models import CASES, build

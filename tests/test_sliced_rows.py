@@ -17,6 +17,8 @@ from torch import Tensor, fx, nn
 
 import quintnet
 from quintnet import Mesh, expert_linear
+from quintnet_compiler.checks.strategies import Reading
+from quintnet_compiler.checks.types import check_types
 from quintnet_compiler.core.annotations import num_bytes, shape, values
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.sharding import P, R, S
@@ -26,8 +28,6 @@ from quintnet_compiler.ops.collectives import STARTS, all_gather, combine, conve
 from quintnet_compiler.ops.experts.expert_linear import expert_linear as layer
 from quintnet_compiler.ops.experts.grouped_rows import group_rows
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.passes.checks.strategies import Reading
-from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.passes.sharding.axis_view import AxisView
 from quintnet_compiler.strategies.rule_book import RuleBook

@@ -10,6 +10,21 @@ import torch
 from torch import Tensor, fx
 
 from ..capture.messages import without_messages_of_torch
+from ..checks.backward import check_backward
+from ..checks.code import check_code
+from ..checks.notation import check_notation
+from ..checks.padding import check_padding
+from ..checks.positions import check_positions
+from ..checks.reductions import check_reductions
+from ..checks.rewrites.early import check_early
+from ..checks.rewrites.in_place import check_in_place
+from ..checks.rewrites.joined import check_joined
+from ..checks.rewrites.norms import check_norms
+from ..checks.rewrites.overlap import check_overlap
+from ..checks.rewrites.step_end import check_step_end
+from ..checks.rewrites.token_dispatch import check_token_dispatch
+from ..checks.slices import check_slices
+from ..checks.types import check_types
 from ..core.absent_gpu import CUDA, AbsentGpu
 from ..core.annotations import num_bytes, values
 from ..core.axes import DATA_AXES, SHARDED
@@ -30,21 +45,6 @@ from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.autodiff.recompute import Blocks, Recompute, dequantised
 from ..passes.autodiff.recompute_budget import Budget
-from ..passes.checks.backward import check_backward
-from ..passes.checks.code import check_code
-from ..passes.checks.notation import check_notation
-from ..passes.checks.padding import check_padding
-from ..passes.checks.positions import check_positions
-from ..passes.checks.reductions import check_reductions
-from ..passes.checks.rewrites.early import check_early
-from ..passes.checks.rewrites.in_place import check_in_place
-from ..passes.checks.rewrites.joined import check_joined
-from ..passes.checks.rewrites.norms import check_norms
-from ..passes.checks.rewrites.overlap import check_overlap
-from ..passes.checks.rewrites.step_end import check_step_end
-from ..passes.checks.rewrites.token_dispatch import check_token_dispatch
-from ..passes.checks.slices import check_slices
-from ..passes.checks.types import check_types
 from ..passes.codegen.generate_ranks import GenerateRanks
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize

@@ -8,13 +8,13 @@ from collections import deque
 
 from torch import fx
 
+from ..checks.types import Step, moves
 from ..core.annotations import facts, is_getitem, needs_grad, origin, shape, tensor_inputs
 from ..core.errors import CompileError
 from ..core.sharding import AxisType, P, R, Shard, Sharding, gradient, local_shape
 from ..ir.distributed_program import DistributedProgram
 from ..ir.program import LocalProgram, ShardedProgram, outputs
 from ..ops.collectives import lower_conversion
-from ..passes.checks.types import Step, moves
 
 Use = tuple[fx.Node, int]  # an operator and which of its inputs
 

@@ -1,4 +1,4 @@
-"""core.absent_gpu, ops.attention.cuda, passes.checks.derivatives.device_kernels, runtime.backends.absent and
+"""core.absent_gpu, ops.attention.cuda, checks.derivatives.device_kernels, runtime.backends.absent and
 whole_state: programs for a GPU that is not here."""
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from quintnet_compiler.checks.derivatives.calls import OperatorCall
+from quintnet_compiler.checks.derivatives.device_kernels import on_cpu
+from quintnet_compiler.checks.derivatives.proven import Derivatives
 from quintnet_compiler.compat.torch import FakeTensorMode
 from quintnet_compiler.core.absent_gpu import CPU, CUDA, AbsentGpu, call_fake, on_device, stand_in
 from quintnet_compiler.core.annotations import value
@@ -19,9 +22,6 @@ from quintnet_compiler.ops.attention import cuda
 from quintnet_compiler.ops.attention.cuda import CudaAttention, on_gpu
 from quintnet_compiler.ops.attention.operator import attention
 from quintnet_compiler.passes.autodiff.vector_jacobian import VectorJacobian
-from quintnet_compiler.passes.checks.derivatives.calls import OperatorCall
-from quintnet_compiler.passes.checks.derivatives.device_kernels import on_cpu
-from quintnet_compiler.passes.checks.derivatives.proven import Derivatives
 from quintnet_compiler.runtime.backends.absent import AbsentBackend
 from quintnet_compiler.runtime.backends.whole_state import WholeState
 from quintnet_compiler.runtime.launch import world

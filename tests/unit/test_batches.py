@@ -13,12 +13,12 @@ from torch import nn
 import quintnet
 from quintnet_compiler.capture.batch_norms import cumulative_averages, one_process
 from quintnet_compiler.capture.capture import capture
+from quintnet_compiler.checks.code import check_batches
 from quintnet_compiler.core.annotations import facts, operators_of_parameters
 from quintnet_compiler.driver.compiler import Runner, compile_program
 from quintnet_compiler.driver.pipeline import Request
 from quintnet_compiler.equivalence.module_training import batches_of
 from quintnet_compiler.ir.distributed_program import DistributedProgram
-from quintnet_compiler.passes.checks.code import check_batches
 from quintnet_compiler.passes.frontend.normalize import Normalize
 from quintnet_compiler.passes.stages.cut_stages import _uncut_places
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import quintnet
+from quintnet_compiler.checks.types import check_types
 from quintnet_compiler.core.annotations import leaf
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.sharding import I, R, S
@@ -19,7 +20,6 @@ from quintnet_compiler.features.fp8 import scales
 from quintnet_compiler.features.fp8.ops.scaled_products import block_max, scaled_cast
 from quintnet_compiler.ops.casts import parameter_of
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.sharding import shard_parameters
 from quintnet_compiler.passes.sharding.cast_slices import slice_cast_strategies
 from quintnet_compiler.strategies.rule_book import RuleBook

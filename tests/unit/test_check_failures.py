@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from quintnet_compiler.checks.failure import check_failure
 from quintnet_compiler.core.annotations import Facts, annotate
 from quintnet_compiler.core.errors import Where
-from quintnet_compiler.passes.checks.failure import check_failure
 
 
 def test_a_failure_names_the_check_and_the_place_if_the_node_has_one() -> None:

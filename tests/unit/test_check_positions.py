@@ -1,4 +1,4 @@
-"""passes.checks.positions: what attention in tiles and in a ring, and random operators, are told, compared with the
+"""checks.positions: what attention in tiles and in a ring, and random operators, are told, compared with the
 program's own."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx
 
+from quintnet_compiler.checks.positions import check_positions
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.sharding import I, S
 from quintnet_compiler.ir.program import Axis, LocalProgram, ShardedProgram, StagedProgram, Strategy
@@ -18,7 +19,6 @@ from quintnet_compiler.ops.attention.tiled import tiled_attention
 from quintnet_compiler.ops.collectives import ring_attention
 from quintnet_compiler.ops.rank_local import dropout, keep_mask, local_noise, noise
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.passes.checks.positions import check_positions
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 
 from ..one_operator import as_program

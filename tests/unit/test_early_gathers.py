@@ -1,4 +1,4 @@
-"""passes.overlap.gather_early, passes.checks.rewrites.early: parameters that arrive while a forward computes."""
+"""passes.overlap.gather_early, checks.rewrites.early: parameters that arrive while a forward computes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import fx
 
 import quintnet
+from quintnet_compiler.checks.rewrites.early import check_early
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ir.program import DifferentiatedProgram
 from quintnet_compiler.ops.collectives import gather_early, gather_states
 from quintnet_compiler.ops.rank_local import arrived
-from quintnet_compiler.passes.checks.rewrites.early import check_early
 from quintnet_compiler.passes.overlap.gather_early import GatherEarly
 from quintnet_compiler.runtime.execute.comm import Comm
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld

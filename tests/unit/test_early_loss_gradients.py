@@ -12,12 +12,12 @@ import torch
 from torch import fx
 
 from quintnet import CompileError
+from quintnet_compiler.checks.rewrites.results import check_results
 from quintnet_compiler.core.annotations import annotate, facts, shape
 from quintnet_compiler.features.chunked_losses import feature
 from quintnet_compiler.features.chunked_losses.checks.early_loss_gradients import check_early_loss_gradients
 from quintnet_compiler.features.chunked_losses.early_loss_gradients import EarlyLossGradients
 from quintnet_compiler.ir.program import DifferentiatedProgram
-from quintnet_compiler.passes.checks.rewrites.results import check_results
 
 from ..language import CLASSES, LOSSES, Loss, compiled, flat, shifted
 

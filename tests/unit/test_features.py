@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 import quintnet
+from quintnet_compiler.checks.extensions import ExpertProductCheck, LocalFormCheck
 from quintnet_compiler.core.precision import COMPUTE_DTYPES, add_precisions
 from quintnet_compiler.driver.pipeline import PIPELINE
 from quintnet_compiler.features import FEATURES
@@ -22,7 +23,6 @@ from quintnet_compiler.ops.op_spec import OpSpec
 from quintnet_compiler.ops.rules.table import RULES, add_rules
 from quintnet_compiler.ops.rules.work import work_of
 from quintnet_compiler.ops.traits import TRAITS
-from quintnet_compiler.passes.checks.extensions import ExpertProductCheck, LocalFormCheck
 from quintnet_compiler.passes.lowering.extensions import ExpertProduct, LocalForm
 
 aten = torch.ops.aten

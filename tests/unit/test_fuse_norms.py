@@ -1,4 +1,4 @@
-"""passes.lowering.fuse_norms, passes.checks.rewrites.norms: which operators are one norm, and the proof of it."""
+"""passes.lowering.fuse_norms, checks.rewrites.norms: which operators are one norm, and the proof of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from quintnet_compiler.checks.rewrites.norms import check_norms
 from quintnet_compiler.core.absent_gpu import CPU, CUDA
 from quintnet_compiler.core.annotations import Leaf
 from quintnet_compiler.core.errors import CompileError
@@ -17,7 +18,6 @@ from quintnet_compiler.core.sharding import R
 from quintnet_compiler.driver import pipeline
 from quintnet_compiler.ir.builder import GraphBuilder, aten
 from quintnet_compiler.ir.program import LocalProgram
-from quintnet_compiler.passes.checks.rewrites.norms import check_norms
 from quintnet_compiler.passes.lowering import fuse_norms
 from quintnet_compiler.passes.lowering.fuse_norms import FuseNorms
 

@@ -1,4 +1,4 @@
-"""passes.lowering.join_slices, passes.checks.rewrites.joined: sums of gradients of slices, and the proof that they are
+"""passes.lowering.join_slices, checks.rewrites.joined: sums of gradients of slices, and the proof that they are
 joins."""
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from quintnet_compiler.checks.rewrites.joined import check_joined
 from quintnet_compiler.core.absent_gpu import CPU
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.driver import pipeline
 from quintnet_compiler.ir.builder import GraphBuilder, aten
 from quintnet_compiler.ir.program import DifferentiatedProgram
-from quintnet_compiler.passes.checks.rewrites.joined import check_joined
 from quintnet_compiler.passes.lowering.join_slices import JoinSlices
 
 from .graphs import builder, leaf

@@ -1,4 +1,4 @@
-"""Sizes that do not divide: core.sharding and core.slices with padding, passes.lowering.padding, passes.checks.padding,
+"""Sizes that do not divide: core.sharding and core.slices with padding, passes.lowering.padding, checks.padding,
 runtime.state.true_part. Which masks are put where, and that the check misses each one that is taken away."""
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import fx
 
+from quintnet_compiler.checks.padding import check_padding
+from quintnet_compiler.checks.padding_nodes import Fill, Resize, dims_with_padding, local_shapes, peel
 from quintnet_compiler.core import slices
 from quintnet_compiler.core.annotations import shape
 from quintnet_compiler.core.errors import CompileError
@@ -17,8 +19,6 @@ from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ir.program import Axis, LocalProgram, ShardedProgram, StagedProgram, Strategy
 from quintnet_compiler.ops.rank_local import padding_of
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.passes.checks.padding import check_padding
-from quintnet_compiler.passes.checks.padding_nodes import Fill, Resize, dims_with_padding, local_shapes, peel
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.passes.lowering.padding import Padding
 from quintnet_compiler.runtime.state.true_part import TruePart

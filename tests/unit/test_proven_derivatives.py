@@ -1,4 +1,4 @@
-"""passes.checks.derivatives, part by part: smaller calls, drawn operands, transposes of ranks, comparisons."""
+"""checks.derivatives, part by part: smaller calls, drawn operands, transposes of ranks, comparisons."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import fx
 
+from quintnet_compiler.checks.derivatives.calls import OperatorCall, Pattern
+from quintnet_compiler.checks.derivatives.numbers import difference
+from quintnet_compiler.checks.derivatives.of_ranks import check_ranked
+from quintnet_compiler.checks.derivatives.operands import drawn, elements, nested_strides
+from quintnet_compiler.checks.derivatives.smaller_calls import smaller_sizes
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ops.collectives import combine, dispatch
-from quintnet_compiler.passes.checks.derivatives.calls import OperatorCall, Pattern
-from quintnet_compiler.passes.checks.derivatives.numbers import difference
-from quintnet_compiler.passes.checks.derivatives.of_ranks import check_ranked
-from quintnet_compiler.passes.checks.derivatives.operands import drawn, elements, nested_strides
-from quintnet_compiler.passes.checks.derivatives.smaller_calls import smaller_sizes
 
 
 def _call(*sizes: int) -> OperatorCall:

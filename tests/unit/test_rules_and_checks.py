@@ -1,4 +1,4 @@
-"""ops.rules, strategies, passes.checks: factors of single operators, and what the checks' own tables say."""
+"""ops.rules, strategies, checks: factors of single operators, and what the checks' own tables say."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ import pytest
 import torch
 from torch import fx
 
+from quintnet_compiler.checks.derivatives import proven
+from quintnet_compiler.checks.derivatives.calls import OperatorCall, Pattern
+from quintnet_compiler.checks.derivatives.numbers import check_numbers
+from quintnet_compiler.checks.derivatives.proven import Derivatives
+from quintnet_compiler.checks.expert_layers import axes_of_travel
+from quintnet_compiler.checks.strategies import Reading
+from quintnet_compiler.checks.tables import CONVERSIONS
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.core.slices import join, pad, stack, take, unstack
@@ -20,13 +27,6 @@ from quintnet_compiler.ops.experts.expert_linear import expert_linear
 from quintnet_compiler.ops.rules import contractions, lookups, reductions, user_derivatives, views
 from quintnet_compiler.ops.rules.node_factors import aligned, argument, chosen_dims
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.passes.checks.derivatives import proven
-from quintnet_compiler.passes.checks.derivatives.calls import OperatorCall, Pattern
-from quintnet_compiler.passes.checks.derivatives.numbers import check_numbers
-from quintnet_compiler.passes.checks.derivatives.proven import Derivatives
-from quintnet_compiler.passes.checks.expert_layers import axes_of_travel
-from quintnet_compiler.passes.checks.strategies import Reading
-from quintnet_compiler.passes.checks.tables import CONVERSIONS
 from quintnet_compiler.strategies.expert_axes import check_experts, exchanging_strategies, expert_parameters
 from quintnet_compiler.strategies.rule_book import RuleBook, strategies
 

@@ -10,6 +10,8 @@ import torch
 from torch import fx
 
 import quintnet
+from quintnet_compiler.checks.extensions import LayerError
+from quintnet_compiler.checks.types import check_types
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.driver import pipeline
@@ -27,8 +29,6 @@ from quintnet_compiler.features.fp8.ops.scaled_products import block_max, block_
 from quintnet_compiler.features.fp8.scaled_experts import ScaledExperts
 from quintnet_compiler.ir.program import Axis, LocalProgram, Strategy
 from quintnet_compiler.ops.derivatives.user_derivatives import after_gradients, declare_gradient
-from quintnet_compiler.passes.checks.extensions import LayerError
-from quintnet_compiler.passes.checks.types import check_types
 
 from ..test_eight_bit_experts import Mixture, batch
 from .graphs import builder, leaf

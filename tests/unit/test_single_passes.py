@@ -10,6 +10,14 @@ import pytest
 import torch
 from torch import fx
 
+from quintnet_compiler.checks.backward import check_backward
+from quintnet_compiler.checks.code import check_code
+from quintnet_compiler.checks.expected_calls import ExpectedCalls
+from quintnet_compiler.checks.notation import check_notation
+from quintnet_compiler.checks.reductions import check_reductions
+from quintnet_compiler.checks.rewrites.overlap import check_overlap
+from quintnet_compiler.checks.slices import check_slices
+from quintnet_compiler.checks.types import check_types
 from quintnet_compiler.core.annotations import shape, tensor_inputs, value
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.mesh import Mesh
@@ -34,14 +42,6 @@ from quintnet_compiler.ops.collectives import COMMUNICATION, convert, wait
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.autodiff.recompute import Recompute
-from quintnet_compiler.passes.checks.backward import check_backward
-from quintnet_compiler.passes.checks.code import check_code
-from quintnet_compiler.passes.checks.expected_calls import ExpectedCalls
-from quintnet_compiler.passes.checks.notation import check_notation
-from quintnet_compiler.passes.checks.reductions import check_reductions
-from quintnet_compiler.passes.checks.rewrites.overlap import check_overlap
-from quintnet_compiler.passes.checks.slices import check_slices
-from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.functions import Functions, written_module
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.codegen.stage_cut import StageCut

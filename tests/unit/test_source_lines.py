@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import fx
 
+from quintnet_compiler.checks.source import check_source_slices
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.ir.codegen_allowlist import check_source
-from quintnet_compiler.passes.checks.source import check_source_slices
 from quintnet_compiler.passes.codegen.source_lines import WIDTH, in_lines, written
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""passes.sharding.split_step_end, passes.checks.rewrites.step_end: what is computed when a step is over."""
+"""passes.sharding.split_step_end, checks.rewrites.step_end: what is computed when a step is over."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx
 
+from quintnet_compiler.checks.rewrites.step_end import check_step_end
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.sharding import I, P
 from quintnet_compiler.ir.builder import GraphBuilder, aten
@@ -18,7 +19,6 @@ from quintnet_compiler.ir.distributed_program import ValueSpec
 from quintnet_compiler.ir.program import Axis, Program, StepEnd, outputs
 from quintnet_compiler.ops.rank_local import noise
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.passes.checks.rewrites.step_end import check_step_end
 from quintnet_compiler.passes.sharding.split_step_end import SplitStepEnd
 from quintnet_compiler.strategies.rule_book import RuleBook
 

@@ -1,4 +1,4 @@
-"""passes.lowering.sum_in_place, passes.checks.rewrites.in_place: what an all-reduce may overwrite."""
+"""passes.lowering.sum_in_place, checks.rewrites.in_place: what an all-reduce may overwrite."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import fx
 
+from quintnet_compiler.checks.rewrites.in_place import check_in_place
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.ir.builder import GraphBuilder, aten
 from quintnet_compiler.ir.program import DifferentiatedProgram
 from quintnet_compiler.ops.collectives import STARTS, all_reduce, all_reduce_, shard_slice, wait
-from quintnet_compiler.passes.checks.rewrites.in_place import check_in_place
 from quintnet_compiler.passes.lowering.sum_in_place import SumInPlace
 
 from .graphs import builder, leaf

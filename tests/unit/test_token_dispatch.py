@@ -1,4 +1,4 @@
-"""passes.lowering.fuse_token_dispatch, passes.checks.rewrites.token_dispatch: which rows may stay where they are."""
+"""passes.lowering.fuse_token_dispatch, checks.rewrites.token_dispatch: which rows may stay where they are."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import fx
 
+from quintnet_compiler.checks.rewrites.token_dispatch import check_token_dispatch
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.ir.builder import GraphBuilder, aten
 from quintnet_compiler.ir.program import LocalProgram
 from quintnet_compiler.ops.collectives import combine, dispatch
 from quintnet_compiler.ops.experts.grouped_rows import group_rows, ungroup_rows
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.passes.checks.rewrites.token_dispatch import check_token_dispatch
 from quintnet_compiler.passes.lowering.fuse_token_dispatch import FuseTokenDispatch
 
 from .graphs import builder, leaf

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...checks.failure import check_failure
 from ...core.annotations import facts, is_getitem, shape, values
 from ...ir.program import DifferentiatedProgram
 from ...ir.value_numbers import NumberRead, ValueNumbers
 from ...ops.catalog import op_spec
 from ...ops.collectives import all_gather, reduce_scatter
-from ...passes.checks.failure import check_failure
 
 _fail = partial(check_failure, "fusion check")
 aten = torch.ops.aten

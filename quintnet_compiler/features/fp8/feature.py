@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...checks.extensions import ExpertProductCheck, LocalFormCheck
 from ...core.sharding import Sharding
 from ...ir.builder import GraphBuilder
 from ...ir.plan import Plan
 from ...ir.program import Axis, Program, Strategy
 from ...ops.rules.notation import Rule, rule
-from ...passes.checks.extensions import ExpertProductCheck, LocalFormCheck
 from ...passes.frontend.lower_precision import LowerPrecision
 from ...passes.lowering.extensions import ExpertProduct, LocalForm
 from ..feature import Feature, Rewrite, RewriteSetting

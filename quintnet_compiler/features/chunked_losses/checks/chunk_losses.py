@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ....checks.failure import check_failure
 from ....core.absent_gpu import CPU, on_device
 from ....core.annotations import is_getitem, shape, value
 from ....ir.program import LocalProgram
 from ....ops.catalog import op_spec
 from ....ops.cross_entropy import nll_terms
-from ....passes.checks.failure import check_failure
 
 _fail = partial(check_failure, "check of losses in parts")
 aten = torch.ops.aten

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....checks.failure import check_failure
+from ....checks.rewrites.results import check_results
 from ....core.annotations import facts
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import ValueNumbers
 from ....ops.catalog import op_spec
-from ....passes.checks.failure import check_failure
-from ....passes.checks.rewrites.results import check_results
 
 _fail = partial(check_failure, "early gradients check")
 aten = torch.ops.aten

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....checks.failure import check_failure
 from ....core.annotations import is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value
 from ....ir.program import Program, outputs
 from ....ir.value_numbers import NumberRead, ValueNumbers
 from ....ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ....ops.experts.expert_linear import expert_linear
-from ....passes.checks.failure import check_failure
 from ..ops.scaled_groups import scaled_expert_linear
 from ..ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 

@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from ....checks.extensions import LayerError
 from ....core.annotations import is_getitem, needs_grad, origin, tensor_inputs, value
 from ....core.sharding import Shard
 from ....ir.program import Axis, Strategy
 from ....ops.collectives import convert
 from ....ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ....ops.experts.grouped_rows import grouped_bias_grad, grouped_weight_grad
-from ....passes.checks.extensions import LayerError
 from ..ops.scaled_groups import group_cast, group_max, scaled_grouped_linear, scaled_grouped_weight_grad
 from ..ops.scaled_products import block_max, block_scale, scaled_cast
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import fx
 
+from ....checks.failure import check_failure
+from ....checks.rewrites.results import check_results
 from ....compat.torch import OpOverload, schema_or_none
 from ....core.annotations import facts, origin
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import ValueNumbers
 from ....ops.catalog import op_spec
 from ....ops.copies import BACK
-from ....passes.checks.failure import check_failure
-from ....passes.checks.rewrites.results import check_results
 
 _fail = partial(check_failure, "offload check")
 

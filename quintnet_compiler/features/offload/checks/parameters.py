@@ -6,13 +6,13 @@ from functools import partial
 
 from torch import fx
 
+from ....checks.failure import check_failure
+from ....checks.rewrites.results import check_results
 from ....compat.torch import schema_or_none
 from ....core.annotations import facts, leaf, origin
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import ValueNumbers
 from ....ops.catalog import op_spec
-from ....passes.checks.failure import check_failure
-from ....passes.checks.rewrites.results import check_results
 from .activations import NumberedCopies
 
 _fail = partial(check_failure, "check of parameters on the host")
