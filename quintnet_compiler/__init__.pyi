@@ -24,6 +24,7 @@ from .equivalence.verify import VerifyReport
 from .huggingface.parallel_plan import HuggingFacePlan, hf_plan
 from .ir.plan import Plan
 from .ops.rules.notation import Rule, rule
+from .ops.rules.trial.find_rule import find_rule
 from .planner.estimate import Estimate
 from .planner.report import PlanReport
 from .reports.tensor_picture import TensorPicture
@@ -101,6 +102,7 @@ __all__ = [
     "hot_experts",
     "launch",
     "pad_to_bucket",
+    "find_rule",
     "rule",
     "visualize",
     "simulate",

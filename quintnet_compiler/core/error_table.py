@@ -119,7 +119,7 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
             "The compiler splits an operator only by a rule, and this one has none. Guessing could be silently wrong.",
             'Run it unsplit with plan={"unknown_ops": "replicate"}; or add one line, '
             'rules=[quintnet.rule(op, "b n, n k -> b k")], with one group of names for each tensor, those in lists and '
-            "tuples too.",
+            "tuples too. quintnet.find_rule(op, *samples) finds that line by trial.",
         ),
         "QN203": ErrorEntry(
             "the layout does not divide",

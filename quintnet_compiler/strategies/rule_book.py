@@ -62,8 +62,7 @@ class RowRule:
         return rule(self.target, self.text, whole=self.whole)
 
     def __str__(self) -> str:
-        name = str(self.target).replace(".", "::", 1)
-        return f'quintnet.rule("{name}", "{self.text}"' + (f', whole="{self.whole}")' if self.whole else ")")
+        return str(self.rule)
 
 
 def _row_rule(node: fx.Node) -> RowRule | None:

@@ -8,6 +8,7 @@ for shardings needs no more than this. (After einops' notation and Shardy's fact
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
@@ -309,6 +310,12 @@ class Rule:
     text: str = field(default="", compare=False)
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
     work: Work | None = None
+
+    def __str__(self) -> str:
+        """Return the rule as a user writes it."""
+        name = str(self.target).replace(".", "::", 1)
+        options = "".join(f", {option}={json.dumps(setting)}" for option, setting in self.options.items() if setting)
+        return f'quintnet.rule("{name}", "{self.text}"{options})'
 
 
 def rule(

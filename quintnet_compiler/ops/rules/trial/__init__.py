@@ -1,0 +1,1 @@
+"""Rules of operators by trial: an operator runs on parts of its inputs, and what comes out is compared."""
