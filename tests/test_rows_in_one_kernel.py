@@ -89,6 +89,7 @@ class Bags(nn.Module):
         return made
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bags_with_a_padding_row(layout: str) -> None:
     ids = torch.randint(9, (8, 4), generator=torch.Generator().manual_seed(1))
@@ -119,6 +120,7 @@ class OwnFilters(nn.Module):
         return self.last(out.reshape(rows, self.outputs, -1).tanh().mean(2))  # type: ignore[no-any-return]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "options", [{}, {"biased": True}, {"transposed": True}, {"dims": 2, "transposed": True, "biased": True}], ids=str
@@ -142,6 +144,7 @@ class MappedFilters(nn.Module):
         return self.last(out.tanh().mean(2))  # type: ignore[no-any-return]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_mapped_filters_of_each_row(layout: str) -> None:
     batches = [(_random(rows, 3, 6), torch.arange(rows) % 5) for rows in (8, 7)]
@@ -163,6 +166,7 @@ class Penalised(nn.Module):
         return F.cross_entropy(out, y) + gradient.square().mean()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("options", [{}, {"transposed": True, "dims": 2}], ids=str)
 def test_penalties_of_filters_of_each_row(options: dict[str, int], layout: str) -> None:
