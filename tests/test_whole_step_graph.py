@@ -125,6 +125,7 @@ def _train(
         _same([p.state_dict() for p in programs])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
