@@ -212,7 +212,9 @@ def test_what_is_no_product_of_8_bits_is_none_of_a_layer() -> None:
 # -- the program before it is lowered
 
 
-def _programs() -> tuple[Any, Any]:
+@pytest.fixture(scope="module")
+def programs() -> tuple[Any, Any]:
+    """Return a program before and after its layers have 8 bits. Whoever changes a node restores it."""
     seen: list[Any] = []
     x, y = batch()
 
@@ -227,13 +229,15 @@ def _programs() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("position", "of"), [(5, 5), (6, 6), (5, 7), (6, 8), (2, 2), (4, None), (9, None)])
-def test_a_layer_with_other_weights_is_found(position: int, of: int | None) -> None:
-    before, after = _programs()
+def test_a_layer_with_other_weights_is_found(programs: tuple[Any, Any], position: int, of: int | None) -> None:
+    before, after = programs
     check_eight_bits(before, after)
     first, second = (n for n in after.graph.nodes if n.target is scaled_expert_linear)
     wrong: Any = not first.args[position] if position == 4 else []
     if of is not None:
         wrong = (second if position == of else first).args[of]
+    right = first.args[position]
     _set(first, position, wrong)
     with pytest.raises(CompileError, match="8-bit check"):
         check_eight_bits(before, after)
+    _set(first, position, right)
