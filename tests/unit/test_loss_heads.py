@@ -25,8 +25,8 @@ from ..language import CLASSES, WIDTH, Loss, batch, compiled, products, shifted
 aten = torch.ops.aten
 
 
-def test_a_head_is_what_lies_between_rows_and_losses() -> None:
-    (head,) = loss_heads(_local())
+def test_a_head_is_what_lies_between_rows_and_losses(local: LocalProgram) -> None:
+    (head,) = loss_heads(local)
     assert head.product.target is aten.linear.default and shape(head.product)[-1] == CLASSES
     assert [node.target for node in head.leading] == [aten.slice.Tensor, aten.reshape.default]
     ((end, outputs),) = head.ends.items()
@@ -61,8 +61,14 @@ def test_logits_that_are_returned_stay_whole() -> None:
 
 
 def _local() -> LocalProgram:
-    """A graph before its loss is cut."""
+    """Return a program before its loss is cut."""
     return compiled(shifted, {"dp": 1})._primary().program.source.local
+
+
+@pytest.fixture(scope="module")
+def local() -> LocalProgram:
+    """Return that program, for tests that do not change it."""
+    return _local()
 
 
 def _wrong(graph: fx.Graph) -> list[Callable[[], object]]:
@@ -85,22 +91,20 @@ def _wrong(graph: fx.Graph) -> list[Callable[[], object]]:
 
 
 @pytest.mark.parametrize("position", range(7))
-def test_a_wrong_part_is_found(position: int) -> None:
-    before = _local()
-    after = ChunkLosses(4)(before)
-    check_chunked(before, after)
+def test_a_wrong_part_is_found(local: LocalProgram, position: int) -> None:
+    after = ChunkLosses(4)(local)
+    check_chunked(local, after)
     _wrong(after.graph)[position]()
     with pytest.raises((CompileError, RuntimeError, IndexError), match=r"QN209|must match|size|index"):
-        check_chunked(before, after)
+        check_chunked(local, after)
 
 
-def test_a_part_elsewhere_is_found() -> None:
-    before = _local()
-    after = ChunkLosses(4)(before)
+def test_a_part_elsewhere_is_found(local: LocalProgram) -> None:
+    after = ChunkLosses(4)(local)
     kept = {node: stage for node, stage in after.stage.items() if node.name != "chunk_linear_1"}
     for stray in ({"stage": kept}, {"sharding": {}}, {"once": frozenset(itertools.islice(after.graph.nodes, 3))}):
         with pytest.raises(CompileError, match="QN209"):
-            check_chunked(before, replace(after, **stray))
+            check_chunked(local, replace(after, **stray))
 
 
 class TwoTables(nn.Module):
