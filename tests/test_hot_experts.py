@@ -281,11 +281,16 @@ MUTATIONS: dict[str, Callable[[LocalProgram], None]] = {
 }
 
 
-@pytest.mark.parametrize("what", MUTATIONS)
-def test_a_check_sees_each_mistake(what: str) -> None:
+@pytest.fixture(scope="module")
+def communicating() -> LocalProgram:
+    """Return a program with hot experts as it was before rows that come back and leave again stayed."""
     local = _program({"ep": 2}, hot_experts=HOT)._primary().program.source.local
-    # as it was before rows that come back and leave again stayed
-    mutant, _ = copied(InsertCommunication(dict(RULES), hot_experts=HOT)(local.staged))
+    return InsertCommunication(dict(RULES), hot_experts=HOT)(local.staged)
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_a_check_sees_each_mistake(communicating: LocalProgram, what: str) -> None:
+    mutant, _ = copied(communicating)
     check_types(mutant, RuleBook(RULES))
     MUTATIONS[what](mutant)
     with pytest.raises(CompileError, match="type check"):
