@@ -92,6 +92,7 @@ def test_how_many_items_a_mean_has() -> None:
         (_node(aten.triplet_margin_loss.default, x, x, x), "mean", 4),
         (_node(aten.triplet_margin_loss.default, *3 * [torch.zeros(4, 5, 6)]), "mean", 20),
         (_node(aten.multi_margin_loss.default, x, torch.zeros(4, dtype=torch.long)), "mean", 4),
+        (_node(aten.multi_margin_loss.default, x, torch.zeros(4, dtype=torch.long), 1, 1.0, torch.ones(6)), "mean", 4),
         (_node(aten.cosine_embedding_loss.default, x, x, torch.ones(4)), "mean", 4),
     ):
         found = reduction_of(node, _never)

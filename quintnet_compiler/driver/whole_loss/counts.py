@@ -79,8 +79,9 @@ def _elements(arguments: Mapping[str, Any], add: Callable[..., fx.Node]) -> Any:
 
 def _rows(arguments: Mapping[str, Any], add: Callable[..., fx.Node]) -> Any:
     """Return the number of losses of operators that reduce the last dim themselves: of [N, D] it is N."""
-    values = [x.meta["val"] for x in arguments.values() if isinstance(x, fx.Node)]
-    rows = [x.shape for x in values if x.dim() == values[0].dim()]  # the others are labels and weights
+    shapes = [x.meta["val"].shape for x in arguments.values() if isinstance(x, fx.Node)]
+    dims = max(map(len, shapes))
+    rows = [shape for shape in shapes if len(shape) == dims]  # the others are labels and weights of classes
     return prod(torch.broadcast_shapes(*rows)[:-1])  # type: ignore[no-untyped-call]
 
 
