@@ -56,6 +56,25 @@ def test_options_go_in_and_out() -> None:
     assert torch.equal(given[0], torch.full((2,), -0.75 - 0.5))
 
 
+class TwoModes(optim.SGD):
+    """Notes its mode in an option, and moves parameters by its rate in evaluation mode, as schedule-free ones do."""
+
+    def eval(self) -> None:
+        (group,) = self.param_groups
+        group["evaluates"] = True
+        group["params"][0].add_(group["lr"])
+
+
+@pytest.mark.parametrize("tensors", [AllHere(), Apart()])
+def test_options_of_now_are_read_and_written_between_steps(tensors: AllHere) -> None:
+    given = _parameters()
+    optimizer = WholeOptimizer(given, lambda p: TwoModes(p, 1.0), tensors)
+    optimizer.param_groups[0]["lr"] = 0.25  # by a scheduler
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.25
+    optimizer.eval()
+    assert torch.equal(given[0], torch.full((2,), 1.25)) and optimizer.param_groups[0]["evaluates"]
+
+
 def test_groups_are_kept() -> None:
     first, second = _parameters()
     groups = [{"params": [first], "lr": 1.0}, {"params": [second]}]

@@ -102,14 +102,12 @@ class WholeOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             _refuse("an optimizer of whole parameters was given a closure, which would run other steps in between")
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: x for key, x in outer.items() if key != "params"})
+        self._set_inner_options()
         with frequent("optimizer.step", self._tensors.label):
             self._tensors.collect(self._pairs)
             self._step_inner()
             self._tensors.spread([pair for pair in self._pairs if pair[0].grad is not None])
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            outer.update({key: x for key, x in inner.items() if key != "params"})
+        self._set_own_options()
         for parameter, whole in self._pairs:
             if whole in self.inner.state:
                 self.state[parameter] = self.inner.state[whole]
@@ -147,10 +145,22 @@ class WholeOptimizer(torch.optim.Optimizer):
         change = getattr(self.inner, mode, None)
         if change is None:
             return
+        self._set_inner_options()
         with frequent(f"optimizer.{mode}", self._tensors.label):
             self._tensors.fetch(self._pairs)
             change()
             self._tensors.spread(self._pairs)
+        self._set_own_options()
+
+    def _set_inner_options(self) -> None:
+        """Give ``inner`` the options of groups, which a scheduler may have changed."""
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: x for key, x in outer.items() if key != "params"})
+
+    def _set_own_options(self) -> None:
+        """Take over the options of groups that ``inner`` has changed."""
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            outer.update({key: x for key, x in inner.items() if key != "params"})
 
     def restore(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
         """Set the state of a parameter that this process has whole."""
@@ -188,6 +198,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             RunError: QN113 where they are not: each rank has the state of other parameters.
         """
         self._require_one_process()
+        self._set_inner_options()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -198,8 +209,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         """
         self._require_one_process()
         self.inner.load_state_dict(state_dict)
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            outer.update({key: x for key, x in inner.items() if key != "params"})
+        self._set_own_options()
         for parameter, whole in self._pairs:
             if whole in self.inner.state:
                 self.state[parameter] = self.inner.state[whole]
