@@ -88,7 +88,7 @@ class CompiledProgram(ProgramGeneration):
 
     @in_turn
     def step(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
-        """Forward and backward of one global batch, with gradients reduced over ranks: afterwards every parameter's
+        """Run forward and backward of one global batch and reduce gradients over ranks: then every parameter's
         ``grad`` is that of the unsplit model.
 
         Args:
@@ -110,7 +110,7 @@ class CompiledProgram(ProgramGeneration):
 
     @in_turn
     def measure(self, batch: Any, *, batch_is_local: bool = False) -> tuple[Tensor, Timeline]:
-        """A step with time measurement: the loss, and a timeline of what each rank did and waited for, the same on
+        """Run a step and measure it: the loss, and a timeline of what each rank did and waited for, the same on
         every rank. Gradients are those of :meth:`step`.
 
         The first steps of a program are slower than others, so run some before. With many ranks, the timeline has
@@ -137,12 +137,12 @@ class CompiledProgram(ProgramGeneration):
 
     @in_turn
     def evaluate(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
-        """The loss of one global batch with the model in evaluation mode; no gradients."""
+        """Return the loss of one global batch with the model in evaluation mode; no gradients."""
         return self._run("evaluate", batch, batch_is_local)[0]
 
     def evaluate_together(self, batches: Iterable[Any]) -> Tensor:
-        """The loss that :meth:`evaluate` gives for all these batches as if they were one batch, whose rows there may be
-        no memory for: sums over rows are added up, and means are over all that they are over (labels that are not
+        """Return the loss that :meth:`evaluate` gives for all these batches as if they were one, whose rows may not
+        fit into memory: sums over rows are added up, and means are over all that they are over (labels that are not
         ignored, rows, elements). A scalar in float64 on the CPU, the same on every rank.
 
         Raises:

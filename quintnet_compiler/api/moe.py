@@ -13,7 +13,7 @@ from ..ops.experts import expert_linear as expert_ops
 def expert_linear(
     rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False
 ) -> Tensor:
-    """``rows[n] @ weight[ids[n]].T + bias[ids[n]]`` for every row: what a mixture of experts computes, in one operator.
+    """Return ``rows[n] @ weight[ids[n]].T + bias[ids[n]]`` for every row: a mixture of experts in one operator.
 
     On one device it groups rows by expert. Compiled, it is what spreads experts over ranks: rows travel to the ranks
     of their experts, and none is dropped.
@@ -59,7 +59,7 @@ class HotExperts:
 
 
 def hot_experts(load: Sequence[int] | Tensor, ranks: int, *, row_bytes: int, expert_bytes: int) -> HotExperts:
-    """The experts that are worth a copy on every rank: with these, fewest bytes pass through the busiest rank.
+    """Choose the experts that are worth a copy on every rank, so that fewest bytes pass through the busiest one.
 
     A row travels four times: there and back, forward and backward. Weights are added up over ranks twice, of all and
     of their gradients, which is as much as four times their bytes, once a microbatch. So an expert is worth it where

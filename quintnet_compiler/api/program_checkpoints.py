@@ -151,7 +151,7 @@ class ProgramCheckpoints(ProgramState):
         extra: Mapping[str, Any] | None = None,
         keep: int | None = None,
     ) -> Future[Path | str]:
-        """As :meth:`save`, but returns when everything is copied to the CPU; a thread writes it while training
+        """Save as :meth:`save`, but return when everything is copied to the CPU; a thread writes it while training
         continues. The future's ``result()`` is the path, or raises the error. Waits for an earlier save that is still
         running.
         """
@@ -207,7 +207,7 @@ class ProgramCheckpoints(ProgramState):
 
     @collective
     def reserve(self, folder: str | Path) -> None:
-        """Be the one that writes into a folder of checkpoints from now on, as with the first save.
+        """Become the one that writes into a folder of checkpoints from now on, as with the first save.
 
         Raises:
             CheckpointError: QN603 on every rank, if another process writes there.

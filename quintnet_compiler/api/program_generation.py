@@ -113,8 +113,9 @@ class ProgramGeneration(ProgramReports):
 
     @in_turn
     def generation(self, *, rows: int = 16, page: int = 16, max_pages: int | None = None) -> Any:
-        """Texts that come and go (continuous batching): ``add`` prompts at any time, and ``step`` for the next token of
-        each text under way. Every rank makes the same calls. What :meth:`generate` says of models holds here, too.
+        """Generate texts that come and go (continuous batching): ``add`` prompts at any time, and ``step`` for the next
+        token of each text under way. Every rank makes the same calls. What :meth:`generate` says of models
+        holds here, too.
 
         Args:
             rows: how many texts are computed at once; rounded up to a multiple of data ranks x microbatches.

@@ -113,7 +113,7 @@ class ProgramReports(ProgramCheckpoints):
         return program_figure(program, self.plan, predicted, unpriced)
 
     def passes(self) -> list[tuple[str, Any]]:
-        """The name of each pass and the program after it. They are not kept: this compiles once more."""
+        """Return the name of each pass and the program after it. They are not kept: this compiles once more."""
         return self._primary().passes()
 
     def dump(
@@ -159,7 +159,7 @@ class ProgramReports(ProgramCheckpoints):
     # -- why, and what it costs
 
     def prove(self, name: str) -> str:
-        """Why the gradient of the parameter ``name`` is that of the unsplit model: its types on every axis, each
+        """Prove that the gradient of the parameter ``name`` is that of the unsplit model: its types on every axis, each
         operator and conversion on its way to the loss with their transposes, and the reduction at the end.
 
         Raises:
@@ -176,7 +176,7 @@ class ProgramReports(ProgramCheckpoints):
         why_not: str | Mapping[str, str] | None = None,
         costs: RankCosts | Cluster | None = None,
     ) -> Explanation:
-        """What the program does with a module, an operator or a parameter, and what that costs.
+        """Explain what the program does with a module, an operator or a parameter, and what that costs.
 
         Args:
             name: of a module, an operator or a parameter.
@@ -206,7 +206,7 @@ class ProgramReports(ProgramCheckpoints):
         return compile_program(program.captured, request, Runner(), training=task.training)
 
     def visualize(self, what: str | Tensor, *, optimizer: torch.optim.Optimizer | None = None) -> TensorPicture:
-        """Which rank holds which part of a parameter, buffer, activation, gradient or optimizer state; see
+        """Show which rank holds which part of a parameter, buffer, activation, gradient or optimizer state; see
         :func:`quintnet.visualize`.
 
         Raises:
@@ -232,7 +232,7 @@ class ProgramReports(ProgramCheckpoints):
         return picture_of(program, what)
 
     def diff(self, other: ProgramReports, *, costs: RankCosts | Cluster | None = None) -> LayoutDifference:
-        """What differs between this program and another of the same model: plan, placements, and costs of a step."""
+        """Return what differs between two programs of one model: plan, placements, and costs of a step."""
         from ..reports.explain import difference
 
         mine, yours = self._primary(), other._primary()

@@ -55,19 +55,19 @@ class ProgramState(abc.ABC):
     def _turn(self) -> Turn: ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters (those of its stages) under the model's names. All ranks in one process: whole; one
-        process per rank: DTensors. Both have ``full_tensor()``."""
+        """Return this rank's parameters (those of its stages) under the model's names. All ranks in one process: whole;
+        one process per rank: DTensors. Both have ``full_tensor()``."""
         yield from self._state().parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """As :meth:`named_parameters`, without the names: what an optimizer takes."""
+        """Return :meth:`named_parameters` without the names: what an optimizer takes."""
         for _, parameter in self.named_parameters():
             yield parameter
 
     @in_turn
     def state_dict(self) -> dict[str, Tensor]:
-        """The module's state dict (with one process per rank: this rank's DTensors), and under ``loss_fn.`` that of the
-        loss function. The tensors are the trained ones, not copies.
+        """Return the module's state dict (with one process per rank: this rank's DTensors), and under ``loss_fn.`` that
+        of the loss function. The tensors are the trained ones, not copies.
 
         With :meth:`load_state_dict`, this makes a program Stateful for torch.distributed.checkpoint:
         ``dcp.save({"model": program}, checkpoint_id=folder)`` writes, and ``dcp.load`` reads, what it does for the
@@ -152,7 +152,7 @@ class ProgramState(abc.ABC):
 
     @in_turn
     def grad_norm(self) -> Tensor:
-        """The global L2 norm of all gradients, those of other stages among them."""
+        """Return the global L2 norm of all gradients, those of other stages among them."""
         with frequent("grad_norm", self._label):
             return self._state().clip_grad_norm(self._primary().program, math.inf)
 
@@ -162,7 +162,7 @@ class ProgramState(abc.ABC):
         return self._state().scaler.scale
 
     def get_rng_state(self) -> dict[str, int]:
-        """The seed of dropout masks and the number of the next training step, which determine all masks."""
+        """Return the seed of dropout masks and the number of the next training step, which determine all masks."""
         return {"seed": self._task.plan.seed, "step": self._steps}
 
     def set_rng_state(self, state: Mapping[str, int]) -> None:
@@ -173,9 +173,9 @@ class ProgramState(abc.ABC):
 
     @collective
     def optimizer(self, make: Make, parameters: Iterable[Any] | None = None) -> WholeOptimizer:
-        """An optimizer whose update of a parameter needs all of it (Muon, Adafactor, Shampoo): the same on every layout
-        as ``make`` of the unsplit parameters. With ``offload=("optimizer",)`` in the plan, whatever optimizer: the
-        host's processor computes the update, and keeps the state, and copies of the parameters, in its memory
+        """Make an optimizer whose update of a parameter needs all of it (Muon, Adafactor, Shampoo): the same on every
+        layout as ``make`` of the unsplit parameters. With ``offload=("optimizer",)`` in the plan, whatever optimizer:
+        the host's processor computes the update, and keeps the state, and copies of the parameters, in its memory
         (ZeRO-Offload, Ren et al. 2021).
 
         Each parameter and its gradient are gathered on one of the ranks that share it, which computes the update, keeps
@@ -201,7 +201,7 @@ class ProgramState(abc.ABC):
     def on_preempt(
         self, save: Callable[[], object], *, signals: Sequence[int] = SIGNALS
     ) -> Iterator[Callable[[], None]]:
-        """While inside, a scheduler may ask this run to end: by one of ``signals``, sent to any rank.
+        """Let a scheduler ask this run to end: by one of ``signals``, sent to any rank.
 
         ::
 

@@ -20,7 +20,7 @@ def visualize(
     *,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> TensorPicture:
-    """Which rank holds which part of a tensor. Nothing is communicated.
+    """Show which rank holds which part of a tensor. Nothing is communicated.
 
     Args:
         of: a program, a mesh, or a DTensor.

@@ -94,7 +94,7 @@ class HuggingFacePlan:
 
 
 def hf_plan(model: nn.Module, mesh: Mesh, *, virtual_stages: int = 1) -> HuggingFacePlan:
-    """The parallel plan that a Hugging Face model comes with, for ``mesh``: what ``plan="hf"`` compiles with.
+    """Return the parallel plan that a Hugging Face model comes with, for ``mesh``: what ``plan="hf"`` compiles with.
 
     ``virtual_stages``: how many pipeline stages each rank has.
 

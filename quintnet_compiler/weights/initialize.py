@@ -25,7 +25,7 @@ class Normal:
     mean: float = 0.0
 
     def draw(self, positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: torch.dtype) -> Tensor:
-        """This part's values."""
+        """Return the values of one part of a tensor."""
         return normal(positions, sizes, key, dtype) * self.std + self.mean
 
 
@@ -37,7 +37,7 @@ class Uniform:
     high: float
 
     def draw(self, positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: torch.dtype) -> Tensor:
-        """This part's values."""
+        """Return the values of one part of a tensor."""
         return uniform(positions, sizes, key, dtype) * (self.high - self.low) + self.low
 
 
@@ -48,7 +48,7 @@ class Constant:
     value: float
 
     def draw(self, positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: torch.dtype) -> Tensor:
-        """This part's values."""
+        """Return the values of one part of a tensor."""
         return torch.full([len(p) for p in positions], self.value, dtype=dtype)
 
 
