@@ -198,8 +198,8 @@ class Plan(BaseModel):
             return cls.model_validate_json(document, strict=True)
 
     def changed(self, decisions: Mapping[str, Any], *, keep_open: bool = False) -> Plan:
-        """Return this plan with ``decisions`` in place of its own; None leaves one as it is. ``keep_open``: what neither
-        sets stays open for a planner; else it is decided by its default.
+        """Return this plan with ``decisions`` in place of its own; None leaves one as it is. ``keep_open``: what
+        neither sets stays open for a planner; else it is decided by its default.
 
         Raises:
             CompileError: QN207 for a value that a plan cannot have.
