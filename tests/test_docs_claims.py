@@ -270,3 +270,12 @@ def test_names_in_docstrings_exist() -> None:
                     there = _resolves(start + name.lstrip(".")) or (dots == 1 and _resolves(".".join(module) + name))
                     missing += [] if there else [f"{path.name}: {name}"]
     assert missing == []
+
+
+def test_what_the_comparison_says_of_this_system_has_a_test_or_page() -> None:
+    """Files and links that a page names exist by other tests; here, that each claim has one."""
+    rows = [line.split("|")[1:-1] for line in _page("comparison.md").splitlines() if re.search("[●◐○]", line)]
+    rows = [[cell.strip() for cell in row] for row in rows if len(row) > 3]
+    assert len(rows) > 30 and {len(row) for row in rows} == {12}
+    assert [row[0] for row in rows if row[1][0] in "●◐" and not re.search(r"\]\(|`tests/", row[-1])] == []
+    assert [row[0] for row in rows if row[1] == "○" or not all(re.match("[●◐○?*]", cell) for cell in row[1:-1])] == []
