@@ -6,7 +6,7 @@ WORKERS ?= logical
 # each process that a test starts compiles this package
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo smoke golden test first-gpu test-all matrix lint check docs screenshots
+.PHONY: setup demo smoke golden test first-gpu test-all matrix wheel lint check docs screenshots
 
 setup: .venv/.installed
 
@@ -39,6 +39,10 @@ test-all: setup
 # Fresh environments with the oldest and the newest supported torch and transformers.
 matrix:
 	$(PYTHON) tools/matrix.py
+
+# The wheel, built, and tried in a fresh environment outside of the checkout.
+wheel:
+	$(PYTHON) tools/try_wheel.py
 
 # What no test says. `make test` has the tests of `make check`, too.
 lint: setup
