@@ -279,3 +279,16 @@ def test_what_the_comparison_says_of_this_system_has_a_test_or_page() -> None:
     assert len(rows) > 30 and {len(row) for row in rows} == {12}
     assert [row[0] for row in rows if row[1][0] in "●◐" and not re.search(r"\]\(|`tests/", row[-1])] == []
     assert [row[0] for row in rows if row[1] == "○" or not all(re.match("[●◐○?*]", cell) for cell in row[1:-1])] == []
+
+
+def test_what_the_walks_pass_through_exists() -> None:
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", _page("walks.md"), re.M)
+    assert len(rows) == 24
+    names: dict[str, set[str]] = {}
+    for file in {file for file, _ in rows}:
+        names[file] = set()
+        for node in ast.parse((ROOT / file).read_text()).body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                parts = node.body if isinstance(node, ast.ClassDef) else []
+                names[file] |= {node.name, *(f"{node.name}.{x.name}" for x in parts if isinstance(x, ast.FunctionDef))}
+    assert [(file, name) for file, name in rows if name not in names[file]] == []
