@@ -69,7 +69,7 @@ PAGES: Mapping[str, Page] = MappingProxyType(
     {
         "compile": _page(
             "Compile", "From a module to a program.",
-            "compile", "Mesh", "rule", "Rule", "expert_linear", "hot_experts", "HotExperts", "hf_plan",
+            "compile", "Mesh", "rule", "find_rule", "Rule", "expert_linear", "hot_experts", "HotExperts", "hf_plan",
             "HuggingFacePlan", "unpack_quantized", "Normal", "Uniform", "Constant",
         ),
         "plan": _page("Decisions of a program", "What `compile` takes as options.", "Plan", "SCHEDULES", "Schedule"),
