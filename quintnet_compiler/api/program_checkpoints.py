@@ -197,7 +197,7 @@ class ProgramCheckpoints(ProgramState):
         from ..checkpoint.training_state import read
 
         self._agree("load", optimizer, None, step=step)
-        restored = read(self._pretrained(), folder_at(folder), step, optimizer, accept)
+        restored = read(self._pretrained(), folder_at(folder, "QN601"), step, optimizer, accept)
         if "rng" in restored.run:
             self.set_rng_state(restored.run["rng"])
         if "loss_scale" in restored.run:

@@ -11,17 +11,23 @@ from ..folder import CheckpointFolder
 from .disk_folder import DiskFolder
 
 
-def folder_at(place: str | Path) -> CheckpointFolder:
-    """A path, or a URL of a store that fsspec knows (``s3://bucket/run``, ``gs://``, ``memory://``). ``file://`` is a
-    path. Options of a store (keys, an endpoint) are fsspec's: its configuration files and environment variables.
+def folder_at(place: str | Path, code: str = "QN603") -> CheckpointFolder:
+    """Return the folder at a path, or at a URL of a store that fsspec knows (``s3://bucket/run``, ``gs://``).
+
+    A relative path is that of the working directory now: a save in the background ends later. ``file://`` is a path.
+    Options of a store (keys, an endpoint) are fsspec's: its configuration files and environment variables.
+
+    Args:
+        place: the path or URL.
+        code: of errors.
 
     Raises:
-        CheckpointError: QN603 if the package for this kind of store is not installed, or there is none.
+        CheckpointError: if the package for this kind of store is not installed, or there is no such place.
     """
     if isinstance(place, Path) or "://" not in place:
-        return DiskFolder(Path(place))
+        return DiskFolder(_absolute(Path(place), code))
     if place.startswith("file://"):
-        return DiskFolder(Path(unquote(urlsplit(place).path)))
+        return DiskFolder(_path_of(place, code))
     from fsspec.core import url_to_fs
 
     from .object_folder import ObjectFolder
@@ -30,8 +36,29 @@ def folder_at(place: str | Path) -> CheckpointFolder:
         store, root = url_to_fs(place.rstrip("/"), use_listings_cache=False)
     except (ImportError, ValueError) as error:
         raise CheckpointError(
-            "QN603",
+            code,
             f"{shown(place)}: {shown(str(error))}",
             fix="pip install the package that it names (s3fs for s3://)",
         ) from None
     return ObjectFolder(store, root)
+
+
+def _absolute(path: Path, code: str) -> Path:
+    """Return a path that does not depend on the working directory; ``..`` and links stay."""
+    try:
+        return path.absolute()
+    except OSError as error:
+        raise CheckpointError(
+            code,
+            f"{shown(str(path))} is in the working directory, which is not there any more: {shown(str(error))}",
+            fix="give an absolute path",
+        ) from None
+
+
+def _path_of(url: str, code: str) -> Path:
+    """Return the path that a ``file://`` URL names."""
+    parts = urlsplit(url)
+    path = Path(unquote(parts.path))
+    if parts.netloc not in ("", "localhost") or not path.is_absolute():
+        raise CheckpointError(code, f"{shown(url)} names no folder of this host", fix="give a path, or file:///path")
+    return path

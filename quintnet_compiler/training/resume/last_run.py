@@ -19,7 +19,7 @@ def goes_on(place: str | Path) -> bool:
     Raises:
         CheckpointError: QN601 if there is none, but checkpoints that were set aside or that cannot be read.
     """
-    folder = folder_at(place)
+    folder = folder_at(place, "QN601")
     try:
         entries = available(folder)
         if not entries:
