@@ -58,13 +58,13 @@ def commit(
         final = folder.publish(made, step)
     except PublishedError:
         raise
-    except Exception as error:
+    except BaseException as error:  # Ctrl+C, too
         try:
             named = is_named(folder, step, digest)
         except Exception:  # the disk is gone; the mark has to stay
-            raise PublishedError(f"{type(error).__name__}: {error}", certain=False) from error
+            raise PublishedError.after(error, certain=False) from error
         if named:
-            raise PublishedError(f"{type(error).__name__}: {error}") from error
+            raise PublishedError.after(error) from error
         with contextlib.suppress(Exception):  # it says nothing without the checkpoint
             folder.remove_mark()
         raise

@@ -37,20 +37,32 @@ class CheckpointFiles(Protocol):
 
 
 class PublishedError(Exception):
-    """Say what failed after a checkpoint got its name, or, if not ``certain``, when that could no longer be read."""
+    """Say what failed after a checkpoint got its name, or, if not ``certain``, when that could no longer be read.
 
-    def __init__(self, text: str, *, certain: bool = True) -> None:
+    Attributes:
+        certain: whether the checkpoint has its name.
+        interrupt: what ended the save, if that was no error: Ctrl+C, or a signal's handler that exits.
+    """
+
+    def __init__(self, text: str, *, certain: bool = True, interrupt: BaseException | None = None) -> None:
         super().__init__(text)
         self.certain = certain
+        self.interrupt = interrupt
+
+    @classmethod
+    def after(cls, cause: BaseException, *, certain: bool = True) -> PublishedError:
+        """Return the error of what failed."""
+        interrupt = None if isinstance(cause, Exception) else cause
+        return cls(f"{type(cause).__name__}: {cause}", certain=certain, interrupt=interrupt)
 
     @classmethod
     @contextlib.contextmanager
     def instead(cls) -> Iterator[None]:
-        """Raise it instead of any other error."""
+        """Raise it instead of anything else."""
         try:
             yield
-        except Exception as error:
-            raise cls(f"{type(error).__name__}: {error}") from error
+        except BaseException as error:
+            raise cls.after(error) from error
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,7 @@ def write(
     Raises:
         CheckpointError: QN603 on every rank. The folder's other checkpoints are as they were, unless the error says
             that this one is there.
+        BaseException: what interrupted this rank (KeyboardInterrupt, SystemExit), instead of its CheckpointError.
     """
     folder, step = to.folder, to.step
     alone = alone or (group is None and (not dist.is_initialized() or dist.get_world_size() == 1))
@@ -146,7 +147,13 @@ def write(
         with to.locks.turn(folder) if rank == 0 else contextlib.nullcontext():
             save_state_dict(dict(found.parts), writer, process_group=group, no_dist=alone, planner=SavePlanning())
     except CheckpointException as error:
-        if (published := _published(error)) is not None:
+        published = _published(error)
+        if published is None and writer.temporary is not None:
+            with contextlib.suppress(Exception):  # a later save removes it; why this one failed is what is told
+                folder.remove(writer.temporary)
+        if (interrupt := _interrupt(error, rank)) is not None:
+            raise interrupt from error
+        if published is not None:
             text = f"the checkpoint of step {step} is whole and has its name in {shown(str(folder.path))}"
             if not published.certain:
                 text = f"whether the checkpoint of step {step} has its name in {shown(str(folder.path))} is not known"
@@ -155,9 +162,6 @@ def write(
                 "\n  ".join([f"{text}; then failed:", *reasons_of_ranks(error)]),
                 fix="go on from it if it is there; the next save finishes what failed",
             ) from error
-        if writer.temporary is not None:
-            with contextlib.suppress(Exception):  # a later save removes it; why this one failed is what is told
-                folder.remove(writer.temporary)
         raise error_of_ranks("QN603", error, "see the reason; this save changed no other checkpoint") from error
     return folder.at(name_of(step)).path
 
@@ -165,6 +169,13 @@ def write(
 def _published(error: CheckpointException) -> PublishedError | None:
     causes = (cause for cause, _ in error.failures.values())
     return next((cause for cause in causes if isinstance(cause, PublishedError)), None)
+
+
+def _interrupt(error: CheckpointException, rank: int) -> BaseException | None:
+    """Return what ended the save on this rank, if that was no error: Ctrl+C, or a signal's handler that exits."""
+    causes = [cause for failed, (cause, _) in error.failures.items() if failed == rank]
+    causes = [cause.interrupt or cause if isinstance(cause, PublishedError) else cause for cause in causes]
+    return next((cause for cause in causes if not isinstance(cause, Exception)), None)
 
 
 def read(
