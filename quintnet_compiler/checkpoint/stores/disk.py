@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+_FOLDERS_NOT_SYNCED = (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS)  # what file systems say of it
 
 
 @dataclass
@@ -40,9 +43,12 @@ def created(path: Path) -> Iterator[NewDiskFile]:
 
 
 def sync(folder: Path) -> None:
-    """Make names in ``folder`` survive a crash of the machine."""
+    """Make names in ``folder`` survive a crash of the machine, where its file system has a way to."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _FOLDERS_NOT_SYNCED:
+            raise
     finally:
         os.close(descriptor)

@@ -132,11 +132,15 @@ class DiskFolder:
 
     def set_aside(self, entries: Sequence[Entry]) -> None:
         numbers = [int(match[1]) for _, match in self._listed(_ABANDONED)]
-        aside = self.path / abandoned_name(max(numbers, default=0) + 1)
-        aside.mkdir()
-        for entry in entries:
-            os.rename(self.path / entry.files.name, aside / entry.files.name)
-        sync(aside)
+        aside = DiskFolder(self.path / abandoned_name(max(numbers, default=0) + 1))
+        aside.path.mkdir()
+        try:
+            for entry in entries:
+                os.rename(self.path / entry.files.name, aside.path / entry.files.name)
+        except BaseException:
+            aside.remove_if_empty()
+            raise
+        sync(aside.path)
 
     def remove(self, files: CheckpointFiles) -> None:
         _remove(self.path / files.name)

@@ -70,16 +70,16 @@ class FolderLock:
             if time.monotonic() > until or holder is None:
                 raise refused(str(self.path.parent), self._nameless(holder))
             time.sleep(0.1)
-        if not self._is_there():
-            if time.monotonic() > until:
-                raise refused(str(self.path.parent), "another process, which replaces it all the time,")
-            return False
-        if not writable or os.fstat(self._file).st_nlink > 1:  # of another user, or a copy's file, too
+        is_there = self._is_there()
+        if is_there and writable and os.fstat(self._file).st_nlink == 1:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(asdict(Holder.here())).encode(), 0)
+            return True
+        if time.monotonic() > until:
+            raise refused(str(self.path.parent), "another process, which replaces it all the time,")
+        if is_there:  # of another user, or a copy's file, too
             os.unlink(self.path)
-            return False
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, json.dumps(asdict(Holder.here())).encode(), 0)
-        return True
+        return False
 
     def _try(self) -> bool:
         try:

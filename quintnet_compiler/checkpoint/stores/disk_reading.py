@@ -55,6 +55,7 @@ class _OpenFolder:
 
     def __init__(self, path: Path, descriptor: int, stamps: Mapping[str, FileStamp], kept: dict[str, int]) -> None:
         self.path, self.descriptor, self.stamps, self.kept = path, descriptor, stamps, kept
+        self._status = os.fstat(descriptor)  # now: what was removed on a server can no longer be asked
 
     def keep_open(self, name: str, stack: contextlib.ExitStack) -> bool:
         """Keep a file open, if that is possible; return whether there is room for more."""
@@ -68,18 +69,29 @@ class _OpenFolder:
         return True
 
     def fill(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with bytes of a file. A file that cannot be read is opened once more and read again."""
+        """Fill ``into`` with bytes of a file. A file that cannot be read is opened once more and read again.
+
+        Raises:
+            VanishedError: if the file is no longer what it was; on a network's file system, also if the folder was
+                removed or replaced: its open files are gone, too.
+            OSError: naming the file.
+        """
         try:
             self._fill(name, self.kept.get(name), offset, into)
         except OSError as error:
             if error.errno not in TRANSIENT:
                 raise
-            self._fill(name, None, offset, into)
+            try:
+                self._fill(name, None, offset, into)
+            except OSError as second:
+                if second.errno == errno.ESTALE and self.replaced():
+                    raise VanishedError(f"{name} was removed") from second
+                raise
 
     def replaced(self) -> bool:
         """Return whether the path is another folder's, or nobody's."""
         try:
-            return not os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
+            return not os.path.samestat(os.stat(self.path), self._status)
         except (FileNotFoundError, NotADirectoryError):
             return True
 
@@ -94,6 +106,10 @@ class _OpenFolder:
             return _stamp(os.stat(name, dir_fd=self.descriptor, follow_symlinks=False))
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                return None
+            raise
 
     def _open(self, name: str) -> int:
         try:
