@@ -153,6 +153,14 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_name(kind: str) -> None:
     assert raised.value.code == "QN603"
 
 
+def test_a_state_without_values_is_refused_by_name(tmp_path: Path) -> None:
+    program = _program(check="off")
+    optimizer = torch.optim.SGD(program.parameters(), lr=0.1)
+    optimizer.state[next(iter(program.parameters()))]["mean"] = torch.empty(3, device="meta")
+    with pytest.raises(quintnet.CheckpointError, match=r"QN603(?s:.*)weight/mean is on the device meta"):
+        program.save(tmp_path, step=1, optimizer=optimizer)
+
+
 def test_a_checkpoint_that_lacks_a_part_is_not_published(
     program: CompiledProgram, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

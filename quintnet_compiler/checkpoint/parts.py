@@ -73,6 +73,10 @@ class SavedPart:
     def require_storable(self, name: str) -> None:
         """Raises: CheckpointError: QN603 for a kind of tensor that a checkpoint cannot hold."""
         x = self.local
+        if x.is_meta:
+            raise CheckpointError(
+                "QN603", f"{shown(name)} is on the device meta: it has no values", fix="give it some, or remove it"
+            )
         if x.layout is torch.strided and x.dtype in TYPE_NAMES:
             return
         kind = x.dtype if x.layout is torch.strided else x.layout

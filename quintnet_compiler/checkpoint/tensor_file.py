@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
 
 import torch
@@ -121,7 +122,16 @@ def read_header(source: FileSource) -> dict[str, FileTensor]:
         if 8 + length + stop > source.size:
             raise BadHeader(f"the tensor {shown(key)} ends after the file")
         tensors[key] = FileTensor(entry["dtype"], entry["shape"], 8 + length + start)
+    _require_apart(entries)
     return tensors
+
+
+def _require_apart(entries: Mapping[str, _Entry]) -> None:
+    """Refuse tensors that have bytes in common, as safetensors does."""
+    ranges = sorted((*entry["data_offsets"], key) for key, entry in entries.items())
+    for (_, stop, key), (start, _, other) in pairwise(ranges):
+        if start < stop:
+            raise BadHeader(f"the tensors {shown(key)} and {shown(other)} have bytes in common")
 
 
 @dataclass(frozen=True)

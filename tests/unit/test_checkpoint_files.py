@@ -151,6 +151,10 @@ def _headed(header: object, data: bytes = b"") -> _Kept:
         _headed({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, bytes(8)),
         _headed({"x": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, bytes(8)),
         _headed({"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, bytes(4)),
+        _headed(
+            {key: {"dtype": "F32", "shape": [2], "data_offsets": [4 * i, 4 * i + 8]} for i, key in enumerate("xy")},
+            bytes(12),
+        ),
     ],
 )
 def test_headers_that_cannot_be_are_refused(file: _Kept) -> None:
