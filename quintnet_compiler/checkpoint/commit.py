@@ -62,9 +62,9 @@ def commit(
         try:
             named = is_named(folder, step, digest)
         except Exception:  # the disk is gone; the mark has to stay
-            raise PublishedError.after(error, certain=False) from error
+            raise PublishedError.because_of(error, certain=False) from error
         if named:
-            raise PublishedError.after(error) from error
+            raise PublishedError.because_of(error) from error
         with contextlib.suppress(Exception):  # it says nothing without the checkpoint
             folder.remove_mark()
         raise

@@ -50,7 +50,7 @@ class PublishedError(Exception):
         self.interrupt = interrupt
 
     @classmethod
-    def after(cls, cause: BaseException, *, certain: bool = True) -> PublishedError:
+    def because_of(cls, cause: BaseException, *, certain: bool = True) -> PublishedError:
         """Return the error of what failed."""
         interrupt = None if isinstance(cause, Exception) else cause
         return cls(f"{type(cause).__name__}: {cause}", certain=certain, interrupt=interrupt)
@@ -62,7 +62,7 @@ class PublishedError(Exception):
         try:
             yield
         except BaseException as error:
-            raise cls.after(error) from error
+            raise cls.because_of(error) from error
 
 
 @dataclass(frozen=True)
