@@ -52,3 +52,14 @@ def test_a_dispatch_is_transposed_to_a_combination() -> None:
     wrong = graph.call_function(combine, (t, "ep", 4, plan))
     with pytest.raises(CompileError, match="not the transpose"):
         check_ranked(call, Pattern((rows, plan), (t,), (rows,), (wrong, None)))
+
+
+@pytest.mark.parametrize("size", [(8, 4, 1, 1), (1, 4, 3, 3), (2, 1, 5, 1), (3, 1), (1, 1, 6)], ids=str)
+def test_operands_have_the_strides_of_the_program_where_dims_have_size_1(size: tuple[int, ...]) -> None:
+    """Another stride of such a dim means channels last to a convolution, which then runs another kernel."""
+    for like in (torch.empty(size), torch.empty(size).transpose(0, -1)):
+        operand = drawn(like, torch.Generator(), 1, False)
+        assert operand.stride() == like.stride()
+    if len(size) == 4:
+        last = torch.empty(size).to(memory_format=torch.channels_last)
+        assert drawn(last, torch.Generator(), 1, False).is_contiguous(memory_format=torch.channels_last)

@@ -31,10 +31,14 @@ def drawn(like: Tensor, generator: torch.Generator, bound: int, positive: bool) 
 
 
 def nested_strides(like: Tensor, sizes: Sequence[int]) -> list[int]:
-    """Return strides for ``sizes`` that are nested as those of ``like``."""
+    """Return strides for ``sizes`` that are nested as those of ``like``.
+
+    Of dims with one stride those of size 1 come first: (4, 1, 1, 1) of a 1 x 1 kernel is contiguous, and (4, 1, 4, 4)
+    would have its channels last, which chooses other kernels.
+    """
     strides, span, dense = [0] * len(sizes), 1, 1
-    order = sorted((s, d) for d, s in enumerate(like.stride()) if s)
-    for stride, dim in order:
+    order = sorted((s, like.shape[d] > 1, d) for d, s in enumerate(like.stride()) if s)
+    for stride, _, dim in order:
         gap = like.shape[dim] > 1 and stride > dense
         strides[dim] = span * 2 if gap else span
         span, dense = strides[dim] * max(sizes[dim], 1), max(dense, stride * like.shape[dim])
