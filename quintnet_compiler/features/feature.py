@@ -19,7 +19,6 @@ from ..ops.rules.notation import Rule
 from ..ops.rules.table import add_rules
 from ..passes.autodiff.recompute_budget import Leaves
 from ..runtime.execute.engines import Engine, add_engines
-from ..runtime.execute.extensions import RankOperators
 from ..schedules.schedule import Schedule
 
 
@@ -102,9 +101,8 @@ class Feature:
     Attributes:
         name: that of its folder.
         rules: how its operators may be sharded.
-        operators: by operator, what passes and checks ask of it (:mod:`..ops.extensions`), beside the facts that stand
-            where it is defined.
-        on_ranks: by operator, its own or another, how ranks run it.
+        operators: by operator, its own or another, what passes, checks and ranks ask of it (:mod:`..ops.extensions`),
+            beside the facts that stand where it is defined.
         rewrites: its passes.
         precisions: values of a plan's ``precision``, with the dtype of what is not the feature's.
         plan_fields: the fields of plans that it alone reads; in :class:`.Plan` they are marked.
@@ -119,7 +117,6 @@ class Feature:
     name: str
     rules: tuple[Rule, ...] = ()
     operators: Mapping[Any, tuple[object, ...]] = field(default_factory=dict)
-    on_ranks: Mapping[Any, RankOperators] = field(default_factory=dict)
     rewrites: tuple[Rewrite, ...] = ()
     precisions: Mapping[str, torch.dtype] = field(default_factory=dict)
     plan_fields: tuple[str, ...] = ()
@@ -143,6 +140,4 @@ def add_feature(feature: Feature) -> Feature:
     add_engines(feature.engines)
     for operator, extensions in feature.operators.items():
         extend(operator, *extensions)
-    for operator, ranks in feature.on_ranks.items():
-        extend(operator, ranks)
     return feature

@@ -7,26 +7,12 @@ all operators. Whoever defines an operator says it, once. So no layer names the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
 _EXTENSIONS: dict[tuple[Any, type], Any] = {}  # filled as operators are defined, like torch's own registry
-
-
-@dataclass(frozen=True)
-class RankMethod:
-    """Carry out an operator on a rank, where generated code calls it by its name.
-
-    Attributes:
-        run: takes the rank's :class:`..runtime.execute.comm.Comm`, and what generated code passes: the operator's
-            arguments, without the size of an axis, and the index of the call.
-    """
-
-    run: Callable[..., Any]
 
 
 def extend(operator: Any, *extensions: object) -> None:
@@ -41,9 +27,9 @@ def extend(operator: Any, *extensions: object) -> None:
         _EXTENSIONS[operator, type(said)] = said
 
 
-def extensions_of(kind: type[T]) -> tuple[T, ...]:
-    """Return what was said of any operators with a ``kind``, in the order in which it was."""
-    return tuple(said for (_, said_kind), said in _EXTENSIONS.items() if said_kind is kind)
+def extensions_of(kind: type[T]) -> dict[Any, T]:
+    """Return what was said of any operators with a ``kind``, by operator, in the order in which it was."""
+    return {operator: said for (operator, said_kind), said in _EXTENSIONS.items() if said_kind is kind}
 
 
 def extension(operator: Any, kind: type[T]) -> T | None:

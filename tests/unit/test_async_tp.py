@@ -25,9 +25,10 @@ from quintnet_compiler.features.feature import RewriteSetting
 from quintnet_compiler.ir.codegen_allowlist import check_source
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ops.catalog import collective_of, spec_of
-from quintnet_compiler.ops.extensions import RankMethod, extension, extension_of_method
+from quintnet_compiler.ops.extensions import extension, extension_of_method
 from quintnet_compiler.ops.rules.work import work_of
 from quintnet_compiler.runtime.execute.comm import Comm
+from quintnet_compiler.runtime.execute.extensions import RankMethod
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
 
 from .graphs import builder, column, leaf

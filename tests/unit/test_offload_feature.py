@@ -20,7 +20,7 @@ from quintnet_compiler.ir.plans.feature_fields import OfFeature, check_feature_f
 from quintnet_compiler.ir.plans.host_state import HostState
 from quintnet_compiler.ops.copies import copy_out, write_out
 from quintnet_compiler.ops.extensions import extension, extensions_of
-from quintnet_compiler.runtime.execute.extensions import RankOperators
+from quintnet_compiler.runtime.execute.extensions import RankMethod, methods_of
 from quintnet_compiler.schedules.kinds import gpipe, one_f_one_b
 
 from ..feature_settings import setting_of
@@ -88,7 +88,15 @@ def test_planners_try_each_saver_alone_and_then_two_together() -> None:
 
 
 def test_ranks_that_write_files_run_other_operators() -> None:
-    said = extension(write_out, RankOperators)
-    assert said is not None and said in extensions_of(RankOperators) and extension(copy_out, RankOperators) is None
+    said = extension(write_out, RankMethod)
+    assert said is not None and extensions_of(RankMethod)[write_out] is said and extension(copy_out, RankMethod) is None
     program = SimpleNamespace(disk=None)
     assert DiskCopies.of_rank(program, 0, torch.device("cpu"), None) is None  # type: ignore[arg-type]
+
+
+def test_a_service_runs_the_operators_that_name_it() -> None:
+    service = SimpleNamespace(drop_values=lambda: None)
+    assert methods_of({}) == {}
+    methods = methods_of({DiskCopies.of_rank: service})
+    assert methods.keys() == {"write_out", "read_in", "start_write_out", "start_read_in"}
+    assert methods["read_in"].func is DiskCopies.read_in and methods["read_in"].args == (service,)  # type: ignore[attr-defined]

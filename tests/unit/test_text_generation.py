@@ -19,10 +19,11 @@ from quintnet_compiler.features.text_generation.ops import paged_attention
 from quintnet_compiler.features.text_generation.rank_methods import attend_to_pages
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ops.catalog import spec_of
-from quintnet_compiler.ops.extensions import RankMethod, extension_of_method
+from quintnet_compiler.ops.extensions import extension_of_method
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.rules.work import work_of
 from quintnet_compiler.runtime.execute.comm import Comm
+from quintnet_compiler.runtime.execute.extensions import RankMethod
 from quintnet_compiler.runtime.transport.local import LocalWorld
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...cost_models.operators import SizeOfProduct
 from ...ir.program import DifferentiatedProgram
-from ...ops.extensions import RankMethod
 from ...passes.overlap.overlap import Overlap
+from ...runtime.execute.extensions import RankMethod
 from ..feature import Feature, Rewrite, RewriteSetting
 from . import rank_methods
 from .check import check_fused

@@ -8,13 +8,13 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -71,16 +71,6 @@ class DiskCopies:
     ) -> DiskCopies | None:
         """Return the copies of a rank; None if its program writes nothing, or has no values."""
         return None if program.disk is None or device.type == "meta" else cls(program.disk, rank, copies)
-
-    @property
-    def rank_operators(self) -> Mapping[str, Callable[..., Any]]:
-        """Return what generated code calls, by name."""
-        return {
-            "write_out": self.write_out,
-            "start_write_out": self.start_write_out,
-            "read_in": self.read_in,
-            "start_read_in": self.start_read_in,
-        }
 
     def write_out(self, x: Tensor, at: int) -> Tensor:
         """Write a value to a file, and return what stands in for it."""

@@ -6,10 +6,10 @@ from ...core.errors import CompileError
 from ...ir.plan import Plan
 from ...ir.plans.host_state import HostState
 from ...ir.program import DifferentiatedProgram
-from ...ops.copies import write_out
+from ...ops.copies import COPIES, read_in, write_out
 from ...passes.autodiff.recompute_budget import Leaves
 from ...passes.lowering.coalesce_collectives import CoalesceCollectives
-from ...runtime.execute.extensions import RankOperators
+from ...runtime.execute.extensions import RankMethod
 from ...schedules.schedule import COMPUTE, Op, Schedule
 from ..feature import Feature, MemorySaver, Rewrite, RewriteSetting
 from .activations import OffloadActivations
@@ -79,7 +79,12 @@ def _completed(plan: Plan) -> Plan:
 
 OFFLOAD = Feature(
     "offload",
-    on_ranks={write_out: RankOperators(DiskCopies.of_rank)},
+    operators={
+        write_out: (RankMethod(DiskCopies.write_out, DiskCopies.of_rank),),
+        read_in: (RankMethod(DiskCopies.read_in, DiskCopies.of_rank),),
+        COPIES[write_out]: (RankMethod(DiskCopies.start_write_out, DiskCopies.of_rank),),
+        COPIES[read_in]: (RankMethod(DiskCopies.start_read_in, DiskCopies.of_rank),),
+    },
     rewrites=(
         Rewrite(
             OffloadActivations,

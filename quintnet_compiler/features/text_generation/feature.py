@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...ops.extensions import RankMethod
 from ...ops.rules.notation import Rule
+from ...runtime.execute.extensions import RankMethod
 from ..feature import Feature
 from . import rules
 from .ops import paged_attention

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,14 +21,14 @@ from ...ops.attention.operator import IDS
 from ...ops.attention.tiled import attend_runs, attend_runs_backward
 from ...ops.attention.tiles import AttentionInputs, AttentionTiles, Ids
 from ...ops.collectives import COLLECTIVES
-from ...ops.extensions import RankMethod, extension_of_method
+from ...ops.extensions import extension_of_method
 from ..state.gradients import GradientStore
 from ..transport.host_copies import HostCopies
 from ..transport.ring import POSITIONS, Circle, Ring, ring_backward, ring_forward, runs_of
 from ..transport.run_exchange import RunExchange
 from ..transport.token_dispatch import Router
 from ..transport.transport import Pending, Transport
-from .extensions import RankService
+from .extensions import RankMethod, Services, methods_of
 
 
 class Comm:
@@ -43,7 +44,7 @@ class Comm:
         mesh: Mesh,
         coordinate: Mapping[str, int],
         gradients: GradientStore | None = None,
-        services: Sequence[RankService] = (),
+        services: Services = MappingProxyType({}),
     ) -> None:
         router = Router(transport, mesh)
         runs = RunExchange(transport, mesh, coordinate)
@@ -63,9 +64,8 @@ class Comm:
         # what is written to a disk stays in memory, unless a service has one
         self.write_out, self.start_write_out = self.copy_out, self.start_copy_out
         self.read_in, self.start_read_in = self.copy_in, self.start_copy_in
-        for service in services:
-            for name, method in service.rank_operators.items():
-                setattr(self, name, method)
+        for name, method in methods_of(services).items():
+            setattr(self, name, method)
         if gradients is not None:
             self.accumulate = gradients.accumulate
             self.accumulate_matmul = gradients.accumulate_matmul
@@ -80,7 +80,7 @@ class Comm:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return what carries out an operator of a feature."""
         method = extension_of_method(name, RankMethod)
-        if method is None:
+        if method is None or method.service is not None:
             raise AttributeError(f"{type(self).__name__} has no {name}")
         return partial(method.run, self)
 

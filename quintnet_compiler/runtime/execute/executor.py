@@ -159,7 +159,7 @@ class Executor:
             for handle, action in self.work:
                 handle(action)
         except BaseException:
-            for service in self.services:
+            for service in self.services.values():
                 service.drop_values()
             raise
         for send in list(self.sent):
