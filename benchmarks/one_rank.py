@@ -98,7 +98,7 @@ def ours(program: DistributedProgram, part: RankProgram, device: torch.device, s
         _random(tuple(local_shape(spec.shape, spec.sharding, sizes)), spec.dtype, device, size.vocab)
         for spec in program.inputs
     ]
-    runs = ENGINES[engine]()
+    runs = ENGINES[engine].make()
     store = gradient_store(program, part, transport, device, runs)
     if device.type == "cpu":
         tune_malloc()  # as programs do

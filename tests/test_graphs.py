@@ -27,7 +27,7 @@ from quintnet_compiler.runtime.execute.cuda_graphs import graphed_engine as grap
 from quintnet_compiler.runtime.execute.cuda_graphs.graph_segment import Buffers, CudaGraphSegment, Work
 from quintnet_compiler.runtime.execute.cuda_graphs.graphed_engine import GraphedSegment, Graphs
 from quintnet_compiler.runtime.execute.cuda_graphs.replay_safety import Observed
-from quintnet_compiler.runtime.execute.engines import Inductor
+from quintnet_compiler.runtime.execute.engines import EngineKind, Inductor
 
 from .models import CASES, build, reference, worst_error
 
@@ -67,7 +67,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> Again:
     take long."""
     found = Again()
     monkeypatch.setattr(graphs, "MIN_OPERATORS", 0)
-    monkeypatch.setattr(compiled, "ENGINES", {"cudagraphs": lambda: Inductor(Graphs(found))})
+    monkeypatch.setattr(compiled, "ENGINES", {"cudagraphs": EngineKind(lambda: Inductor(Graphs(found)))})
     monkeypatch.setattr(engines, "compiled", lambda module, args: None)
     return found
 
@@ -136,7 +136,7 @@ def test_what_inductor_made_is_captured(
     name: str, axes: dict[str, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Again()
-    monkeypatch.setattr(compiled, "ENGINES", {"cudagraphs": lambda: Inductor(Graphs(found))})
+    monkeypatch.setattr(compiled, "ENGINES", {"cudagraphs": EngineKind(lambda: Inductor(Graphs(found)))})
     assert _worst(name, _program(name, axes, **options)) < LIMIT
     assert found.replayed > found.captured > 0
 

@@ -20,7 +20,7 @@ from quintnet_compiler.api import compiled_program as compiled
 from quintnet_compiler.features.whole_step_graph import engine as whole_steps
 from quintnet_compiler.features.whole_step_graph.engine import WholeStepEngine
 from quintnet_compiler.runtime.execute import engines
-from quintnet_compiler.runtime.execute.engines import Inductor
+from quintnet_compiler.runtime.execute.engines import EngineKind, Inductor
 
 from .models import CASES, build
 from .step_tape import Tape
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("error::quintnet.BackendWarning")
 def tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     """What programs of ``backend="graph"`` are captured by. Nothing is compiled, which would take long."""
     tape = Tape()
-    table = {"graph": lambda: WholeStepEngine(capture=tape), "inductor": Inductor}
+    table = {"graph": EngineKind(lambda: WholeStepEngine(capture=tape)), "inductor": EngineKind(Inductor)}
     monkeypatch.setattr(compiled, "ENGINES", table)
     monkeypatch.setattr(engines, "compiled", lambda module, args: None)
     return tape

@@ -22,7 +22,6 @@ from .wrapped_models import refuse_wrapped
 
 if TYPE_CHECKING:
     from ..capture.step_module import LossFn
-    from ..runtime.execute.engines import EngineName
     from .compiled_program import CompiledProgram
 
 
@@ -38,7 +37,7 @@ def compile(
     rules: Sequence[Rule] = (),
     check_finite: bool = True,
     training: bool = True,
-    backend: EngineName = "eager",
+    backend: str = "eager",
     device: torch.device | str | None = None,
     check: Literal["first", "always", "off"] = "first",
     tune_process: bool = True,
@@ -143,7 +142,7 @@ def _planned(
     plan: Plan | Mapping[str, Any] | str | Path | None,
     given: Mapping[str, Any],
     rules: Sequence[Rule],
-    backend: EngineName,
+    backend: str,
 ) -> Plan:
     """The best plan on a cluster, or on a mesh of H100 nodes."""
     from .plan import plan as make_plan

@@ -384,7 +384,7 @@ class CompiledProgram(ProgramGeneration):
                 self._backend.learn(primary.program, tensors)
             else:
                 refuse_split(tensors)
-                plan, engine = primary.plan.agreed, ENGINES[task.backend]()
+                plan, engine = primary.plan.agreed, ENGINES[task.backend].make()
                 with announced("the set-up of a program"):
                     self._backend = open_backend(
                         self.mesh,

@@ -31,7 +31,7 @@ from ..planner.planning import Planner
 from ..planner.report import PlanReport
 from ..planner.search import RESERVED_SHARE, Objective, SearchEffort
 from ..planner.workload import Goal, tokens_of, with_length
-from ..runtime.execute.engines import REPLAYS, EngineName, check_engine
+from ..runtime.execute.engines import ENGINES, check_engine
 from ..schedules.synthesis import check_schedule
 from .wrapped_models import refuse_wrapped
 
@@ -56,7 +56,7 @@ def plan(
     tokens: float | None = None,
     price: float | None = None,
     reserve: float = RESERVED_SHARE,
-    backend: EngineName = "eager",
+    backend: str = "eager",
     among: Mapping[str, Sequence[Any]] | None = None,
     progress: bool | None = None,
 ) -> PlanReport:
@@ -138,7 +138,7 @@ def estimate(
     rules: Sequence[Rule] = (),
     tokens: float | None = None,
     price: float | None = None,
-    backend: EngineName = "eager",
+    backend: str = "eager",
 ) -> Estimate:
     """Predict step time, memory per rank, communication and bubble of one plan, which must have a mesh; with its tokens
     a second, model FLOP utilisation, energy, and with ``tokens`` and ``price`` (as for :func:`quintnet.plan`) what
@@ -189,7 +189,7 @@ def _planner(
     book = {**RULES, **user_rules(rules)}
     unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
     found = FlatBatch.of(batch)
-    machine = PricedCluster(cluster, unknown, reserve, backend == REPLAYS)
+    machine = PricedCluster(cluster, unknown, reserve, ENGINES[backend].replayed)
     tokens = tokens_of(found.leaves)
     return Planner.from_captured(
         captured, captured.form.rows_in(batch), machine, pinned, book, tokens, goal, found.leaves

@@ -18,7 +18,7 @@ from ..ir.batch_form import FlatBatch
 from ..ir.cost_protocol import RankCosts
 from ..ir.distributed_program import DistributedProgram, RankProgram
 from ..ir.plan import Plan, check_plan
-from ..runtime.execute.engines import REPLAYS
+from ..runtime.execute.engines import ENGINES
 from .program_checkpoints import ProgramCheckpoints
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class ProgramReports(ProgramCheckpoints):
     def _prices(self, costs: RankCosts | Cluster | None) -> RankCosts:
         from ..cost_models.cluster_costs import costs_of_ranks
 
-        return costs_of_ranks(costs, self.mesh, self._task.backend == REPLAYS)
+        return costs_of_ranks(costs, self.mesh, ENGINES[self._task.backend].replayed)
 
     def _with_estimates(self, error: RunError) -> RunError:
         """A training step ran out of memory."""

@@ -18,7 +18,7 @@ from ..ops.extensions import extend
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import add_rules
 from ..passes.autodiff.recompute_budget import Leaves
-from ..runtime.execute.engines import Engine, add_engines
+from ..runtime.execute.engines import EngineKind, add_engines
 from ..schedules.schedule import Schedule
 
 
@@ -111,7 +111,7 @@ class Feature:
         host_state: what a plan has on hosts.
         memory_savers: what a planner may decide where memory is short, in the order in which it is tried.
         methods: of compiled programs, by name: each takes a program's parts (:class:`.program_parts.ProgramParts`).
-        engines: values of ``backend``, with what makes the engine of a program.
+        engines: values of ``backend``, with what makes the engine of a program, and how it is priced.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Feature:
     host_state: Callable[[Plan], HostState] = lambda plan: HostState()
     memory_savers: tuple[MemorySaver, ...] = ()
     methods: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    engines: Mapping[str, Callable[[], Engine]] = field(default_factory=dict)
+    engines: Mapping[str, EngineKind] = field(default_factory=dict)
 
 
 def add_feature(feature: Feature) -> Feature:

@@ -171,16 +171,17 @@ def test_other_devices_are_not() -> None:
 
 
 def test_the_engine_is_one_of_steps_that_no_other_feature_has() -> None:
-    engine = ENGINES["graph"]()
+    engine = ENGINES["graph"].make()
     assert isinstance(engine, WholeStepEngine) and isinstance(engine, EngineOfSteps)
     assert isinstance(engine.capture, CudaStepCapture) and engine.capture.device_kind == "cuda"
-    assert not isinstance(eager, EngineOfSteps) and not isinstance(ENGINES["inductor"](), EngineOfSteps)
+    assert not isinstance(eager, EngineOfSteps) and not isinstance(ENGINES["inductor"].make(), EngineOfSteps)
+    assert [name for name, kind in ENGINES.items() if kind.replayed] == ["cudagraphs"]
     with pytest.raises(ValueError, match="an engine graph already"):
         add_engines(WHOLE_STEP_GRAPH.engines)
 
 
 def test_a_reason_is_told_once() -> None:
-    engine = ENGINES["graph"]()
+    engine = ENGINES["graph"].make()
     assert isinstance(engine, WholeStepEngine)
     with pytest.warns(quintnet.BackendWarning, match="one CUDA graph, .* as with inductor: some reason") as seen:
         engine.tell_once("some reason")

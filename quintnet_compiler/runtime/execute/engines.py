@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -194,18 +194,29 @@ def _with_cuda_graphs() -> Inductor:
     return Inductor(Graphs(CudaGraphs()))
 
 
-_ENGINES: dict[str, Callable[[], Engine]] = {
-    "eager": lambda: eager,
-    "inductor": Inductor,
-    "cudagraphs": _with_cuda_graphs,
+@dataclass(frozen=True)
+class EngineKind:
+    """A value of ``compile(backend=...)``.
+
+    Attributes:
+        make: the engine of a program.
+        replayed: whether kernels are priced as replayed, without what the host takes to launch each of them.
+    """
+
+    make: Callable[[], Engine]
+    replayed: bool = False
+
+
+_ENGINES: dict[str, EngineKind] = {
+    "eager": EngineKind(lambda: eager),
+    "inductor": EngineKind(Inductor),
+    "cudagraphs": EngineKind(_with_cuda_graphs, replayed=True),
 }
-ENGINES: Mapping[str, Callable[[], Engine]] = MappingProxyType(_ENGINES)
-"""Constructors of engines, by the name that ``compile(backend=...)`` takes."""
-EngineName = Literal["eager", "inductor", "cudagraphs", "graph"]
-REPLAYS: EngineName = "cudagraphs"  # the engine without launch costs of single kernels
+ENGINES: Mapping[str, EngineKind] = MappingProxyType(_ENGINES)
+"""Kinds of engines, by the name that ``compile(backend=...)`` takes."""
 
 
-def add_engines(engines: Mapping[str, Callable[[], Engine]]) -> None:
+def add_engines(engines: Mapping[str, EngineKind]) -> None:
     """Add the engines of a feature.
 
     Raises:
