@@ -25,7 +25,7 @@ from quintnet_compiler.runtime.execute.segments import Segment, split
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPERATORS = block_max, block_scale, scaled_cast, scaled_matmul
-CONSISTS_OF: dict[Any, Any] = {op: spec_of(op).consists_of for op in OPERATORS}
+CONSISTS_OF: dict[Any, Any] = {op: own.function for op in OPERATORS if (own := spec_of(op).consists_of)}
 
 
 def _traced(x: Tensor, block: list[int]) -> fx.GraphModule:

@@ -181,7 +181,7 @@ def test_an_operator_that_inductor_does_not_see_costs_bytes_and_is_named() -> No
         {"precision": "fp8", "fp8_recipe": "tensorwise"},
     )  # fmt: skip
     _, seen, _ = _counted(case)
-    with mock.patch.object(engines, "_consists_of", lambda graph: {}):
+    with mock.patch.object(engines, "_own_decompositions", lambda graph, on_gpu: {}):
         _, unseen, _ = _counted(case)
     assert "quintnet.scaled_cast" in unseen.kernels and "quintnet.scaled_cast" not in seen.kernels
     assert _mib(unseen) > 1.2 * _mib(seen) > 0

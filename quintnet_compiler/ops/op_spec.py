@@ -44,6 +44,19 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Decomposition:
+    """An operator in operators of torch, for compilers that make one kernel of several operators.
+
+    Attributes:
+        function: takes what the operator takes, and returns the same.
+        on_gpus: whether it is for GPUs alone.
+    """
+
+    function: Callable[..., Tensor]
+    on_gpus: bool = False
+
+
+@dataclass(frozen=True)
 class Attention:
     """A kind of attention.
 
@@ -81,7 +94,7 @@ class OpSpec:
         keep: whether recomputing it takes longer than a few passes over memory.
         save: whether it is never recomputed, as it is small and the host may have to wait for it.
         fused_as: what compilers take it apart into and fuse, beyond what torch's tags say.
-        consists_of: the same in operators of torch, for compilers that make one kernel of several operators.
+        consists_of: the same in operators of torch, where compilers would not know it, or know a slower form.
         cast_step: its step of a cast to fewer bits, with scales: ``"largest"`` finds the largest number of each block,
             ``"scale"`` makes a scale of it, ``"cast"`` divides by scales and rounds. All numbers of a block count, so
             padding has to be zeros; zeros stay zeros, whatever the scale.
@@ -145,7 +158,7 @@ class OpSpec:
     keep: bool = False
     save: bool = False
     fused_as: FusedAs | None = None
-    consists_of: Callable[..., Tensor] | None = None
+    consists_of: Decomposition | None = None
     cast_step: CastStep | None = None
     casts: bool = False
     user_derivative: End | None = None

@@ -30,7 +30,8 @@ from .derivatives.inner_gradients import gradient, start
 from .derivatives.user_derivatives import ENDS
 from .experts.expert_linear import expert_linear
 from .filled_rows import fill_rows
-from .op_spec import Attention, Product
+from .op_spec import Attention, Decomposition, Product
+from .pointwise_losses import nll_loss_backward
 from .rank_local import RANKED, microbatch
 
 aten = torch.ops.aten
@@ -99,6 +100,7 @@ _FLAGS: Mapping[str, Iterable[Any]] = {
     "takes_size": SIZED,
 }  # fmt: skip
 _VALUES: Mapping[str, Mapping[Any, Any]] = {
+    "consists_of": {aten.nll_loss_backward.default: Decomposition(nll_loss_backward)},
     "user_derivative": ENDS,
     "routing": {
         dispatch_plan: "plan", **dict.fromkeys((dispatch, STARTS[dispatch]), "dispatch"),

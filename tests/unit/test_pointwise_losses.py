@@ -10,7 +10,9 @@ import torch.nn.functional as F
 
 from quintnet_compiler.compat.torch import make_fx
 from quintnet_compiler.compat.torch_inductor import decompositions
-from quintnet_compiler.runtime.execute.pointwise_losses import POINTWISE_LOSSES
+from quintnet_compiler.ops.catalog import spec_of
+from quintnet_compiler.ops.op_spec import Decomposition
+from quintnet_compiler.ops.pointwise_losses import nll_loss_backward
 
 aten = torch.ops.aten
 BACKWARD = aten.nll_loss_backward.default
@@ -30,7 +32,7 @@ def test_the_gradient_of_nll_loss_is_the_operators(reduction: str, dtype: torch.
         weight = torch.rand(5).to(dtype) if weighted else None
         loss, total = aten.nll_loss_forward.default(x, target, weight, number, ignored)
         arguments = torch.randn_like(loss), x, target, weight, number, ignored, total
-        theirs, ours = BACKWARD(*arguments), POINTWISE_LOSSES[BACKWARD](*arguments)
+        theirs, ours = BACKWARD(*arguments), nll_loss_backward(*arguments)
         assert ours.dtype is dtype and ours.stride() == theirs.stride()
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
@@ -41,7 +43,8 @@ def test_compilers_find_no_scatter() -> None:
         return BACKWARD(logits.new_ones([]), rows, labels, None, 2, -100, logits.new_ones([]))
 
     arguments = torch.randn(4, 8), torch.randint(8, (4,))
-    for table, scatters in (({}, True), (POINTWISE_LOSSES, False)):
+    assert spec_of(BACKWARD).consists_of == Decomposition(nll_loss_backward)
+    for table, scatters in (({}, True), ({BACKWARD: nll_loss_backward}, False)):
         with torch.no_grad():
             traced = make_fx(backward, decomposition_table={**decompositions(), **table}, tracing_mode="fake")(
                 *arguments

@@ -19,7 +19,6 @@ from ...core.errors import BackendWarning, CompileError
 from ...ir.generated import GeneratedModule
 from ...ops.catalog import op_spec
 from .layouts import ByLayout
-from .pointwise_losses import POINTWISE_LOSSES
 from .segments import MAX_VARIANTS, Function, Segment, Stepper, split
 
 if TYPE_CHECKING:
@@ -153,17 +152,15 @@ def traced_for_inductor(module: fx.GraphModule, args: Sequence[Tensor], *, on_gp
         results: tuple[Any, ...] = module(list(tensors))
         return results
 
-    # on GPUs, scales and casts, which read a value several times, are fused with the operator before them
-    own = _consists_of(module.graph) if on_gpu else {}
-    table = {**decompositions(), **POINTWISE_LOSSES, **own}
+    table = {**decompositions(), **_own_decompositions(module.graph, on_gpu)}
     with torch.no_grad():
         return make_fx(flat, decomposition_table=table, tracing_mode="fake")(*args)
 
 
-def _consists_of(graph: fx.Graph) -> dict[Any, Callable[..., Tensor]]:
-    """Return, by operator of the graph, the operators of torch that make its result, where its definition says them."""
-    functions = ((node.target, op_spec(node).consists_of) for node in graph.nodes)
-    return {target: function for target, function in functions if function is not None}
+def _own_decompositions(graph: fx.Graph, on_gpu: bool) -> dict[Any, Callable[..., Tensor]]:
+    """Return, by operator of the graph, what makes its result of operators of torch, where its spec says that."""
+    own = {node.target: op_spec(node).consists_of for node in graph.nodes}
+    return {target: each.function for target, each in own.items() if each and (on_gpu or not each.on_gpus)}
 
 
 def can_fuse(graph: fx.Graph) -> bool:

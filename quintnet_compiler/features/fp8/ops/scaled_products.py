@@ -23,7 +23,7 @@ from torch import Tensor
 from ....compat.torch_codegen import SHIPPED
 from ....ops.define import define_operator
 from ....ops.extensions import extend
-from ....ops.op_spec import OpSpec
+from ....ops.op_spec import Decomposition, OpSpec
 from .scaled_kernels import kernel_for, multiply
 
 aten = torch.ops.aten
@@ -153,7 +153,10 @@ scaled_matmul = define_operator(
     _of_product,
     _scaled_matmul,
 )
-extend(block_max, OpSpec(cast_step="largest", consists_of=_block_max))
-extend(block_scale, OpSpec(cast_step="scale", consists_of=_block_scale))
-extend(scaled_cast, OpSpec(cast_step="cast", consists_of=_cast_in_kernels))
-extend(scaled_matmul, OpSpec(operand_dtype=True, unpadded=True, consists_of=_scaled_matmul))
+# on GPUs, scales and casts, which read a value several times, are fused with the operator before them
+extend(block_max, OpSpec(cast_step="largest", consists_of=Decomposition(_block_max, on_gpus=True)))
+extend(block_scale, OpSpec(cast_step="scale", consists_of=Decomposition(_block_scale, on_gpus=True)))
+extend(scaled_cast, OpSpec(cast_step="cast", consists_of=Decomposition(_cast_in_kernels, on_gpus=True)))
+extend(
+    scaled_matmul, OpSpec(operand_dtype=True, unpadded=True, consists_of=Decomposition(_scaled_matmul, on_gpus=True))
+)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from ...compat.torch_codegen import SHIPPED
+from ..compat.torch_codegen import SHIPPED
 
-aten = torch.ops.aten
 MEAN = 1  # torch's number for reduction="mean"
 
 
@@ -45,9 +39,3 @@ def nll_loss_backward(
         grad = grad * weight
     is_class = SHIPPED.arange(x.shape[-1], device=x.device) == labels
     return SHIPPED.where(is_class & (labels != ignore_index), -grad, 0).to(x.dtype)
-
-
-POINTWISE_LOSSES: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(
-    {aten.nll_loss_backward.default: nll_loss_backward}
-)
-"""Decompositions in place of torch's."""
