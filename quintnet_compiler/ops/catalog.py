@@ -28,6 +28,7 @@ from typing import Any, cast
 from torch import fx
 
 from ..compat.torch import operator_name
+from ..core.annotations import shape
 from .collectives import CollectiveSpec
 from .extensions import extension, extension_of_method
 from .op_spec import FUSED, OpSpec
@@ -61,6 +62,13 @@ def spec_of_method(name: str) -> OpSpec:
     """Return the spec of the operator that generated code calls the runtime for, by its name."""
     spec = _OF_METHODS.get(name) or extension_of_method(name, OpSpec)
     return spec if spec is not None and (spec.on_rank or spec.accumulates) else _DEFAULT
+
+
+def adds_two(node: fx.Node) -> bool:
+    """Return whether a node adds two different tensors of its own shape."""
+    terms = node.all_input_nodes
+    plain = op_spec(node).adds and not node.kwargs and len(terms) == 2
+    return plain and all(shape(term) == shape(node) for term in terms)
 
 
 def priced_as(node: fx.Node) -> Any:

@@ -19,6 +19,7 @@ from ...ir.program import DifferentiatedProgram
 from ...ir.value_numbers import ValueNumbers
 from ...ops.catalog import op_spec
 from ..failure import check_failure
+from .numbered_values import NumberedValues
 from .results import check_results
 
 _fail = partial(check_failure, "slices check")
@@ -39,23 +40,12 @@ def check_joined(before: DifferentiatedProgram, after: DifferentiatedProgram) ->
 
 
 @dataclass
-class _Sums:
-    """``of``: the number of each node; ``calls``: those of calls that are neither sums nor terms of one that are
-    joined."""
+class _Sums(NumberedValues):
+    """``calls``: the numbers of calls that are neither sums nor terms of one that are joined."""
 
-    program: DifferentiatedProgram
-    numbers: ValueNumbers
-    of: dict[fx.Node, int] = field(default_factory=dict)
     sums: dict[int, tuple[Hashable, tuple[int, ...]]] = field(default_factory=dict)
     slices: dict[int, tuple[Hashable, int, int, int, int]] = field(default_factory=dict)  # kind, start, end, size, of
     calls: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        for node in self.program.graph.nodes:
-            if node.op == "placeholder":
-                self.of[node] = self.numbers.number("leaf", node.name)
-            elif node.op == "call_function":
-                self.of[node] = self._call(node)
 
     def _call(self, node: fx.Node) -> int:
         place = self.program.stage.get(node), node in self.program.once, facts(node).phase

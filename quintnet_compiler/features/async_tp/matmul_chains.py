@@ -12,7 +12,7 @@ from torch import fx
 from ...core.annotations import facts, is_getitem, shape
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
-from ...ops.catalog import op_spec
+from ...ops.catalog import adds_two, op_spec
 from ...ops.collectives import all_gather, reduce_scatter
 from ...passes.overlap.items import stored_in
 
@@ -172,7 +172,7 @@ class ChainFinder:
         between.append(node)
         if self._same_rows(node, node.all_input_nodes[0] if node.all_input_nodes else node):
             return self._terms(node.all_input_nodes[0], scatter, between)
-        if not _adds_two(node):
+        if not adds_two(node):
             return []
         left, right = (self._terms(n, scatter, between) for n in node.all_input_nodes)
         if not left or not right or min(len(left), len(right)) > 1:  # another order of sums
@@ -192,9 +192,3 @@ class ChainFinder:
     def _hides_nothing(self, first: fx.Node, last: fx.Node) -> bool:
         """Return whether no communication starts or ends between two nodes."""
         return self.busy[self.place[first]] == self.busy[self.place[last]]
-
-
-def _adds_two(node: fx.Node) -> bool:
-    """Return whether a node adds two different tensors of its own shape."""
-    plain = op_spec(node).adds and not node.kwargs and len(node.all_input_nodes) == 2
-    return plain and all(shape(source) == shape(node) for source in node.all_input_nodes)

@@ -11,7 +11,7 @@ from torch import fx
 from ...core.annotations import annotate, facts, shape, values
 from ...ir.builder import GraphBuilder
 from ...ir.program import DifferentiatedProgram
-from ...ops.catalog import op_spec
+from ...ops.catalog import adds_two, op_spec
 
 aten = torch.ops.aten
 _SUMS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.matmul.default, aten.sum.dim_IntList})
@@ -214,7 +214,7 @@ Sums = dict[fx.Node, list[fx.Node]]
 def _sums(program: DifferentiatedProgram, moving: set[fx.Node]) -> tuple[Sums, set[fx.Node]]:
     """Return, for each term, the moving sums that it belongs to (as often as it is added), and partial sums."""
     results = {*program.gradients.values(), *program.cotangents.values(), *program.values.values(), *program.outputs}
-    adds = {node for node in moving if _adds_two(node)}
+    adds = {node for node in moving if adds_two(node)}
     inner = {n for n in adds if n not in results and len(n.users) == 1 and next(iter(n.users)) in adds}
     sums: Sums = defaultdict(list)
     for total in program.graph.nodes:
@@ -226,12 +226,6 @@ def _sums(program: DifferentiatedProgram, moving: set[fx.Node]) -> tuple[Sums, s
                 else:
                     sums[source].append(total)
     return sums, inner
-
-
-def _adds_two(node: fx.Node) -> bool:
-    """Return whether a node adds two different tensors of its own shape."""
-    plain = op_spec(node).adds and len(node.args) == 2 and not node.kwargs
-    return plain and len(node.all_input_nodes) == 2 and all(shape(x) == shape(node) for x in node.all_input_nodes)
 
 
 def _needed_copies(program: DifferentiatedProgram, moving: set[fx.Node]) -> set[fx.Node]:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ....checks.failure import check_failure
+from ....checks.rewrites.numbered_values import NumberedValues
 from ....checks.rewrites.results import check_results
 from ....core.annotations import facts
 from ....ir.program import DifferentiatedProgram
@@ -43,22 +44,11 @@ def check_early_loss_gradients(old: DifferentiatedProgram, new: DifferentiatedPr
 
 
 @dataclass
-class _Numbered:
-    """Numbers of values. ``of``: of each node; ``calls``: those of calls but sums and views, with where they run."""
+class _Numbered(NumberedValues):
+    """Numbers of values. ``calls``: those of calls but sums and views, with where they run."""
 
-    program: DifferentiatedProgram
-    numbers: ValueNumbers
-    of: dict[fx.Node, int] = field(default_factory=dict)
     terms: dict[int, tuple[int, ...]] = field(default_factory=dict)
     calls: set[tuple[int, int | None, bool]] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        """Give all values numbers."""
-        for node in self.program.graph.nodes:
-            if node.op == "placeholder":
-                self.of[node] = self.numbers.number("leaf", node.name)
-            elif node.op == "call_function":
-                self.of[node] = self._call(node)
 
     def _call(self, node: fx.Node) -> int:
         args: Any = node.args

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from ....checks.failure import check_failure
+from ....checks.rewrites.numbered_values import NumberedValues
 from ....checks.rewrites.results import check_results
 from ....compat.torch import OpOverload, schema_or_none
 from ....core.annotations import facts, origin
@@ -78,27 +79,15 @@ def _kept(program: DifferentiatedProgram, stage: int, node: fx.Node, left: set[t
 
 
 @dataclass
-class NumberedCopies:
+class NumberedCopies(NumberedValues):
     """Numbers of values, a copy's that of what it is a copy of.
 
     Attributes:
-        of: the number of each node.
-        calls: those of all but copies, with the stage in which each runs (a view may run once more), and a node that
-            makes it.
+        calls: the numbers of all but copies, with the stage in which each runs (a view may run once more), and a node
+            that makes it.
     """
 
-    program: DifferentiatedProgram
-    numbers: ValueNumbers
-    of: dict[fx.Node, int] = field(default_factory=dict)
     calls: dict[tuple[int, int | None, bool], fx.Node] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Give all values numbers."""
-        for node in self.program.graph.nodes:
-            if node.op == "placeholder":
-                self.of[node] = self.numbers.number("leaf", node.name)
-            elif node.op == "call_function":
-                self.of[node] = self._call(node)
 
     def _call(self, node: fx.Node) -> int:
         args: Any = node.args
