@@ -18,6 +18,7 @@ from ...ir.distributed_program import (
 )
 from ...ir.generated import GeneratedModule
 from ...ops.catalog import op_spec
+from ...ops.op_spec import Product
 from .python_ops import spelled
 from .source_lines import WIDTH, in_lines, written
 
@@ -102,7 +103,7 @@ def _hoist_getitems(nodes: list[fx.Node]) -> list[fx.Node]:
 
 def _is_matmul(node: fx.Node) -> bool:
     """Return whether a gradient is a product that nothing else reads: the product can add to the gradient."""
-    return node.target is torch.ops.aten.mm.default and len(node.users) == 1 and len(node.all_input_nodes) == 2
+    return op_spec(node).product == Product() and len(node.users) == 1 and len(node.all_input_nodes) == 2
 
 
 def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.Node, sites: list[str]) -> fx.Node:

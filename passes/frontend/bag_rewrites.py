@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any
 
 import torch
 from torch import fx
 
-from ...core.annotations import shape, value
+from ...core.annotations import is_getitem, shape, value
 from ...core.precision import widened
 from ...ir.builder import GraphBuilder
 from ...strategies.emit_conversion import cast
@@ -26,7 +25,7 @@ def embedding_bag(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs:
     padded_args: list[Any] = args + [None] * (9 - len(args))
     weight, ids, offsets, by_frequency, mode, sparse, scales, last, padding = padded_args
     length = _length(offsets, shape(ids)[0]) if not last else None
-    only_result = all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
+    only_result = all(is_getitem(user) and user.args[1] == 0 for user in node.users)
     if length is None or by_frequency or sparse or not only_result:
         return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
     ids = builder.reshape(ids, [shape(ids)[0] // length, length])

@@ -14,9 +14,9 @@ from ...core.annotations import facts, is_getitem, origin, value
 from ...core.errors import CompileError, QuintNetError
 from ...ir.builder import GraphBuilder
 from ...ops.attention.cuda import on_gpu
+from ...ops.catalog import op_spec
 from ...ops.derivatives.inner_gradients import start
 from ...ops.derivatives.operator_trace import Template, trace
-from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ...ops.rank_local import dropout
 from .twice_differentiable import TWICE_DIFFERENTIABLE
 
@@ -50,7 +50,7 @@ def inner_gradient(
     first_new = len(builder.made)
     gradients = template.gradients[len(path.sources) :]
     for part in _needed(template.graph, [g for g in gradients if g is not None], env):
-        if part.target is aten.contiguous.default:  # kernels of a backward may ask for it
+        if op_spec(part).relayouts:  # kernels of a backward may ask for it
             env[part] = builder.call(aten.contiguous.default, env[part.all_input_nodes[0]])
         else:
             env[part] = copy(part, env)
@@ -86,7 +86,7 @@ class _Path:
     def refuse_user_derivatives(self) -> None:
         """Raise CompileError if the path has a derivative that is the user's own."""
         for node in self.nodes:
-            if node.target in (with_tangent, declare_gradient, after_gradients):
+            if op_spec(node).user_derivative is not None:
                 description = (
                     "through a derivative that is your own, or what forward changes in place where gradients are off,"
                 )
@@ -210,7 +210,7 @@ def _between(graph: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.No
     """Return the nodes that a gradient flows through from ``outputs`` to ``inputs``, in order."""
     reached = set(inputs)
     for node in graph.nodes:
-        flows = node.op == "call_function" and node.target is not aten.detach.default
+        flows = node.op == "call_function" and op_spec(node).detaches is None
         if flows and any(x in reached for x in node.all_input_nodes) and _differentiable(node):
             reached.add(node)
     path, todo = set[fx.Node](), [n for n in outputs if n in reached]
@@ -223,7 +223,7 @@ def _between(graph: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.No
 
 
 def _differentiable(node: fx.Node) -> bool:
-    if declare_gradient in (node.target, is_getitem(node) and origin(node)[0].target):
+    if op_spec(origin(node)[0]).user_derivative == "declaration":
         return True  # it says where a gradient goes
     result = facts(node).value
     tensors = result if isinstance(result, tuple) else (result,)
@@ -234,7 +234,7 @@ def _run(node: fx.Node, env: dict[fx.Node, Any], absent: AbsentGpu | None) -> An
     args: Any
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     target: Any = node.target
-    if target is start:
+    if op_spec(node).inner_gradient == "start":
         return args[0]
     if target in TWICE_DIFFERENTIABLE:
         return TWICE_DIFFERENTIABLE[target](*args, **kwargs)

@@ -13,7 +13,7 @@ from ...core.errors import CompileError
 from ...core.precision import Precision
 from ...ir.builder import GraphBuilder
 from ...ir.program import Program, outputs
-from ...ops.catalog import spec_of
+from ...ops.catalog import op_spec
 from .narrow_leaves import narrow_leaves
 
 aten = torch.ops.aten
@@ -112,14 +112,14 @@ class _PrecisionLowering:
 
     def _fixed(self, node: fx.Node) -> torch.dtype | None:
         """Return the dtype in which an operator computes whatever its inputs are, if there is one."""
-        bits = spec_of(node.target).autocast
-        if node.target is aten._to_copy.default or bits == 32 or node.kwargs.get("dtype") is FULL:
+        spec = op_spec(node)
+        if spec.casts or spec.autocast == 32 or node.kwargs.get("dtype") is FULL:
             return FULL
         limit = torch.finfo(self.low).max
         numbers = [x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, float)]
         if any(limit < abs(x) < float("inf") for x in numbers):
             return FULL
-        return self.low if bits == 16 else None
+        return self.low if spec.autocast == 16 else None
 
     def _settle(self) -> None:
         """Decide that loose values are narrow unless one of their users computes in float32."""
@@ -163,7 +163,7 @@ class _PrecisionLowering:
         if is_getitem(node):
             return self.builder.getitem(self.env[node.args[0]], int(node.args[1]))  # type: ignore[index,arg-type]
         wanted = self.computes[node]
-        keeps = node.target is aten._to_copy.default and node.kwargs.get("dtype") is not FULL
+        keeps = op_spec(node).casts and node.kwargs.get("dtype") is not FULL
         inputs = {
             n: self.env[n] if keeps or not _full(n) else self._read(self.env[n], wanted) for n in node.all_input_nodes
         }

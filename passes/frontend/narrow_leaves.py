@@ -10,6 +10,7 @@ from torch import fx
 from ...core.annotations import annotate, facts, value
 from ...core.precision import narrows
 from ...ir.program import Program
+from ...ops.catalog import op_spec
 
 aten = torch.ops.aten
 
@@ -38,7 +39,7 @@ def narrow_leaves(program: Program) -> Program:
 def _cast(node: fx.Node) -> fx.Node | None:
     """Return the cast that is a leaf's only user, or None. Gradients of two casts would be added in few bits."""
     user = next(iter(node.users), None)
-    if user is None or len(node.users) > 1 or user.target is not aten._to_copy.default:
+    if user is None or len(node.users) > 1 or not op_spec(user).casts:
         return None
     only_casts = user.kwargs == {"dtype": value(user).dtype}
     return user if only_casts and narrows(value(node).dtype, value(user).dtype) else None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,14 +14,14 @@ from ...capture.places import LEAF, WHERE
 from ...capture.sizes_by_value import shape_by_value
 from ...compat.torch import FakeTensorMode, OpOverload, pytree
 from ...core.absent_gpu import AbsentGpu
-from ...core.annotations import Leaf, facts, needs_grad, shape, value
+from ...core.annotations import Leaf, facts, is_getitem, needs_grad, shape, value
 from ...core.errors import CompileError, Where
 from ...ir.batch_form import ROWS
 from ...ir.builder import GraphBuilder
 from ...ir.expectations import Expectations
 from ...ir.program import Captured, Program, outputs
 from ...ir.symbolic_sizes import sizes_env
-from ...ops.derivatives.inner_gradients import gradient
+from ...ops.catalog import op_spec
 from ...ops.rules.table import RULES
 from .counted.counters import is_counter
 from .decompose import decompose, has_parts
@@ -35,6 +34,12 @@ from .picked_values import picks
 from .rewrites import REWRITES, draws
 
 aten = torch.ops.aten
+# arithmetic on sizes, which are numbers here
+_OF_SIZES: Mapping[Any, Callable[..., Any]] = {
+    aten.sym_size.int: lambda x, dim: shape(x)[dim],
+    torch.sym_float: lambda number: number,
+    torch.sym_int: lambda number: number,
+}
 
 
 class _Fails(Exception):
@@ -165,11 +170,12 @@ class Normalize:
         target: Any = node.target
         if picks(node, args, kwargs):
             return PickedRows(builder, partial(self._node, builder))(node, args, kwargs)
-        if target in (aten.sym_size.int, torch.sym_float, torch.sym_int):
-            return shape(args[0])[args[1]] if target is aten.sym_size.int else args[0]
+        of_size = _OF_SIZES.get(target)
+        if of_size is not None:
+            return of_size(*args)
         if not any(isinstance(a, fx.Node) for a in _flat((args, kwargs))) and not isinstance(target, OpOverload):
             return target(*args, **kwargs)  # arithmetic on sizes
-        if target is operator.getitem and not isinstance(args[0], fx.Node):
+        if is_getitem(node) and not isinstance(args[0], fx.Node):
             return args[0][args[1]]
         if "device" in kwargs:
             kwargs["device"] = self.device
@@ -186,7 +192,7 @@ class Normalize:
 
     def _rewritten(self, builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         target: Any = node.target
-        if target is gradient:
+        if op_spec(node).inner_gradient == "gradient":
             outs, ins, arriving, again = args
             return inner_gradient(builder, outs, ins, arriving, again, partial(self._part, builder), self.absent)
         if target is aten.masked_scatter.default and self.parts > 1:
@@ -231,7 +237,7 @@ def _unrounded(result: fx.Node) -> fx.Node:
 
     Its terms are added up in 32 bits first, and the caller of the program rounds (``Captured.result_dtypes``).
     """
-    if result.target is not aten._to_copy.default or shape(result):
+    if not op_spec(result).casts or shape(result):
         return result
     (source,) = result.all_input_nodes
     wide, narrow = value(source).dtype, value(result).dtype
@@ -255,7 +261,7 @@ def _refuse_gradients(captured: Captured, results: Sequence[fx.Node]) -> None:
 
 def _is_supported(part: fx.Node) -> bool:
     """Return whether a node of an operator's definition has a canonical form, a rule, or parts."""
-    if part.op != "call_function" or part.target is operator.getitem:
+    if part.op != "call_function" or is_getitem(part):
         return part.op in ("call_function", "placeholder", "output")
     return part.target in REWRITES or part.target in RULES or has_parts(part.target)
 

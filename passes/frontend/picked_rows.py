@@ -26,13 +26,12 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor, fx
 
-from ...capture.sizes_by_value import PICKS, shape_by_value
+from ...capture.sizes_by_value import shape_by_value
 from ...compat.torch import free_unbacked_symbols, pytree
 from ...core.annotations import is_getitem, needs_grad, origin, shape, tensor_inputs, value
 from ...core.errors import CompileError
 from ...ir.builder import GraphBuilder
-from ...ops.derivatives.inner_gradients import gradient
-from ...ops.rank_local import dropout, noise
+from ...ops.catalog import op_spec
 from ...ops.rules.notation import Factors
 from ...ops.rules.table import RULES
 from .picked_values import (
@@ -82,9 +81,9 @@ class PickedRows:
         Raises:
             CompileError: QN101 if rows are not independent.
         """
-        if node.target in PICKS:
+        if op_spec(node).finds:
             return self._positions_of_mask(node, args[0])
-        if node.target is operator.getitem:
+        if is_getitem(node):
             return args[0][args[1]]
         if node.target is aten.sym_size.int:
             return size_of(args[0], args[1])
@@ -100,19 +99,24 @@ class PickedRows:
 
     def _read_or_write(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Emit an operator that reads or writes a value at picked positions."""
-        x, target = args[0], node.target
-        if target is aten.index.Tensor:
-            return self._read(node, x, args[1])
-        if target is aten.index_put.default:
-            adds = bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
-            return self._write(node, x, args[1], args[2], adds=adds)
-        indices = [None] * (args[1] % len(shape(x))) + [args[2]]
-        if target is aten.index_select.default:
-            return self._read(node, x, indices)
+        emit = _WITH_INDICES.get(node.target) or _WITH_INDICES_OF_A_DIM[node.target]
+        return emit(self, node, args, kwargs)
+
+    def _index(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return self._read(node, args[0], args[1])
+
+    def _index_put(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        adds = bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
+        return self._write(node, args[0], args[1], args[2], adds=adds)
+
+    def _index_select(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return self._read(node, args[0], _indices_of_a_dim(args))
+
+    def _index_add(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         source, alpha = args[3], kwargs.get("alpha", 1)
         if alpha != 1:
             source = self._scaled(source, alpha)
-        return self._write(node, x, indices, source, adds=True)
+        return self._write(node, args[0], _indices_of_a_dim(args), source, adds=True)
 
     # -- positions
 
@@ -274,7 +278,8 @@ class PickedRows:
             CompileError: if they come from several masks, or their number is used as a number.
         """
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, PICKED_CLASSES)]
-        if len({x.picked for x in inputs}) > 1 or node.target is gradient or counts_rows(node, args, kwargs):
+        differentiates = op_spec(node).inner_gradient == "gradient"
+        if len({x.picked for x in inputs}) > 1 or differentiates or counts_rows(node, args, kwargs):
             raise self._refusal(node)
         return inputs
 
@@ -313,7 +318,7 @@ class PickedRows:
             dims[new] = dims[new.args[0]]  # type: ignore[index]
             return
         rule = RULES.get(new.target)
-        if rule is None or new.target in (dropout, noise):
+        if rule is None or op_spec(new).random:
             raise self._refusal(node)
         dim = _dim_of_rows(rule.factors(new), [(i, dims[x]) for i, x in sources])
         if dim is None:
@@ -349,9 +354,25 @@ class PickedRows:
 
 def _reads_or_writes(node: fx.Node, args: Sequence[Any]) -> bool:
     """Return whether an operator on a whole value reads or writes it at picked positions."""
-    if node.target in (aten.index_select.default, aten.index_add.default):
+    if node.target in _WITH_INDICES_OF_A_DIM:
         return isinstance(args[2], Positions)
-    return node.target in (aten.index.Tensor, aten.index_put.default)
+    return node.target in _WITH_INDICES
+
+
+def _indices_of_a_dim(args: Sequence[Any]) -> list[Any]:
+    """Return the indices of each dim of an operator's arguments (x, dim, indices)."""
+    return [None] * (args[1] % len(shape(args[0]))) + [args[2]]
+
+
+_Emit = Callable[[PickedRows, fx.Node, list[Any], dict[str, Any]], Any]
+_WITH_INDICES: Mapping[Any, _Emit] = {
+    aten.index.Tensor: PickedRows._index,
+    aten.index_put.default: PickedRows._index_put,
+}
+_WITH_INDICES_OF_A_DIM: Mapping[Any, _Emit] = {
+    aten.index_select.default: PickedRows._index_select,
+    aten.index_add.default: PickedRows._index_add,
+}
 
 
 def _dim_of_rows(factors: Factors, inputs: Sequence[tuple[int, int]]) -> int | None:

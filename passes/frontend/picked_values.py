@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...capture.sizes_by_value import PICKS
 from ...compat.torch import free_unbacked_symbols, pytree
 from ...core.annotations import origin, shape
+from ...ops.catalog import op_spec
 
 aten = torch.ops.aten
 _SIZES_FIRST = (aten.zeros.default, aten.ones.default, aten.full.default)
@@ -75,7 +75,7 @@ def picks(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
         return True
     if node.target is aten.index.Tensor:
         return bool(free_unbacked_symbols(node.meta["val"]))
-    return node.target in PICKS
+    return op_spec(node).finds
 
 
 @dataclass(frozen=True)

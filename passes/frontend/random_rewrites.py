@@ -20,7 +20,8 @@ from ...core.absent_gpu import CPU
 from ...core.annotations import shape, value
 from ...core.errors import CompileError
 from ...ir.builder import GraphBuilder
-from ...ops.rank_local import RANDOM, dropout, noise
+from ...ops.catalog import op_spec
+from ...ops.rank_local import dropout, noise
 
 aten = torch.ops.aten
 
@@ -53,7 +54,7 @@ Spelling = Callable[[GraphBuilder, _Drawn, Mapping[str, Any]], fx.Node]  # with 
 
 def random_calls(builder: GraphBuilder) -> int:
     """Return the number of random operators so far, which are in the order of the model's calls."""
-    drawn = (node for node in builder.graph.nodes if node.target in RANDOM)
+    drawn = (node for node in builder.graph.nodes if op_spec(node).random)
     return len({node.kwargs["op"] if node.target is dropout else node.args[2] for node in drawn})
 
 

@@ -382,7 +382,7 @@ _LOWERINGS: Mapping[Any, _Lowering] = {
 
 def _casts(node: fx.Node) -> bool:
     """Return whether a node belongs to a cast with scales, which begins with a detach."""
-    if node.target is aten.detach.default:
+    if op_spec(node).detaches:
         return bool(node.users) and all(op_spec(user).cast_step for user in node.users)
     return op_spec(node).cast_step is not None
 

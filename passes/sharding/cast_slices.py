@@ -46,12 +46,13 @@ def _casts(node: fx.Node) -> list[fx.Node]:
     while todo:
         source = todo.pop()
         for user in source.users:
-            step = op_spec(user).cast_step
-            if step is not None or user.target is aten.detach.default:
+            spec = op_spec(user)
+            step = spec.cast_step
+            if step is not None or spec.detaches:
                 if user not in casts and step != "cast":
                     todo.append(user)
                 casts.add(user)
-            elif op_spec(user).user_derivative != "declaration" and op_spec(source).cast_step != "scale":
+            elif spec.user_derivative != "declaration" and op_spec(source).cast_step != "scale":
                 return []  # products read scales
     if all(op_spec(cast).cast_step != "cast" for cast in casts):
         return []

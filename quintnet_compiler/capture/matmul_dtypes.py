@@ -16,7 +16,11 @@ _aten = torch.ops.aten
 
 def needs_one_dtype(target: Any) -> bool:
     """Return whether PyTorch refuses factors of two dtypes. An einsum promotes those that it only multiplies."""
-    return getattr(target, "namespace", "") == "aten" and work_of(target) == "matmul" and target != _aten.einsum.default
+    return (
+        getattr(target, "namespace", "") == "aten"
+        and work_of(target) == "matmul"
+        and target is not _aten.einsum.default
+    )
 
 
 def check_dtypes(graph: fx.Graph) -> None:

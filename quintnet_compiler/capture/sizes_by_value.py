@@ -9,9 +9,9 @@ from torch import fx
 
 from ..compat.torch import free_unbacked_symbols
 from ..core.errors import CompileError, Where
+from ..ops.catalog import op_spec
 
 aten = torch.ops.aten
-PICKS = (aten.where.default, aten.nonzero_numpy.default, aten.nonzero.default)
 
 
 def sizes_of_picks(node: fx.Node) -> set[Any]:
@@ -20,7 +20,7 @@ def sizes_of_picks(node: fx.Node) -> set[Any]:
         isinstance(index, fx.Node) and index.meta["val"].dtype in (torch.bool, torch.uint8)
         for index in node.args[1]  # type: ignore[union-attr]
     )
-    return set(free_unbacked_symbols(node.meta["val"])) if by_mask or node.target in PICKS else set()
+    return set(free_unbacked_symbols(node.meta["val"])) if by_mask or op_spec(node).finds else set()
 
 
 def shape_by_value(target: Any, where: Where, why: str = "") -> CompileError:

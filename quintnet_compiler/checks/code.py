@@ -21,6 +21,7 @@ from ..core.sharding import I
 from ..ir.distributed_program import DistributedProgram, Piece, StageProgram, StateSpec
 from ..ir.program import DifferentiatedProgram, ShardedProgram
 from ..ops.catalog import op_spec
+from ..ops.op_spec import Product
 from ..schedules.check import verify_schedule
 from ..schedules.schedule import Op
 from .failure import check_failure
@@ -199,7 +200,7 @@ def _accumulates(node: fx.Node, operands: Sequence[fx.Node], gradient: fx.Node) 
     """Return whether ``node`` accumulates the gradient, as a tensor or as the product that it is."""
     if op_spec(node).accumulates == "value":
         return list(operands) == [gradient]
-    is_product = gradient.target is aten.mm.default and list(operands) == list(gradient.args)
+    is_product = op_spec(gradient).product == Product() and list(operands) == list(gradient.args)
     return op_spec(node).accumulates == "product" and is_product
 
 

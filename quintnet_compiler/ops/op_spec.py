@@ -129,6 +129,7 @@ class OpSpec:
         looks_up: whether it reads the rows of a table (its first input) that ids name: the gradient of the table is a
             sum of gradients of rows.
         caches: the positions of the caches that it writes to.
+        finds: whether its results are the positions of what is not zero, as many as there are.
         convolves: whether it is a convolution, whose filters move over an image.
         reads_result_size: whether it reads no more of its first input than its result has: rows of a table.
         shape_only: the position of the tensor input of which it reads the shape alone.
@@ -186,6 +187,7 @@ class OpSpec:
     random: bool = False
     looks_up: bool = False
     caches: tuple[int, ...] = ()
+    finds: bool = False
     convolves: bool = False
     reads_result_size: bool = False
     shape_only: int | None = None

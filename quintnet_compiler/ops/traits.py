@@ -76,6 +76,7 @@ _FLAGS: Mapping[str, Iterable[Any]] = {
     "plans_ring": [ring_plan],
     "random": DRAWS | RANDOM,
     "looks_up": LOOKUPS,
+    "finds": [aten.where.default, aten.nonzero_numpy.default, aten.nonzero.default],
     "convolves": CONVOLUTIONS,
     "reads_result_size": [
         aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default,

@@ -324,3 +324,10 @@ def test_operators_that_add_at_indices() -> None:
     sources = {target for target in writing if len(_arguments(target)) > 3 and _arguments(target)[3][1] == "Tensor"}
     assert len(sources) > 3
     assert _all("adds_at_indices") == {t for t in sources if torch.equal(t(x, 0, index, source), twice)}
+
+
+def test_what_finds_returns_the_positions_that_are_not_zero() -> None:
+    for target in (target for target in TRAITS if spec_of(target).finds):
+        results = target(torch.tensor([0, 2, 0, 3]))
+        parts = [results] if isinstance(results, Tensor) else list(results)
+        assert torch.cat([part.flatten() for part in parts]).tolist() == [1, 3]

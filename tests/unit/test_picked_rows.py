@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from quintnet_compiler.capture.capture import capture
-from quintnet_compiler.capture.sizes_by_value import PICKS, shape_by_value, sizes_of_picks
+from quintnet_compiler.capture.sizes_by_value import shape_by_value, sizes_of_picks
 from quintnet_compiler.core.annotations import shape
 from quintnet_compiler.core.errors import Where
+from quintnet_compiler.ops.catalog import op_spec, spec_of
 from quintnet_compiler.passes.frontend.normalize import Normalize
 from quintnet_compiler.passes.frontend.picked_rows import PickedRows
 from quintnet_compiler.passes.frontend.picked_values import Picked, PickedValue, Positions
@@ -31,13 +32,14 @@ class _Routed(nn.Module):
 
 def test_an_expert_computes_each_row_once() -> None:
     captured = capture(_Routed(), (torch.randn(6, 4),))
-    (where,) = [node for node in captured.graph.nodes if node.target in PICKS]
+    (where,) = [node for node in captured.graph.nodes if op_spec(node).finds]
     assert len(sizes_of_picks(where)) == 1
     graph = Normalize(6, torch.device("cpu"))(captured).graph
     (product,) = [node for node in graph.nodes if node.target is aten.linear.default]
     assert shape(product) == (6, 4), "not once for each of two columns of the mask"
     targets = {node.target for node in graph.nodes}
-    assert not targets & {*PICKS, aten.index.Tensor, aten.index_add.default}
+    assert not targets & {aten.index.Tensor, aten.index_add.default}
+    assert not any(spec_of(target).finds for target in targets)
 
 
 def test_what_stands_for_picked_rows() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -64,25 +65,11 @@ def is_counter(captured: Captured, leaf: Leaf) -> bool:
 
 
 def _counting(node: fx.Node) -> _Counting | None:
-    if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):
-        return _arange(node)
-    if node.target not in _FOLLOWED or value(node).dtype not in (torch.int64, torch.int32):
-        return None
-    source = _counting(tensor_inputs(node)[0])
-    if source is None:
-        return None
-    if node.target is aten.reshape.default:
-        return _regrouped(source, shape(node))
-    if node.target is aten.expand.default:
-        return _expanded(source, shape(node))
-    if node.target is aten.repeat_interleave.self_int:
-        return _each_repeated(source, argument(node, "repeats"), argument(node, "dim"))
-    return source
-
-
-_FOLLOWED = frozenset(
-    {aten.reshape.default, aten.expand.default, aten._to_copy.default, aten.repeat_interleave.self_int}
-)
+    follow = _FOLLOWED.get(node.target)
+    if follow is None:
+        return _arange(node) if node.target in _ARANGES else None
+    source = _counting(tensor_inputs(node)[0]) if value(node).dtype in (torch.int64, torch.int32) else None
+    return None if source is None else follow(source, node)
 
 
 def _arange(node: fx.Node) -> _Counting | None:
@@ -93,11 +80,11 @@ def _arange(node: fx.Node) -> _Counting | None:
     return _Counting((((size, True),) if size != 1 else (),))
 
 
-def _regrouped(source: _Counting, sizes: Sequence[int]) -> _Counting | None:
+def _regrouped(source: _Counting, node: fx.Node) -> _Counting | None:
     """Return the factors regrouped to other dims; a factor that lies in two of them is split."""
     remaining = [factor for dim in source.dims for factor in dim]
     dims: list[tuple[tuple[int, bool], ...]] = []
-    for wanted in sizes:
+    for wanted in shape(node):
         factors: list[tuple[int, bool]] = []
         while wanted != 1:
             if not remaining:
@@ -116,14 +103,26 @@ def _regrouped(source: _Counting, sizes: Sequence[int]) -> _Counting | None:
     return _Counting(tuple(dims))
 
 
-def _expanded(source: _Counting, sizes: Sequence[int]) -> _Counting:
+def _expanded(source: _Counting, node: fx.Node) -> _Counting:
+    sizes = shape(node)
     new = len(sizes) - len(source.dims)
     padded = [*[()] * new, *source.dims]
     expanded = [dim if dim or size == 1 else ((size, False),) for dim, size in zip(padded, sizes, strict=True)]
     return _Counting(tuple(expanded))
 
 
-def _each_repeated(source: _Counting, times: int, dim: int) -> _Counting:
+def _each_repeated(source: _Counting, node: fx.Node) -> _Counting:
+    times, dim = argument(node, "repeats"), argument(node, "dim")
     dims = list(source.dims)
     dims[dim] = (*dims[dim], *(((times, False),) if times != 1 else ()))
     return _Counting(tuple(dims))
+
+
+_ARANGES = frozenset({aten.arange.default, aten.arange.start, aten.arange.start_step})
+# what leaves the numbers of its input as they are, and where they are then
+_FOLLOWED: Mapping[Any, Callable[[_Counting, fx.Node], _Counting | None]] = {
+    aten.reshape.default: _regrouped,
+    aten.expand.default: _expanded,
+    aten.repeat_interleave.self_int: _each_repeated,
+    aten._to_copy.default: lambda source, node: source,
+}

@@ -145,13 +145,9 @@ class _Products:
 
 def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
     """x, weight, bias, and whether the weight is [out, in], of a product with a matrix."""
-    args: Any = node.args
-    if node.kwargs:
+    product = op_spec(node).product
+    if node.kwargs or product is None or product.weight_dims != 2:
         return None
-    if node.target is aten.mm.default:
-        return args[0], args[1], None, False
-    if node.target is aten.addmm.default and len(shape(args[0])) == 1:
-        return args[1], args[2], args[0], False
-    if node.target is aten.linear.default and len(shape(args[1])) == 2:
-        return args[0], args[1], args[2] if len(args) > 2 else None, True
-    return None
+    x, weight, bias = product.operands(node.args)
+    is_layer = len(shape(weight)) == 2 and (bias is None or len(shape(bias)) == 1)
+    return (x, weight, bias, product.transposed) if is_layer else None

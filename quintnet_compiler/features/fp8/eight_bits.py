@@ -16,6 +16,7 @@ from ...core.annotations import facts, is_getitem, leaf, needs_grad, shape, valu
 from ...core.errors import CompileError
 from ...ir.builder import GraphBuilder
 from ...ir.program import Program, outputs
+from ...ops.catalog import op_spec
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ...ops.experts.expert_linear import expert_linear
 from ...ops.rules.work import work_of
@@ -165,7 +166,7 @@ def _weight_of(node: fx.Node) -> str:
 
 
 def _reason(node: fx.Node, recipe: Recipe, patterns: Sequence[str]) -> str:
-    experts = node.target is expert_linear
+    experts = op_spec(node).by_expert
     weight = node.args[LAYERS[node.target]]
     assert isinstance(weight, fx.Node)
     info = leaf(weight)
@@ -207,7 +208,7 @@ class _Lowering:
         if is_getitem(node):
             return self.builder.getitem(args[0], int(args[1]))
         if node.target in LAYERS and node not in self.wide:
-            return self._experts(*args) if node.target is expert_linear else self._linear(*args)
+            return self._experts(*args) if op_spec(node).by_expert else self._linear(*args)
         target: Any = node.target
         return self.builder.call(target, *(list(a) if isinstance(a, (list, tuple)) else a for a in args), **kwargs)
 

@@ -15,6 +15,7 @@ from ....core.annotations import is_getitem, shape, value
 from ....ir.program import LocalProgram
 from ....ops.catalog import op_spec
 from ....ops.cross_entropy import nll_terms
+from ....ops.op_spec import Product
 
 _fail = partial(check_failure, "check of losses in parts")
 aten = torch.ops.aten
@@ -73,10 +74,10 @@ def _check_value(node: fx.Node, source: fx.Node, same: Mapping[fx.Node, fx.Node]
         raise _fail(f"{node.name} is of another shape or dtype than {source.name}", source)
     old, old_inputs = _between(source, kept)
     new, new_inputs = _between(node, set(same))
-    products = [call for call in old if call.target in _TABLES]
+    products = [(call, product) for call in old if (product := _product_with_table(call))]
     if len(products) != 1 or not {same[x] for x in new_inputs} <= old_inputs:
         raise _fail(f"{node.name} is not a loss of one product", source)
-    sizes = _Sizes(products[0])
+    sizes = _Sizes(*products[0])
     dice = torch.Generator().manual_seed(0)
     drawn = {x: sizes.draw(x, dice) for x in old_inputs}
     expected = _run(old, dict(drawn))[source]
@@ -85,20 +86,19 @@ def _check_value(node: fx.Node, source: fx.Node, same: Mapping[fx.Node, fx.Node]
         raise _fail(f"{node.name} is not what {source.name} was", source)
 
 
-# products with a table, where rows are and which of its dims has the classes
-_TABLES: Mapping[Any, tuple[int, int, int]] = {
-    aten.linear.default: (0, 1, 0), aten.mm.default: (0, 1, 1), aten.matmul.default: (0, 1, 1),
-    aten.addmm.default: (1, 2, 1),
-}  # fmt: skip
+def _product_with_table(node: fx.Node) -> Product | None:
+    """Return where a product of rows with one table has its operands; None for other operators."""
+    product = op_spec(node).product
+    return None if product is None or product.weight_dims == 3 else product
 
 
 class _Sizes:
     """Numbers for fewer classes and features than there are."""
 
-    def __init__(self, product: fx.Node) -> None:
-        rows, table, dim = _TABLES[product.target]
-        self.rows, self.table, self.by_class = product.args[rows], product.args[table], dim == 0
-        self.classes = shape(product)[-1]
+    def __init__(self, node: fx.Node, product: Product) -> None:
+        self.rows, self.table, _ = product.operands(node.args)
+        self.by_class = product.transposed  # whether the table is [classes, features]
+        self.classes = shape(node)[-1]
 
     def draw(self, node: fx.Node, dice: torch.Generator) -> Tensor:
         x, size = value(node), list(shape(node))

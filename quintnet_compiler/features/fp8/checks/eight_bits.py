@@ -12,7 +12,7 @@ from ....checks.failure import check_failure
 from ....core.annotations import is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value
 from ....ir.program import Program, outputs
 from ....ir.value_numbers import NumberRead, ValueNumbers
-from ....ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
+from ....ops.catalog import op_spec
 from ....ops.experts.expert_linear import expert_linear
 from ..ops.scaled_groups import scaled_expert_linear
 from ..ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
@@ -75,13 +75,13 @@ def _layer(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     None if it is no product of 8-bit numbers, or a gradient.
     """
     if node.target is scaled_matmul:
-        if node.args[4] == "mk,nk->mn" and not any(user.target is with_tangent for user in node.users):
+        if node.args[4] == "mk,nk->mn" and not any(op_spec(user).user_derivative == "tangent" for user in node.users):
             return _operands(node)
         return None
-    if node.target is not after_gradients:
+    if op_spec(node).user_derivative != "end":
         return None
     both, index = origin(tensor_inputs(node)[0])
-    if both.target is not with_tangent or both.args[0].target is not scaled_matmul:  # type: ignore[union-attr]
+    if op_spec(both).user_derivative != "tangent" or both.args[0].target is not scaled_matmul:  # type: ignore[union-attr]
         return None
     product: Any = both.args[0]
     x, weight = _operands(product)
@@ -95,7 +95,7 @@ def _layer(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     left = [n for n in (x, weight) if needs_grad(n)]
     for done in tensor_inputs(node)[1:]:
         says = origin(done)[0]
-        if says.target is not declare_gradient or says.args[0] not in left:
+        if op_spec(says).user_derivative != "declaration" or says.args[0] not in left:
             raise _fail(f"{says.name} is no gradient that {product.name} has", node)
         of, gradient = tensor_inputs(says)
         left.remove(of)
@@ -169,10 +169,10 @@ def _check_experts(node: fx.Node) -> None:
 
 
 def _attached(node: fx.Node) -> fx.Node:
-    return tensor_inputs(node)[0] if node.target is aten.detach.default else node
+    return tensor_inputs(node)[0] if op_spec(node).detaches else node
 
 
 def _flat(node: Any) -> fx.Node:
     """Return a matrix before its rows were one dim."""
-    matrix: fx.Node = tensor_inputs(node)[0] if node.target is aten.reshape.default else node
+    matrix: fx.Node = tensor_inputs(node)[0] if op_spec(node).reshapes else node
     return matrix

@@ -17,8 +17,7 @@ from ....checks.extensions import LayerError
 from ....core.annotations import is_getitem, needs_grad, origin, tensor_inputs, value
 from ....core.sharding import Shard
 from ....ir.program import Axis, Strategy
-from ....ops.collectives import convert
-from ....ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
+from ....ops.catalog import op_spec
 from ....ops.experts.grouped_rows import grouped_bias_grad, grouped_weight_grad
 from ..ops.scaled_groups import group_cast, group_max, scaled_grouped_linear, scaled_grouped_weight_grad
 from ..ops.scaled_products import block_max, block_scale, scaled_cast
@@ -51,9 +50,9 @@ class ScaledLayer:
             LayerError: if it is another product, or has other gradients.
         """
         matmul = product
-        if product.target is after_gradients:
+        if op_spec(product).user_derivative == "end":
             pair, index = origin(tensor_inputs(product)[0])
-            passed_on = pair.target is with_tangent and index == 0 and pair.args[1] is True
+            passed_on = op_spec(pair).user_derivative == "tangent" and index == 0 and pair.args[1] is True
             _expect(passed_on, product, "passes on no product")
             matmul = tensor_inputs(pair)[0]
         _expect(matmul.target is scaled_grouped_linear, matmul, "is no product of 8-bit rows")
@@ -96,9 +95,9 @@ class ScaledLayer:
     def _check_gradients(self, product: fx.Node, matmul: fx.Node, rows: fx.Node, ends: fx.Node) -> None:
         """Check that each input that needs a gradient has one declared, and that it is the right one."""
         missing = [n for n in (rows, self.weights[0], self._bias) if n is not None and needs_grad(n)]
-        for result in tensor_inputs(product)[1:] if product.target is after_gradients else []:
+        for result in tensor_inputs(product)[1:] if op_spec(product).user_derivative == "end" else []:
             declaration = origin(result)[0]
-            declares = declaration.target is declare_gradient and declaration.args[0] in missing
+            declares = op_spec(declaration).user_derivative == "declaration" and declaration.args[0] in missing
             _expect(declares, declaration, "is no gradient of the layer")
             operand, gradient = tensor_inputs(declaration)
             missing.remove(operand)
@@ -195,7 +194,7 @@ def largest_over(node: fx.Node) -> tuple[fx.Node, list[str]]:
     axes: list[str] = []
     while node.target is aten.amax.default:
         gathered = tensor_inputs(node)[0]
-        gathers = gathered.target is convert and gathered.args[3:] == ("S(0)", "I") and node.args[1:] == ([0],)
+        gathers = op_spec(gathered).converts and gathered.args[3:] == ("S(0)", "I") and node.args[1:] == ([0],)
         local = tensor_inputs(gathered)[0] if gathers else gathered
         matches = gathers and local.target is aten.unsqueeze.default and local.args[1:] == (0,)
         _expect(matches, node, "is no largest number of all ranks")
@@ -212,7 +211,7 @@ def _check_bias_gradient(gradient: fx.Node, ends: fx.Node, matmul: fx.Node) -> N
 
 def _check_tangent(node: fx.Node, matmul: fx.Node) -> None:
     pair, index = origin(node)
-    matches = is_getitem(node) and index == 1 and pair.target is with_tangent and pair.args[0] is matmul
+    matches = is_getitem(node) and index == 1 and op_spec(pair).user_derivative == "tangent" and pair.args[0] is matmul
     _expect(matches, node, f"is not the gradient of {matmul.name}")
 
 
@@ -222,7 +221,7 @@ def _splits(kind: object, dim: int) -> bool:
 
 def _attached(node: fx.Node) -> fx.Node:
     """Return what ``node`` detaches, or ``node`` itself."""
-    return tensor_inputs(node)[0] if node.target is aten.detach.default else node
+    return tensor_inputs(node)[0] if op_spec(node).detaches else node
 
 
 def _expect(holds: bool, node: fx.Node, message: str) -> None:
