@@ -140,13 +140,22 @@ def public_names(files: list[SourceFile]) -> Counts:
 
 
 def operator_identity(files: list[SourceFile]) -> Counts:
-    """Count comparisons of a node's target (``node.target is aten.sum.default``, ``target in CASTS``), by package."""
+    """Count tests of the operator that a node calls (``node.target is aten.sum.default``, ``target in CASTS``).
+
+    Targets of two nodes may be compared, and numbers of stages that are targets of transfers.
+    """
     counts = Counter[str]()
     for file in files:
-        for node in ast.walk(file.tree):
-            if isinstance(node, ast.Compare) and re.fullmatch(r"(.*\.)?target", ast.unparse(node.left)):
-                counts[file.package] += 1
+        counts.update(file.package for node in ast.walk(file.tree) if _tests_identity(node))
     return counts
+
+
+def _tests_identity(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Compare) or not re.fullmatch(r"(.*\.)?target", ast.unparse(node.left)):
+        return False
+    compared = ast.unparse(node.comparators[0])
+    is_test = isinstance(node.ops[0], ast.Is | ast.IsNot | ast.In | ast.NotIn)
+    return is_test and compared != "None" and not compared.endswith(".target")
 
 
 def feature_names(files: list[SourceFile]) -> Counts:
