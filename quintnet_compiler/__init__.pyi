@@ -1,7 +1,7 @@
 from . import textbook
 from .api.compile import compile
 from .api.compiled_program import CompiledProgram
-from .api.moe import HotExperts, expert_linear, hot_experts
+from .api.moe import expert_linear
 from .api.plan import estimate, plan
 from .api.visualize import visualize
 from .core.errors import (
@@ -21,6 +21,7 @@ from .core.errors import (
 from .core.mesh import Mesh
 from .cost_models.cluster import Cluster
 from .equivalence.verify import VerifyReport
+from .features.hot_experts.choice import HotExperts, hot_experts
 from .huggingface.parallel_plan import HuggingFacePlan, hf_plan
 from .ir.plan import Plan
 from .ops.rules.notation import Rule, rule

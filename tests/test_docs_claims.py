@@ -114,7 +114,7 @@ def test_the_table_of_checks_has_the_checks_that_run() -> None:
     listed = {re.findall(r"^def (check_\w+)\(", (ROOT / file).read_text(), re.M)[0] for file in files}
     some = _everything(), _mixture(), compiled(flat, {"dp": 2}, loss_chunks=2)
     ran = {name for program in some for name in program.compile_seconds if name.startswith("check_")}
-    ran -= {"check_experts", "check_hot_experts"}  # of the plan: whether the model has what it names
+    ran -= {"check_experts", "check_names"}  # of the plan: whether the model has what it names
     assert listed == ran and len(files) == len(ran)
     assert f"{len(files)} checks" in section
 

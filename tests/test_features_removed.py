@@ -21,6 +21,7 @@ VALUES = {
     "loss_chunks": 2,
     "async_tp": True,
     "offload": ["activations"], "offload_folder": "/tmp",
+    "hot_experts": {"weight": [0]},
 }  # fmt: skip
 ARGUMENTS = {"generate": "torch.zeros(1, 1, dtype=torch.int64)"}  # of methods that a feature gives programs
 

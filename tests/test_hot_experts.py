@@ -17,10 +17,12 @@ from quintnet_compiler.core.annotations import num_bytes, values
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
+from quintnet_compiler.features.hot_experts.copies import HotExpertCopies
+from quintnet_compiler.features.hot_experts.ops import pick_experts
 from quintnet_compiler.ir.program import LocalProgram
 from quintnet_compiler.ops.collectives import convert, dispatch_plan
 from quintnet_compiler.ops.experts.grouped_rows import group_plan
-from quintnet_compiler.ops.rank_local import local_experts, pick_experts
+from quintnet_compiler.ops.rank_local import local_experts
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.runtime.transport.token_dispatch import Router
@@ -285,7 +287,7 @@ MUTATIONS: dict[str, Callable[[LocalProgram], None]] = {
 def communicating() -> LocalProgram:
     """Return a program with hot experts as it was before rows that come back and leave again stayed."""
     local = _program({"ep": 2}, hot_experts=HOT)._primary().program.source.local
-    return InsertCommunication(dict(RULES), hot_experts=HOT)(local.staged)
+    return InsertCommunication(dict(RULES), copies=HotExpertCopies(HOT))(local.staged)
 
 
 @pytest.mark.parametrize("what", MUTATIONS)

@@ -16,21 +16,15 @@ from ...core.absent_gpu import CUDA, AbsentGpu
 from ...core.annotations import facts, shape, value
 from ...ir.builder import GraphBuilder
 from ...ops.attention.tiled import tiled_attention, tiled_attention_backward
-from ...ops.catalog import op_spec
-from ...ops.collectives import COLLECTIVES, ring_attention, ring_attention_backward
+from ...ops.catalog import op_spec, spec_of
+from ...ops.collectives import ring_attention, ring_attention_backward
 from ...ops.cross_entropy import nll_terms, nll_terms_backward
 from ...ops.derivatives.operator_trace import Template, trace
-from ...ops.experts.grouped_rows import group_rows, grouped_bias_grad, grouped_linear, grouped_weight_grad, ungroup_rows
-from ...ops.rank_local import embedding_rows, embedding_rows_backward, pick_experts, place_experts
+from ...ops.experts.grouped_rows import grouped_bias_grad, grouped_linear, grouped_weight_grad
+from ...ops.rank_local import embedding_rows, embedding_rows_backward
 from .row_strides import rows_are_neighbours
 
 aten = torch.ops.aten
-_TRANSPOSES = {
-    **{collective.op: collective.transpose for collective in COLLECTIVES.values()},
-    group_rows: ungroup_rows,
-    ungroup_rows: group_rows,
-    pick_experts: place_experts,
-}
 _ATTENTION = {ring_attention: (ring_attention_backward, 2), tiled_attention: (tiled_attention_backward, 0)}
 # Called with the gradients of an operator's outputs: appends its backward, and returns the gradients of its tensor
 # inputs (None: an input has none).
@@ -80,7 +74,7 @@ class VectorJacobian:
     def _applied(
         self, target: Any, args: Sequence[Any], kwargs: dict[str, Any], wanted: Sequence[int]
     ) -> tuple[list[fx.Node | None], Pullback]:
-        by_hand, back, attention = _BY_HAND.get(target), _TRANSPOSES.get(target), _ATTENTION.get(target)
+        by_hand, back, attention = _BY_HAND.get(target), spec_of(target).transpose, _ATTENTION.get(target)
         if by_hand is not None:
             return by_hand(self, *args, **kwargs)
         if back is not None:

@@ -31,7 +31,7 @@ from ...ops.rank_local import (
     padding_of,
 )
 from ...ops.rules.notation import Rule
-from ...strategies.hot_experts import hot_experts
+from ...strategies.expert_copies import ExpertCopies
 from ...strategies.padding_fills import PaddingFills, padded_dims, padding_fills
 from ...strategies.rule_book import RuleBook
 from .conversions import Conversions
@@ -55,18 +55,17 @@ class InsertCommunication:
     A conversion belongs to the stage of its source if it makes the value smaller or whole once for all (reductions,
     slices), else to the stage of the user. What gathers a stored parameter comes before all its other conversions, and
     runs once a step where the program says so. ``context_load_balance`` and ``attention_tile_bytes``: see
-    :class:`.lower_attention.LowerAttention`; ``hot_experts``: :mod:`...strategies.hot_experts`.
+    :class:`.lower_attention.LowerAttention`; ``copies``: of experts, on all ranks.
     """
 
     rules: dict[Any, Rule]
     context_load_balance: bool = True
     attention_tile_bytes: int = TILE_BYTES
-    hot_experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    copies: ExpertCopies | None = None
 
     def __call__(self, staged: StagedProgram, /) -> LocalProgram:
-        hot = hot_experts(staged.sharded.program.graph, self.hot_experts)
         balance, tile_bytes = self.context_load_balance, self.attention_tile_bytes
-        return _CommunicationLowering(staged, self.rules, balance, tile_bytes, hot).run()
+        return _CommunicationLowering(staged, self.rules, balance, tile_bytes, self.copies).run()
 
 
 @dataclass
@@ -75,7 +74,7 @@ class _CommunicationLowering:
     rules: dict[Any, Rule]
     balance: bool = True
     tile_bytes: int = TILE_BYTES
-    hot: Mapping[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    copies: ExpertCopies | None = None
     stage: dict[fx.Node, int] = field(default_factory=dict)
     sharding: dict[fx.Node, Sharding] = field(default_factory=dict)
 
@@ -90,7 +89,7 @@ class _CommunicationLowering:
         self.padding = Padding(self.builder, self.axes)
         self.conversions = Conversions(self.builder, self.staged, self.padding, self.local, self.stage)
         self.book = RuleBook(self.rules, unknown="replicate")
-        self.experts = LowerExperts(self.builder, self.sharded, self.hot)
+        self.experts = LowerExperts(self.builder, self.sharded, self.copies)
 
     def run(self) -> LocalProgram:
         for node in self.sharded.program.graph.nodes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from ...ops.collectives import combine, convert, dispatch, dispatch_plan
 from ...ops.experts.expert_linear import counts_on_host
 from ...ops.experts.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
 from ...ops.extensions import extension
-from ...ops.rank_local import local_experts, pick_experts
+from ...ops.rank_local import local_experts
 from ...strategies.expert_axes import hops, row_conversions
+from ...strategies.expert_copies import ExpertCopies
 from .extensions import ExpertProduct
 
 aten = torch.ops.aten
@@ -35,7 +36,7 @@ class _Route:
         experts: the number of experts on all ranks.
         split: the axes that split experts.
         hops: the axes over which rows travelled, each with its plan.
-        hot: the experts that every rank has.
+        copied: the experts of which every rank has a copy.
     """
 
     rows: fx.Node
@@ -43,7 +44,7 @@ class _Route:
     experts: int
     split: Sequence[Axis]
     hops: Sequence[tuple[Axis, Plan]]
-    hot: Sequence[int]
+    copied: Sequence[int]
 
     @property
     def names_and_sizes(self) -> tuple[list[str], list[int]]:
@@ -59,13 +60,14 @@ class LowerExperts:
             %group = group_plan(%local_ids);  %rows = group_rows(%there, %group)
             %made = grouped_linear(%rows, %group, %w);  %y = combine(ungroup_rows(%made, %group), "ep", %plan)
 
-    Layers of the same ids share plans, and layers of the same rows share the rows that arrive. ``hot``: by layer, the
-    experts that every rank has (:mod:`...strategies.hot_experts`). Their weights, summed over the ranks that split
-    them, follow the rank's own; their rows stay on their ranks.
+    Layers of the same ids share plans, and layers of the same rows share the rows that arrive. ``copies``: of experts,
+    on every rank. Their weights, summed over the ranks that split them, follow the rank's own; their rows stay on their
+    ranks.
     """
 
-    def __init__(self, builder: GraphBuilder, sharded: ShardedProgram, hot: Mapping[fx.Node, tuple[int, ...]]) -> None:
-        self.builder, self.axes, self.strategies, self.hot = builder, sharded.axes, sharded.strategies, hot
+    def __init__(self, builder: GraphBuilder, sharded: ShardedProgram, copies: ExpertCopies | None) -> None:
+        self.builder, self.axes, self.strategies, self.copies = builder, sharded.axes, sharded.strategies, copies
+        self.copied = {} if copies is None else copies.experts(sharded.program.graph)
         self.plans: dict[tuple[Any, ...], Plan] = {}
 
     def __call__(
@@ -76,11 +78,11 @@ class LowerExperts:
         strategies = self.strategies[node]
         route = self._dispatch_rows(node, stage, rows, ids)
         on_host = counts_on_host(value(rows), value(weight))
-        local_count = shape(weight)[0] + len(route.hot)
+        local_count = shape(weight)[0] + len(route.copied)
         grouped = self._group_plan(stage, route, local_count, on_host=on_host)
-        if route.hot:
-            weight = self._with_hot(stage, weight, route)
-            bias = None if bias is None else self._with_hot(stage, bias, route)
+        if route.copied:
+            weight = self._with_copies(stage, weight, route)
+            bias = None if bias is None else self._with_copies(stage, bias, route)
         rows = self._shared(stage, group_rows, route.rows, *grouped)
         arriving, leaving = row_conversions(self.axes, strategies)
         for conversion in arriving:
@@ -107,17 +109,17 @@ class LowerExperts:
             if isinstance(kind := strategy.inputs[2], Shard) and kind.dim == 0
         ]
         axes_on_route = hops(self.axes, strategies)
-        hot = list(self.hot.get(node, ())) if axes_on_route else []
+        copied = list(self.copied.get(node, ())) if axes_on_route else []
         plans = list[tuple[Axis, Plan]]()
         for axis, ways in axes_on_route:
             key = (ids, axis.name, experts, ways, stage)
             if key not in self.plans:
-                plan = self._items(self.builder.call(dispatch_plan, ids, axis.name, axis.size, experts, ways, hot))
+                plan = self._items(self.builder.call(dispatch_plan, ids, axis.name, axis.size, experts, ways, copied))
                 self.plans[key] = *plan, self.builder.call(dispatch, ids, axis.name, axis.size, *plan)
             plan, ids = self.plans[key][:-1], self.plans[key][-1]
             rows = self._shared(stage, dispatch, rows, axis.name, axis.size, *plan)
             plans.append((axis, plan))
-        return _Route(rows, ids, experts, split, plans, hot)
+        return _Route(rows, ids, experts, split, plans, copied)
 
     def _group_plan(self, stage: int | None, route: _Route, local_count: int, *, on_host: bool) -> Plan:
         """Return the plan that groups rows by the ``local_count`` experts of this rank.
@@ -129,22 +131,23 @@ class LowerExperts:
         if key not in self.plans:
             ids = route.ids
             if route.split:
-                ids = self.builder.call(local_experts, ids, route.experts, *route.names_and_sizes, route.hot)
+                ids = self.builder.call(local_experts, ids, route.experts, *route.names_and_sizes, route.copied)
             counts = None
             if on_host and route.hops and len(route.hops) == len(route.split):
                 counts = route.hops[-1][1][1]
             self.plans[key] = self._items(self.builder.call(group_plan, ids, local_count, counts, on_host))
         return self.plans[key]
 
-    def _with_hot(self, stage: int | None, stored: fx.Node, route: _Route) -> fx.Node:
-        """Return the parameters of a rank's experts, followed by those of hot experts."""
-        key = (stored, "hot", stage)
+    def _with_copies(self, stage: int | None, stored: fx.Node, route: _Route) -> fx.Node:
+        """Return the parameters of a rank's experts, followed by copies of others."""
+        key = (stored, "copies", stage)
         if key not in self.plans:
-            picked = self.builder.call(pick_experts, stored, route.hot, shape(stored)[0], *route.names_and_sizes)
+            assert self.copies is not None
+            added = self.copies.emit_part(self.builder, stored, route.copied, route.split)
             for axis, _ in route.hops:
                 replicated = str(R if needs_grad(stored) else I)
-                picked = self.builder.call(convert, picked, axis.name, axis.size, str(P), replicated)
-            self.plans[key] = (self.builder.call(aten.cat.default, [stored, picked], 0),)
+                added = self.builder.call(convert, added, axis.name, axis.size, str(P), replicated)
+            self.plans[key] = (self.builder.call(aten.cat.default, [stored, added], 0),)
         return self.plans[key][0]
 
     def _shared(self, stage: int | None, target: Any, *args: Any) -> fx.Node:

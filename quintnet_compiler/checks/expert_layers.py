@@ -20,8 +20,9 @@ from ..ir.program import Axis, Strategy
 from ..ops.catalog import op_spec
 from ..ops.collectives import combine, dispatch, dispatch_plan
 from ..ops.experts.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
-from ..ops.rank_local import local_experts, pick_experts
-from .extensions import LayerError
+from ..ops.extensions import extension
+from ..ops.rank_local import local_experts
+from .extensions import ExpertCopiesCheck, LayerError
 
 aten = torch.ops.aten
 PlanParts = tuple[fx.Node, fx.Node]  # the two results of a plan
@@ -198,11 +199,11 @@ def _is_weight(node: fx.Node, stored: fx.Node, hot: Sequence[int], route: Expert
     parts: Any = node.args[0] if node.target is aten.cat.default and node.args[1:] == (0,) else ()
     if len(parts) != 2 or parts[0] is not stored:
         return False
-    picked, moves = _undo_moves(parts[1])
-    expected = stored, list(hot), shape(stored)[0], route.split_names, route.split_sizes
+    part, moves = _undo_moves(parts[1])
     types = {(source, target) for _, source, target in moves}
     summed = types == {(P, R if needs_grad(stored) else I)} and sorted(travel) == sorted(axis for axis, *_ in moves)
-    return summed and picked.target is pick_experts and picked.args == expected
+    copies = extension(part.target, ExpertCopiesCheck)
+    return summed and copies is not None and copies.holds(part, stored, hot, route.splits)
 
 
 def _check_group_plan(plan: fx.Node, stored_experts: int, route: ExpertRoute, dispatches: _Dispatches) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from ..ir.program import Axis, Strategy
+from .derivatives.calls import Pattern
 
 
 class LayerError(Exception):
@@ -37,3 +39,28 @@ class ExpertProductCheck:
     """
 
     read: Callable[[fx.Node, Sequence[fx.Node], Sequence[Axis], Sequence[Strategy], fx.Node], tuple[fx.Node, fx.Node]]
+
+
+@dataclass(frozen=True)
+class ExpertCopiesCheck:
+    """Check what one rank contributes to copies of experts, which ranks add up.
+
+    Attributes:
+        holds: takes the node, the local node of the experts that the rank stores, the numbers of the experts with
+            copies, and the axes that split experts; returns whether the node has those that the rank stores, and zeros
+            for the others.
+    """
+
+    holds: Callable[[fx.Node, fx.Node, Sequence[int], Sequence[Axis]], bool]
+
+
+@dataclass(frozen=True)
+class ExpectedGradients:
+    """Say which calls must stand for the gradients of an operator that depends on the rank.
+
+    Attributes:
+        calls: takes the arguments, and the pattern of forward and backward; returns, by the position of an input, the
+            operator and the arguments of its gradient.
+    """
+
+    calls: Callable[[Sequence[Any], Pattern], Mapping[int, tuple[Any, Any]]]

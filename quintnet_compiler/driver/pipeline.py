@@ -32,7 +32,7 @@ from ..core.mesh import Mesh
 from ..core.sharding import AxisType
 from ..equivalence.dry_run import check_ranks
 from ..features import FEATURES, Rewrite
-from ..features.answers import host_state
+from ..features.answers import check_names, expert_copies, host_state
 from ..features.feature import RewriteSetting
 from ..ir.cost_protocol import CostModel, RankCosts, way_seconds
 from ..ir.distributed_program import DistributedProgram
@@ -65,7 +65,7 @@ from ..schedules.kinds import SCHEDULES, forward_only
 from ..schedules.schedule import Op, Schedule
 from ..schedules.synthesis import SYNTHESIZED
 from ..strategies.expert_axes import check_experts
-from ..strategies.hot_experts import check_hot_experts, expert_loads
+from ..strategies.expert_copies import expert_loads
 from ..strategies.rule_book import RuleBook
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ def _on_cuda(s: PassSetting, step: Pass) -> Pass | None:
 
 def _choose(s: PassSetting, program: Any) -> Pass:
     plan = s.plan
-    loads = expert_loads(program.graph, plan.hot_experts, plan.expect)
+    loads = expert_loads(program.graph, expert_copies(plan), plan.expect)
     constraints = ShardingOptions(fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan), loads)
     similar = s.request.known
     sharded = None if similar is None else similar.source.local.staged.sharded
@@ -320,7 +320,7 @@ _PASSES: tuple[PassSpec, ...] = (
         LowerPrecision, "Program", "which operators compute in 16 bits; every cast is a node",
         lambda s, p: _planned(LowerPrecision, s, precision_of(s.plan)),
         lambda s, before, after: [
-            (check_experts, (after.graph, s.plan.experts)), (check_hot_experts, (after.graph, s.plan.hot_experts)),
+            (check_experts, (after.graph, s.plan.experts)), (check_names, (after, s.plan)),
         ],
     ),
     PassSpec(
@@ -337,7 +337,7 @@ _PASSES: tuple[PassSpec, ...] = (
     ),
     PassSpec(
         InsertCommunication, "LocalProgram", "local shapes; every change of sharding is a `convert` node",
-        lambda s, p: _planned(InsertCommunication, s, dict(s.request.rules)), _typed,
+        lambda s, p: _planned(InsertCommunication, s, dict(s.request.rules), copies=expert_copies(s.plan)), _typed,
     ),
     PassSpec(
         FuseTokenDispatch, "LocalProgram", "tokens that would be combined and dispatched again stay where they are",

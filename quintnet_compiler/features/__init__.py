@@ -8,6 +8,7 @@ from .async_tp import ASYNC_TP
 from .chunked_losses import CHUNKED_LOSSES
 from .feature import Feature, Rewrite, add_feature
 from .fp8 import FP8
+from .hot_experts import HOT_EXPERTS
 from .offload import OFFLOAD
 from .program_parts import ProgramParts
 from .text_generation import TEXT_GENERATION
@@ -22,4 +23,5 @@ FEATURES: tuple[Feature, ...] = (
     add_feature(ASYNC_TP),
     add_feature(TEXT_GENERATION),
     add_feature(WHOLE_STEP_GRAPH),
+    add_feature(HOT_EXPERTS),
 )

@@ -9,6 +9,8 @@ from ..core.errors import CompileError
 from ..ir.plan import Plan
 from ..ir.plans.feature_fields import check_feature_fields
 from ..ir.plans.host_state import HostState
+from ..ir.program import Program
+from ..strategies.expert_copies import ExpertCopies
 from . import FEATURES
 from .feature import MemorySaver
 
@@ -25,6 +27,26 @@ def is_allowed(plan: Plan) -> bool:
     except CompileError:
         return False
     return True
+
+
+def check_names(program: Program, plan: Plan) -> None:
+    """Check that a program has what features' fields of a plan name.
+
+    Raises:
+        CompileError: QN203 or QN204.
+    """
+    for feature in FEATURES:
+        feature.check_names(program, plan)
+
+
+def parameter_patterns(plan: Plan) -> tuple[str, ...]:
+    """Return names and globs of parameters in features' fields of a plan."""
+    return tuple(pattern for feature in FEATURES for pattern in feature.parameter_patterns(plan))
+
+
+def expert_copies(plan: Plan) -> ExpertCopies | None:
+    """Return the experts of which every rank has a copy; None if there are none."""
+    return next((copies for feature in FEATURES if (copies := feature.expert_copies(plan)) is not None), None)
 
 
 def completed(plan: Plan) -> Plan:

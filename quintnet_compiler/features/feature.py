@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..ops.rules.table import add_rules
 from ..passes.autodiff.recompute_budget import Leaves
 from ..runtime.execute.engines import EngineKind, add_engines
 from ..schedules.schedule import Schedule
+from ..strategies.expert_copies import ExpertCopies
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,9 @@ class Feature:
         precisions: values of a plan's ``precision``, with the dtype of what is not the feature's.
         plan_fields: the fields of plans that it alone reads; in :class:`.Plan` they are marked.
         check_plan: checks them, of a plan that a planner completes (True) or of a complete one. Raises CompileError.
+        check_names: checks what its fields name, in a program whose precision is decided. Raises CompileError.
+        parameter_patterns: names or globs of parameters in its fields: blocks in which others match are not alike.
+        expert_copies: the experts of which every rank has a copy; None if there are none.
         completed: a planner's plan, without what has no use in it.
         host_state: what a plan has on hosts.
         memory_savers: what a planner may decide where memory is short, in the order in which it is tried.
@@ -121,6 +125,9 @@ class Feature:
     precisions: Mapping[str, torch.dtype] = field(default_factory=dict)
     plan_fields: tuple[str, ...] = ()
     check_plan: Callable[[Plan, bool], None] = lambda plan, searched: None
+    check_names: Callable[[Program, Plan], None] = lambda program, plan: None
+    parameter_patterns: Callable[[Plan], Sequence[str]] = lambda plan: ()
+    expert_copies: Callable[[Plan], ExpertCopies | None] = lambda plan: None
     completed: Callable[[Plan], Plan] = lambda plan: plan
     host_state: Callable[[Plan], HostState] = lambda plan: HostState()
     memory_savers: tuple[MemorySaver, ...] = ()

@@ -139,7 +139,7 @@ class Plan(BaseModel):
     context_load_balance: bool = True
     attention_tile_bytes: int = Field(default=TILE_BYTES, ge=1, le=2**40)
     experts: tuple[DataAxis, ...] = ()
-    hot_experts: dict[Text, Experts] = Field(default_factory=dict)
+    hot_experts: Annotated[dict[Text, Experts], OfFeature] = Field(default_factory=dict)
     zero: Literal[0, 1, 2, 3] = 0
     zero_axes: tuple[DataAxis, ...] = ("dp",)
     reshard_after_forward: bool = True

@@ -182,8 +182,6 @@ OPERATORS = _read(
     nll_terms_backward                                    memory     -   -
     padding_of                                            memory     -   -
     _pdist_forward                                        memory     -   -
-    pick_experts                                          memory     -   -
-    place_experts                                         memory     -   -
     rand                                                  memory     -   -
     randn                                                 memory     -   -
     reflection_pad1d                                      memory     -   -

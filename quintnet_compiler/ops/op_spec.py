@@ -107,7 +107,7 @@ class OpSpec:
         shares: whether it makes an equal term of a sum, for each rank, of what all ranks have.
         by_expert: whether each row is multiplied by the weights of the expert that it names, so that rows may travel to
             the ranks of their experts. Its inputs: rows, numbers of experts, then what has a part for each expert.
-        no_hot_experts: why such a layer can have no experts that every rank holds; empty if it can.
+        no_copies: why ranks can have no copies of such a layer's experts; empty if they can.
         exchanges: whether its ranks communicate wherever an axis splits it.
         unpadded: whether a rank's part of its inputs may have no padding.
         routing: what it does with the rows of such layers: ``"plan"`` says to which ranks they go, ``"dispatch"`` sends
@@ -149,6 +149,7 @@ class OpSpec:
         waits: whether it returns the result of what has begun.
         on_rank: whether generated code calls the runtime for it: it communicates, copies, or depends on the rank's
             coordinate, the step or the microbatch.
+        transpose: what computes its gradient, if it is linear in its first input: it takes the same other arguments.
         takes_size: whether its first arguments are a value, an axis, and the size of that.
     """
 
@@ -167,7 +168,7 @@ class OpSpec:
     cuts_microbatch: bool = False
     shares: bool = False
     by_expert: bool = False
-    no_hot_experts: str = ""
+    no_copies: str = ""
     exchanges: bool = False
     unpadded: bool = False
     routing: Literal["plan", "dispatch", "combine"] | None = None
@@ -206,6 +207,7 @@ class OpSpec:
     under_way: bool = False
     waits: bool = False
     on_rank: bool = False
+    transpose: OpOverload | None = None
     takes_size: bool = False
 
     @property

@@ -32,16 +32,6 @@ local_experts = define_operator(
     "local_experts(Tensor ids, int experts, str[] axes, int[] sizes, int[] hot) -> Tensor",
     lambda ids, *_: SHIPPED.empty_like(ids),
 )
-# the slices of ``hot`` experts, of a value with one for each of the ``own`` experts of a rank; zeros for those of other
-# ranks, so that the results add up. And the transpose: zeros for experts that are not hot.
-pick_experts = define_operator(
-    "pick_experts(Tensor x, int[] hot, int own, str[] axes, int[] sizes) -> Tensor",
-    lambda x, hot, own, axes, sizes: x.new_empty([len(hot), *x.shape[1:]]),
-)
-place_experts = define_operator(
-    "place_experts(Tensor x, int[] hot, int own, str[] axes, int[] sizes) -> Tensor",
-    lambda x, hot, own, axes, sizes: x.new_empty([own, *x.shape[1:]]),
-)
 # the global positions of this rank's part of ``dim``, whose size is ``whole`` and which ``axes`` split in ``parts`` and
 # ``units``; 0 where it is padding
 rows_of = define_operator(
@@ -90,7 +80,7 @@ LOCAL = frozenset(
     {
         shard_slice, shard_pad, embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, keep_mask,
         local_noise, rows_of, padding_of, local_experts, tiled_attention, tiled_attention_backward,
-        loss_scale, arrived, pick_experts, place_experts,
+        loss_scale, arrived,
     }
 )  # fmt: skip
 RANKED = COMMUNICATION | LOCAL | {wait, *COPIES, *COPIES.values()}

@@ -29,6 +29,7 @@ from .copies import WAY_OF
 from .derivatives.inner_gradients import gradient, start
 from .derivatives.user_derivatives import ENDS
 from .experts.expert_linear import expert_linear
+from .experts.grouped_rows import group_rows, ungroup_rows
 from .filled_rows import fill_rows
 from .op_spec import Attention, Decomposition, Product
 from .pointwise_losses import nll_loss_backward
@@ -161,6 +162,11 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
     },
     "way": WAY_OF,
     "start": STARTS,
+    "transpose": {
+        **{each.op: each.transpose for each in COLLECTIVES.values() if each.transpose is not None},
+        group_rows: ungroup_rows,
+        ungroup_rows: group_rows,
+    },
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from ..core.annotations import value, values
 from ..core.axes import AXES, SHARDED
 from ..core.errors import CompileError
 from ..cost_models.collectives import bucket_bytes
-from ..features.answers import completed, host_state, is_allowed
+from ..features.answers import check_names, completed, host_state, is_allowed, parameter_patterns
 from ..ir.cost_protocol import RankCosts
 from ..ir.plan import Plan, expecting_documents, precision_of
 from ..ir.program import Captured
@@ -30,7 +30,6 @@ from ..passes.frontend.normalize import Normalize
 from ..passes.sharding.fold_blocks import FoldBlocks, Folded
 from ..passes.sharding.split_step_end import SplitStepEnd
 from ..strategies.expert_axes import dispatched_bytes, expert_parameters
-from ..strategies.hot_experts import check_hot_experts
 from ..strategies.rule_book import RuleBook
 from .bounds import DeviceState, LayoutBounds
 from .build import Builder, device_of
@@ -113,8 +112,8 @@ class Planner:
         whole = SplitStepEnd(RuleBook(rules, pinned.unknown_ops))(normal)
         program = LowerPrecision(precision_of(pinned))(whole)
         names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
-        check_hot_experts(program.graph, pinned.hot_experts)
-        patterns = *pinned.parameters, *pinned.hot_experts
+        check_names(program, pinned)
+        patterns = *pinned.parameters, *parameter_patterns(pinned)
         marks = {name: tuple(p for p in patterns if fnmatch.fnmatchcase(name, p)) for name in names}
         folded = FoldBlocks(marks)(program)
         kinds = [(part.device, part.count) for part in machine.cluster.parts]

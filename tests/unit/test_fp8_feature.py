@@ -32,5 +32,5 @@ def test_its_operators_say_what_passes_ask() -> None:
     assert spec_of(group_max).priced_as is grouped_bias_grad
     assert spec_of(scaled_matmul).priced_as is None and spec_of(scaled_matmul).operand_dtype
     assert spec_of(scaled_expert_linear).by_expert and spec_of(scaled_expert_linear).exchanges
-    assert spec_of(scaled_expert_linear).no_hot_experts == "multiplies 8-bit numbers"
+    assert spec_of(scaled_expert_linear).no_copies == "multiplies 8-bit numbers"
     assert spec_of(scaled_matmul).unpadded and not spec_of(scaled_matmul).keep

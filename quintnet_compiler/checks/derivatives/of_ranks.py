@@ -13,7 +13,9 @@ from ...ops.attention.tiled import tiled_attention, tiled_attention_backward
 from ...ops.catalog import op_spec
 from ...ops.collectives import combine, dispatch, return_runs, ring_attention, ring_attention_backward, send_runs
 from ...ops.cross_entropy import nll_terms, nll_terms_backward
-from ...ops.rank_local import embedding_rows, embedding_rows_backward, pick_experts, place_experts
+from ...ops.extensions import extension
+from ...ops.rank_local import embedding_rows, embedding_rows_backward
+from ..extensions import ExpectedGradients
 from .calls import OperatorCall, Pattern, wrong
 
 
@@ -24,12 +26,18 @@ def check_sums(call: OperatorCall, pattern: Pattern) -> None:
         raise wrong(call, f"rows are added up in {value(term).dtype}, not {call.sums}")
 
 
-def check_ranked(call: OperatorCall, pattern: Pattern) -> None:
+def expected_gradients(target: Any) -> ExpectedGradients | None:
+    """Return what the backward of an operator that depends on the rank must be; None for other operators."""
+    calls = _RANKED.get(target)
+    return extension(target, ExpectedGradients) if calls is None else ExpectedGradients(calls)
+
+
+def check_ranked(call: OperatorCall, pattern: Pattern, expected: ExpectedGradients) -> None:
     """Check the backward of an operator that depends on the rank against its transpose."""
     args, _ = call.filled(pattern.inputs)
     if call.target in (embedding_rows, nll_terms) and pattern.outputs[0] is None:
         return
-    for position, (op, wanted) in RANKED[call.target](args, pattern).items():
+    for position, (op, wanted) in expected.calls(args, pattern).items():
         term = pattern.gradients[position]
         if term is None and not call.grads[position]:
             continue
@@ -63,7 +71,7 @@ def _tiles(args: Any, pattern: Pattern) -> dict[int, tuple[Any, Any]]:
     )
 
 
-RANKED: Mapping[Any, Callable[[Any, Pattern], dict[int, tuple[Any, Any]]]] = MappingProxyType(
+_RANKED: Mapping[Any, Callable[[Any, Pattern], dict[int, tuple[Any, Any]]]] = MappingProxyType(
     {
         embedding_rows: _rows_of_table,
         nll_terms: lambda args, pattern: {
@@ -71,7 +79,6 @@ RANKED: Mapping[Any, Callable[[Any, Pattern], dict[int, tuple[Any, Any]]]] = Map
         },
         dispatch: lambda args, pattern: {0: (combine, (pattern.tangents[0], *args[1:]))},
         combine: lambda args, pattern: {0: (dispatch, (pattern.tangents[0], *args[1:]))},
-        pick_experts: lambda args, pattern: {0: (place_experts, (pattern.tangents[0], *args[1:]))},
         send_runs: lambda args, pattern: {0: (return_runs, (pattern.tangents[0], *args[1:]))},
         return_runs: lambda args, pattern: {0: (send_runs, (pattern.tangents[0], *args[1:]))},
         ring_attention: _ring,

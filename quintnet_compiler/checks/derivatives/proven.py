@@ -15,7 +15,7 @@ from ...ir.builder import GraphBuilder
 from ...passes.autodiff.vector_jacobian import VectorJacobian
 from .calls import INVALID, OperatorCall, Pattern
 from .numbers import check_numbers
-from .of_ranks import RANKED, check_ranked, check_sums
+from .of_ranks import check_ranked, check_sums, expected_gradients
 from .operands import elements
 from .smaller_calls import in_numbers, smaller
 
@@ -51,8 +51,9 @@ class Derivatives:
         pattern = self._pattern(call)
         if call.sums is not None:
             check_sums(call, pattern)
-        if call.target in RANKED:
-            check_ranked(call, pattern)
+        expected = expected_gradients(call.target)
+        if expected is not None:
+            check_ranked(call, pattern, expected)
         elif all(t is None for t in call.tangents) or _is_random(call):
             return pattern
         elif (example := in_numbers(call, self.scratch.mode)) is not None:

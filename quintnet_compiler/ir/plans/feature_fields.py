@@ -35,7 +35,8 @@ def check_feature_fields(plan: BaseModel, *, searched: bool = False) -> None:
     """
     fields = type(plan).model_fields
     for name, field in fields.items():
-        if OfFeature in field.metadata and name not in _CHECKS and getattr(plan, name) != field.default:
+        default = field.get_default(call_default_factory=True)
+        if OfFeature in field.metadata and name not in _CHECKS and getattr(plan, name) != default:
             raise CompileError(
                 "QN207",
                 f"{name}={getattr(plan, name)!r} belongs to a feature that is not installed",

@@ -157,29 +157,6 @@ class Comm:
             local = local.masked_fill(ids == expert, row)
         return local
 
-    def pick_experts(
-        self, x: Tensor, hot: Sequence[int], own: int, axes: Sequence[str], sizes: Sequence[int], at: int
-    ) -> Tensor:
-        """Return [len(hot), ...]: the rows of ``x`` of hot experts that this rank stores, zeros for the others."""
-        rows = x.new_zeros([len(hot), *x.shape[1:]])
-        for row, local in self._held(hot, own, axes, sizes):
-            rows[row] = x[local]
-        return rows
-
-    def place_experts(
-        self, x: Tensor, hot: Sequence[int], own: int, axes: Sequence[str], sizes: Sequence[int], at: int
-    ) -> Tensor:
-        """Return the transpose of ``pick_experts``: zeros for experts of this rank that are not hot."""
-        rows = x.new_zeros([own, *x.shape[1:]])
-        for row, local in self._held(hot, own, axes, sizes):
-            rows[local] = x[row]
-        return rows
-
-    def _held(self, hot: Sequence[int], own: int, axes: Sequence[str], sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Return (index in ``hot``, index among this rank's ``own`` experts) of hot experts that this rank stores."""
-        first = self._part(axes, sizes) * own
-        return [(row, expert - first) for row, expert in enumerate(hot) if 0 <= expert - first < own]
-
     def nll_terms(self, logits: Tensor, labels: Tensor, axes: Sequence[str], sizes: Sequence[int], at: int) -> Tensor:
         """Return this rank's terms of a cross entropy over split classes, [1, 3, rows].
 
@@ -212,11 +189,11 @@ class Comm:
 
     def _rows(self, ids: Tensor, rows: int, axes: Sequence[str], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return ``ids`` as indices of this rank's rows or classes, 0 elsewhere, and the mask of other ranks' ids."""
-        local = ids - self._part(axes, sizes) * rows
+        local = ids - self.part_index(axes, sizes) * rows
         outside = (local < 0) | (local >= rows)
         return local.masked_fill_(outside, 0), outside
 
-    def _part(self, axes: Sequence[str], sizes: Sequence[int]) -> int:
+    def part_index(self, axes: Sequence[str], sizes: Sequence[int]) -> int:
         """Return the index of this rank's part of a dim that ``axes`` split, the outermost first."""
         index = 0
         for axis, size in zip(axes, sizes, strict=True):

@@ -173,7 +173,7 @@ extend(
     OpSpec(
         priced_as=grouped_linear,
         by_expert=True,
-        no_hot_experts="multiplies 8-bit numbers",
+        no_copies="multiplies 8-bit numbers",
         exchanges=True,
         unpadded=True,
     ),

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
-from ..core.annotations import facts, leaf, shape, tensor_inputs
-from ..core.errors import CompileError
-from ..ir.expectations import Expectations, ExpertLoad
-from ..ops.catalog import op_spec
+from ...core.annotations import facts, leaf, shape, tensor_inputs
+from ...core.errors import CompileError
+from ...ops.catalog import op_spec
 
 
 def hot_experts(graph: fx.Graph, asked: Mapping[str, Sequence[int]]) -> dict[fx.Node, tuple[int, ...]]:
@@ -55,20 +54,9 @@ def _check_layer(node: fx.Node, hot: tuple[int, ...]) -> None:
     num_experts = shape(tensor_inputs(node)[2])[0]
     if len(set(hot)) < len(hot) or not all(0 <= expert < num_experts for expert in hot):
         raise _refused(node, f"hot experts {list(hot)} are not numbers of {num_experts} experts, each once")
-    reason = op_spec(node).no_hot_experts
+    reason = op_spec(node).no_copies
     if reason:
         raise _refused(node, f"hot experts of a layer that {reason}", 'use precision="bf16"')
-
-
-def expert_loads(
-    graph: fx.Graph, asked: Mapping[str, Sequence[int]], expect: Expectations
-) -> dict[fx.Node, ExpertLoad]:
-    """Return the loads of layers of experts whose ranks are expected to get, or send, different numbers of rows."""
-    hot, loads = hot_experts(graph, asked), dict[fx.Node, ExpertLoad]()
-    for node in _layers(graph):
-        num_experts = shape(tensor_inputs(node)[2])[0]
-        loads[node] = ExpertLoad.of(expect, len(hot.get(node, ())), num_experts)
-    return {node: load for node, load in loads.items() if load != ExpertLoad()}
 
 
 def check_hot_experts(graph: fx.Graph, asked: Mapping[str, Sequence[int]]) -> None:
