@@ -32,6 +32,7 @@ MAX_FILES_OF_A_NAME = 2
 PACKAGE_LINES_STEP = 250  # the limit of a package is the next multiple of it
 VAGUE_NAMES = ("found", "made", "given", "told", "one", "known", "whoever", "before")
 FRAGMENTS = ("What", "Whether", "Of", "Where", "How")  # first words of docstrings that are not sentences
+TORCH_METHODS = frozenset(("backward", "forward", "load_state_dict", "state_dict", "step", "zero_grad"))
 LINT_RULES = ("C901", "D", "D401", "N", "PLR0912", "PLR0913")
 LINT_OPTIONS = (
     "lint.mccabe.max-complexity=15",
@@ -130,13 +131,85 @@ def fragments(files: list[SourceFile]) -> Counts:
 
 
 def public_names(files: list[SourceFile]) -> Counts:
-    """Count the files that define a public function or method of one name, where they are many."""
+    """Count the files that define a public function or method of one name, where they are many.
+
+    Methods of one protocol count once, in the protocol's file, and so do a method and what overrides it. Names that
+    torch gives to methods of modules, functions and optimizers do not count, nor do functions inside of functions.
+    """
+    definitions = [(file.name, node) for file in files for node in _definitions(file.tree)]
+    classes = [Class(name, node) for name, node in definitions if isinstance(node, ast.ClassDef)]
     places = defaultdict(set)
-    for file in files:
-        for function in file.functions():
-            if not function.name.startswith("_"):
-                places[function.name].add(file.name)
-    return {name: len(where) for name, where in places.items() if len(where) > MAX_FILES_OF_A_NAME}
+    for file_name, node in definitions:
+        if not isinstance(node, ast.ClassDef):
+            places[node.name].add(file_name)
+    for (_, method), origin in _origins(classes).items():
+        places[method].add(origin.file)
+    names = {name for name in places if not name.startswith("_")} - TORCH_METHODS
+    return {name: len(places[name]) for name in names if len(places[name]) > MAX_FILES_OF_A_NAME}
+
+
+@dataclass(frozen=True)
+class Class:
+    """A class of the product."""
+
+    file: str
+    node: ast.ClassDef
+
+    @cached_property
+    def bases(self) -> list[str]:
+        """Return the names of the bases, without modules and type arguments."""
+        return [re.split(r"[.]", ast.unparse(base).partition("[")[0])[-1] for base in self.node.bases]
+
+    @cached_property
+    def methods(self) -> set[str]:
+        """Return the names of methods and properties."""
+        return {node.name for node in _definitions(self.node) if not isinstance(node, ast.ClassDef)}
+
+    @cached_property
+    def required(self) -> set[str]:
+        """Return the names of methods: what else a protocol names may be an attribute of what implements it."""
+        functions = (node for node in self.node.body if isinstance(node, ast.FunctionDef))
+        return {node.name for node in functions if not any("property" in ast.unparse(x) for x in node.decorator_list)}
+
+
+def _definitions(scope: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Yield functions and classes of a module or class, in its branches and inner classes too."""
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if not isinstance(node, ast.ClassDef) or not isinstance(scope, ast.ClassDef):
+                yield node
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _definitions(node)
+
+
+def _origins(classes: list[Class]) -> dict[tuple[Class, str], Class]:
+    """Return the protocol, or the first of the bases, that a method is from."""
+    by_name = defaultdict(list)
+    for definition in classes:
+        by_name[definition.node.name].append(definition)
+
+    def ancestors(definition: Class) -> list[Class]:
+        """Return the class and its bases. Private names may be those of several classes: one file's are meant first."""
+        named = (sorted(by_name[name], key=lambda base: base.file != definition.file) for name in definition.bases)
+        return [definition, *(ancestor for base in named if base for ancestor in ancestors(base[0]))]
+
+    protocols = [definition for definition in classes if "Protocol" in definition.bases]
+    origins = {}
+    for definition in classes:
+        for ancestor in reversed(ancestors(definition)):
+            for method in ancestor.methods & definition.methods:
+                origins.setdefault((definition, method), ancestor)
+    for definition in classes:
+        line = ancestors(definition)
+        inherited = {method for ancestor in line for method in ancestor.methods}
+        for protocol in protocols:
+            if protocol.required and protocol.required <= inherited:
+                origins.update(
+                    ((ancestor, method), protocol)
+                    for ancestor in line
+                    for method in ancestor.methods & protocol.methods
+                )
+    return origins
 
 
 def operator_identity(files: list[SourceFile]) -> Counts:
