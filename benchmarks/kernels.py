@@ -34,7 +34,7 @@ from torchgen.model import DispatchKey
 import quintnet
 from quintnet_compiler.core import slices
 from quintnet_compiler.core.absent_gpu import on_device
-from quintnet_compiler.core.annotations import facts, known, leaf, value
+from quintnet_compiler.core.annotations import facts, has_facts, leaf, value
 from quintnet_compiler.ir.distributed_program import DistributedProgram, Piece
 from quintnet_compiler.runtime.execute.comm import Comm
 from quintnet_compiler.runtime.execute.segments import Segment, split
@@ -217,7 +217,7 @@ def _kind(node: fx.Node, name: str) -> str:
         return "matmul"
     if node.target == "accumulate":
         return "sums of weights' gradients"
-    module = facts(node).where.module if known(node) else ""
+    module = facts(node).where.module if has_facts(node) else ""
     last = module.rpartition(".")[2]
     if "norm" in last:
         return "norm"

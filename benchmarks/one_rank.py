@@ -62,7 +62,7 @@ class Alone(LocalTransport):
         if kind == "sum":  # others add up meanwhile
             return x.clone()
         if kind == "scatter":
-            return slices.take(x, *detail, len(ranks), ranks.index(self.rank)).clone()
+            return slices.slice_of_rank(x, *detail, len(ranks), ranks.index(self.rank)).clone()
         return super()._meet(kind, x, ranks, label, *detail, runs=runs)
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:

@@ -248,7 +248,7 @@ def price(run: Run) -> Prices:
     batch = plain_batch({"input_ids": ids, "labels": ids})
     captured = capture(module.build(), batch, None, once=True)
     machine = PricedCluster(cluster)
-    planner = Planner.from_captured(captured, FlatBatch.of(batch).rows, machine, plan, RULES)
+    planner = Planner.from_captured(captured, FlatBatch.flatten(batch).rows, machine, plan, RULES)
     own = planner.estimate()
     costs = SourceCosts(cluster, kernels=run.layout.kernels)
     builder = Builder(planner.folded, plan, RULES, machine.prices, costs)

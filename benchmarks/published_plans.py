@@ -31,7 +31,7 @@ from benchmarks.published_rows import Row, Run, Unmodelled, read, run_of
 from benchmarks.published_runs import DATA
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.planner.layouts import divisors
-from quintnet_compiler.planner.search import Wanted, search
+from quintnet_compiler.planner.search import Wanted, search_layouts
 
 CHOICES = ("dp", "tp", "cp", "ep", "pp", "vpp", "microbatch", "zero", "recompute", "sequence_parallel", "expert_tp")
 STAGES_PER_RANK = (1, 2, 3, 4, 6, 8, 12)
@@ -181,7 +181,7 @@ def compare(row: Row, seconds: float) -> dict[str, Any]:
         return {"id": row["id"], "skipped": error.message}
     # what was run has fitted, whatever is predicted
     memory = max(space.run.cluster().device.memory_bytes, published.claimed_bytes)
-    result = search(
+    result = search_layouts(
         space, lambda choice: (choice, prices(choice)), prices, Wanted(1, "time", memory, time.monotonic() + seconds)
     )
     best = result.ranked[0] if result.ranked else None

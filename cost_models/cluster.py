@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.absent_gpu import AbsentGpu
-from ..core.errors import CompileError, told, whole
+from ..core.errors import CompileError, describe_value, whole_number
 from .hardware import Hardware
 from .hardware_numbers import described
 from .links import Group, Hop, Level, Network, Part, Rung
@@ -101,7 +101,7 @@ class Cluster:
         fix = 'pass quintnet.Cluster("h100", nodes=8)'
         for cluster in clusters:
             if not isinstance(cluster, Cluster):
-                raise CompileError("QN210", f"{told(cluster)} is no cluster", fix=fix)
+                raise CompileError("QN210", f"{describe_value(cluster)} is no cluster", fix=fix)
         if not clusters:
             raise CompileError("QN210", "a cluster of no nodes", fix=fix)
         joined = object.__new__(cls)
@@ -291,7 +291,7 @@ class Cluster:
 
 def _require_counts(nodes: int, per_node: int, by_name: int | None = None) -> None:
     """Require whole numbers, 1 or more; ``by_name``: how many devices of a node were named."""
-    if (whole(nodes) or 0) < 1 or (whole(per_node) or 0) < 1:
+    if (whole_number(nodes) or 0) < 1 or (whole_number(per_node) or 0) < 1:
         raise CompileError("QN210", f"{nodes} nodes of {per_node}", fix="give whole numbers, 1 or more")
     if by_name is not None and per_node != by_name:
         raise CompileError(

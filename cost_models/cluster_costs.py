@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from ..core.annotations import is_getitem
-from ..core.errors import CompileError, told
+from ..core.errors import CompileError, describe_value
 from ..core.mesh import Mesh
 from ..ir.cost_protocol import RankCosts
 from .cluster import Cluster
@@ -253,7 +253,9 @@ def costs_of_ranks(costs: RankCosts | Cluster | None, mesh: Mesh, graphs: bool =
     if not isinstance(costs, Cluster):
         if isinstance(costs, type) or not isinstance(costs, RankCosts):
             raise CompileError(
-                "QN201", f"costs is {told(costs)}", fix='pass costs=quintnet.Cluster("h100"), a calibration, or None'
+                "QN201",
+                f"costs is {describe_value(costs)}",
+                fix='pass costs=quintnet.Cluster("h100"), a calibration, or None',
             )
         return costs
     if costs.size < mesh.size:

@@ -80,7 +80,7 @@ def all_reduce(group: Group, num_bytes: float) -> float:
     return min(_ring(group, num_bytes, 2), _tree(group, num_bytes))
 
 
-def gather(group: Group, num_bytes: float) -> float:
+def gather_seconds(group: Group, num_bytes: float) -> float:
     """Return the time of an all-gather or a reduce-scatter: one pass of a ring."""
     return _ring(group, num_bytes, 1)
 
@@ -115,8 +115,8 @@ def send(group: Group, num_bytes: float) -> float:
 ALGORITHMS: Mapping[str, Callable[[Group, float], float]] = MappingProxyType(
     {
         "all_reduce": all_reduce,
-        "all_gather": gather,
-        "reduce_scatter": gather,
+        "all_gather": gather_seconds,
+        "reduce_scatter": gather_seconds,
         "broadcast": broadcast,
         "all_to_all": all_to_all,
         "send": send,

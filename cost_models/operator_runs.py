@@ -15,7 +15,7 @@ from ..ops.cross_entropy import row_nll
 from ..schedules.synthesis import StageTimes
 from .hardware import Hardware
 from .kernels import Kernel, kernel_seconds, memory
-from .operators import ATTENTION_BACKWARD_LAUNCHES, kernel_of, moved, size_of
+from .operators import ATTENTION_BACKWARD_LAUNCHES, accessed_bytes, kernel_of, size_of
 
 # operators whose gradient is that of the result, or an expanded view of it: no kernel computes it
 PASSED_ON = frozenset({"add", "sub", "sum"})
@@ -36,7 +36,7 @@ def run_seconds(
     Gradients of parameters are added up; those of weights by their product.
     """
     passes = PASSES.get(node.target, 1)
-    kernel = _part(kernel_of(node, unknown), share, passes * moved(node.target, reads, writes))
+    kernel = _part(kernel_of(node, unknown), share, passes * accessed_bytes(node.target, reads, writes))
     kernel = replace(kernel, launches=kernel.launches * passes)
     if not needs_grad(node):
         return StageTimes(kernel_seconds(kernel, device), 0.0, 0.0)
@@ -97,13 +97,13 @@ def traffic_seconds(num_bytes: float, device: Hardware) -> float:
     return kernel_seconds(memory("", num_bytes), device)
 
 
-def _part(kernel: Kernel, share: float, moved: float) -> Kernel:
+def _part(kernel: Kernel, share: float, num_bytes: float) -> Kernel:
     """Return a rank's share of a kernel: fewer products of a batch, else fewer rows."""
     if kernel.kind == "view":
         return kernel
     batch = max(1, math.ceil(kernel.batch * share))
     rows = math.ceil(kernel.rows * kernel.batch * share / batch)
-    return replace(kernel, flops=kernel.flops * share, bytes=moved, rows=rows, batch=batch)
+    return replace(kernel, flops=kernel.flops * share, bytes=num_bytes, rows=rows, batch=batch)
 
 
 def _gradient(kernel: Kernel, factor: int) -> Kernel:

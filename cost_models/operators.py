@@ -141,10 +141,10 @@ def traffic(node: fx.Node) -> float:
     """Return the bytes that a node reads and writes."""
     written = float(sum(num_bytes(v) for v in values(node) if isinstance(v, torch.Tensor)))
     inputs = (facts(source).value for source in tensor_inputs(node))
-    return moved(node.target, [num_bytes(v) if isinstance(v, torch.Tensor) else 0 for v in inputs], written)
+    return accessed_bytes(node.target, [num_bytes(v) if isinstance(v, torch.Tensor) else 0 for v in inputs], written)
 
 
-def moved(target: Any, inputs: Sequence[float], written: float) -> float:
+def accessed_bytes(target: Any, inputs: Sequence[float], written: float) -> float:
     """Return the bytes that an operator reads and writes, by those of each tensor input and of all its results."""
     spec, read = spec_of(target), 0.0
     for place, size in enumerate(inputs):

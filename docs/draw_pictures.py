@@ -117,7 +117,7 @@ def passes() -> str:
         texts = {path.stem.partition("_")[2]: path.read_text() for path in sorted(Path(folder).glob("passes/*.txt"))}
     counts = {name: len(re.findall(r"^%.* = (?!parameter|input|buffer)", text, re.M)) for name, text in texts.items()}
     drawn = [Box(name, count, 1, None, (), frozenset(), frozenset()) for name, count in counts.items() if count]
-    return str(drawing.svg(drawn, [(i, i + 1) for i in range(len(drawn) - 1)]))
+    return str(drawing.draw_boxes(drawn, [(i, i + 1) for i in range(len(drawn) - 1)]))
 
 
 def front() -> str:

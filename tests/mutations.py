@@ -22,7 +22,7 @@ from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.core.sharding import I, R, Shard, parse_type
 from quintnet_compiler.equivalence.dry_run import check_ranks
 from quintnet_compiler.ir.distributed_program import DistributedProgram, Piece, RankProgram, StageProgram
-from quintnet_compiler.ir.invariants import verify
+from quintnet_compiler.ir.invariants import verify_invariants
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.program import DifferentiatedProgram, LocalProgram
 from quintnet_compiler.ops.attention.ring_plan import ring_plan
@@ -581,17 +581,17 @@ def check(program: Any, mesh: Mesh, plan: Plan) -> DistributedProgram:
         CompileError: from whichever check notices.
     """
     if isinstance(program, LocalProgram):
-        verify(program)
+        verify_invariants(program)
         check_types(program, RuleBook(RULES))
         check_padding(program, RuleBook(RULES))
         check_positions(program)
         program = Differentiate()(program)
     if isinstance(program, DifferentiatedProgram):
-        verify(program)
+        verify_invariants(program)
         check_backward(program)
         program = GenerateRanks(mesh, _schedule(mesh, plan))(CoalesceCollectives()(program))
     assert isinstance(program, DistributedProgram)
-    verify(program)
+    verify_invariants(program)
     others = program.others if isinstance(program, Mutant) else {}
     check_code(program, [s for part in others.values() for s in part.stages] or None)
     check_ranks(program, others)

@@ -21,7 +21,7 @@ from quintnet_compiler.compat.torch import FakeTensorMode
 from quintnet_compiler.core import slices
 from quintnet_compiler.core.annotations import Leaf, facts, is_float, needs_grad, values
 from quintnet_compiler.core.mesh import Mesh
-from quintnet_compiler.core.sharding import AxisType, P, Shard, Sharding, gradient, plain, shard_shape
+from quintnet_compiler.core.sharding import AxisType, P, Shard, Sharding, forward_type, gradient, shard_shape
 from quintnet_compiler.ir.batch_form import BatchForm
 from quintnet_compiler.ir.builder import GraphBuilder
 from quintnet_compiler.ir.program import (
@@ -307,7 +307,7 @@ def sharded(one: OneOperator, axes: Sequence[Axis], chosen: Sequence[Strategy]) 
     for position, node in enumerate(inputs):
         found[node] = tuple(Strategy((), (s.inputs[position],)) for s in chosen)
     for node, output in one.cotangents.items():
-        found[node] = tuple(Strategy((), (plain(gradient(s.outputs[output])),)) for s in chosen)
+        found[node] = tuple(Strategy((), (forward_type(gradient(s.outputs[output])),)) for s in chosen)
     for node in one.loss:
         if node.target is aten.mul.Tensor:
             _source, cotangent = node.args
@@ -373,7 +373,7 @@ def run_on_ranks(graph: fx.Graph, mesh: Mesh, given: Mapping[str, Sequence[Tenso
         raise AssertionError("no output")
 
     with torch.no_grad():
-        return list(LocalWorld(mesh, ("test",)).run(dict.fromkeys(range(mesh.size), work)).values())
+        return list(LocalWorld(mesh, ("test",)).run_ranks(dict.fromkeys(range(mesh.size), work)).values())
 
 
 # -- checks

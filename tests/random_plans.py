@@ -31,7 +31,7 @@ from quintnet_compiler.core.annotations import (
     values,
 )
 from quintnet_compiler.core.mesh import Mesh
-from quintnet_compiler.core.sharding import I, P, R, Shard, plain
+from quintnet_compiler.core.sharding import I, P, R, Shard, forward_type
 from quintnet_compiler.driver.compiler import Runner
 from quintnet_compiler.equivalence.dry_run import check_ranks
 from quintnet_compiler.features.chunked_losses.checks.chunk_losses import check_chunked
@@ -109,7 +109,7 @@ class RandomSharding:
     def _leaving(self, chosen: dict[fx.Node, tuple[Strategy, ...]], result: fx.Node, position: int):  # type: ignore[no-untyped-def]
         source, index = origin(result)
         kind = chosen[source][position].outputs[index]
-        if plain(kind) is I:
+        if forward_type(kind) is I:
             return P if kind is R and needs_grad(result) else I
         return P if kind is P and shape(result) == () else I
 

@@ -315,7 +315,7 @@ def test_gradients_are_on_the_host_when_a_step_returns(device: Emulated, monkeyp
     expected = found(0.0)
     assert all(x.device.type == "cpu" for x in expected)
     assert all(torch.equal(a, b) for a, b in zip(found(1.0), expected, strict=True))
-    monkeypatch.setattr(HostCopies, "settle", lambda self: None)
+    monkeypatch.setattr(HostCopies, "wait_for_copies", lambda self: None)
     for x in (p.grad for p in program.parameters()):
         assert x is not None
         x.zero_()

@@ -164,14 +164,14 @@ def test_a_ring_is_the_collective_and_the_products(data: st.DataObject) -> None:
 
     def run(task: Callable[[Comm], Any]) -> dict[int, Any]:
         mesh = Mesh(tp=ranks)
-        return world.run({r: lambda t: task(Comm(t, mesh, {"tp": t.rank})) for r in range(ranks)})
+        return world.run_ranks({r: lambda t: task(Comm(t, mesh, {"tp": t.rank})) for r in range(ranks)})
 
     whole = normal(*sizes)
     weights = [normal(n, 2) if turn else normal(2, n) for n, turn in zip(columns, transposed, strict=True)]
     biases = [normal(n) if has else None for n, has in zip(columns, biased, strict=True)]
 
     def gathered(comm: Comm) -> Any:
-        mine = slices.take(whole, dim, parts, ranks, comm.coordinate["tp"])
+        mine = slices.slice_of_rank(whole, dim, parts, ranks, comm.coordinate["tp"])
         return comm.all_gather_matmul(mine, "tp", dim, parts, weights, biases, transposed, keep, 0)
 
     expected = [_times(whole, *each) for each in zip(weights, biases, transposed, strict=True)]
@@ -194,7 +194,7 @@ def test_a_ring_is_the_collective_and_the_products(data: st.DataObject) -> None:
     ]
     total = torch.stack(terms).sum(0)
     for rank, made in run(scattered).items():
-        torch.testing.assert_close(made, slices.take(total, dim, parts, ranks, rank))
+        torch.testing.assert_close(made, slices.slice_of_rank(total, dim, parts, ranks, rank))
 
 
 def _times(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

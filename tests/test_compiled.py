@@ -245,7 +245,7 @@ def test_peak_of_live_activations_is_the_schedules() -> None:
         return run
 
     with torch.no_grad():
-        LocalWorld(program.mesh, program.sites).run({rank: work(rank) for rank in range(4)})
+        LocalWorld(program.mesh, program.sites).run_ranks({rank: work(rank) for rank in range(4)})
     assert peaks == {0: 4, 1: 3, 2: 2, 3: 1}
 
 

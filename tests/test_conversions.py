@@ -20,7 +20,18 @@ from hypothesis import strategies as st
 
 from quintnet_compiler.core import slices
 from quintnet_compiler.core.annotations import Leaf
-from quintnet_compiler.core.sharding import AxisType, I, P, R, S, Shard, Sharding, conversion_path, gradient, plain
+from quintnet_compiler.core.sharding import (
+    AxisType,
+    I,
+    P,
+    R,
+    S,
+    Shard,
+    Sharding,
+    conversion_path,
+    forward_type,
+    gradient,
+)
 from quintnet_compiler.ir.builder import GraphBuilder, aten
 from quintnet_compiler.ir.program import Axis, ShardedProgram, Strategy
 
@@ -66,7 +77,7 @@ def program(source: Sharding, target: Sharding, axes: tuple[Axis, ...], *, train
         given = builder.placeholder("c", fake, Leaf("input", "c"))
         product = builder.call(aten.mul.Tensor, made, given)
         loss = [builder.call(aten.sum.default, product)]
-        cotangents = [plain(gradient(b)) for b in target]
+        cotangents = [forward_type(gradient(b)) for b in target]
         found[given] = tuple(Strategy((), (c,)) for c in cotangents)
         found[product] = tuple(Strategy((b, c), (b,)) for b, c in zip(target, cotangents, strict=True))
         found[loss[0]] = tuple(Strategy((b,), (P,)) for b in target)
@@ -188,6 +199,6 @@ def test_a_stack_holds_every_ranks_slice(shape: list[int], dim: int, parts: int,
     if transposed:  # no longer contiguous
         x, dim = x.permute(*reversed(range(x.dim()))), x.dim() - 1 - dim
     stacked = slices.stack(x, dim, parts, ranks)
-    taken = [slices.take(x, dim, parts, ranks, index) for index in range(ranks)]
+    taken = [slices.slice_of_rank(x, dim, parts, ranks, index) for index in range(ranks)]
     assert torch.equal(stacked, torch.stack(taken))
     assert torch.equal(slices.unstack(stacked, dim, parts), x) and torch.equal(slices.join(taken, dim, parts), x)

@@ -68,7 +68,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> Again:
     found = Again()
     monkeypatch.setattr(graphs, "MIN_OPERATORS", 0)
     monkeypatch.setattr(compiled, "ENGINES", {"cudagraphs": EngineKind(lambda: Inductor(Graphs(found)))})
-    monkeypatch.setattr(engines, "compiled", lambda module, args: None)
+    monkeypatch.setattr(engines, "compile_fused", lambda module, args: None)
     return found
 
 
@@ -241,7 +241,7 @@ def test_what_failed_in_a_capture_is_raised_and_not_that_the_capture_failed(monk
 
 
 def test_without_a_gpu_it_is_inductor_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "compiled", lambda module, args: None)
+    monkeypatch.setattr(engines, "compile_fused", lambda module, args: None)
     program = _program("mlp", {"tp": 2, "pp": 2}, microbatches=2)
     message = r"a part of the forward of stage 0 cannot be a CUDA graph, .*: its values are on the cpu, not on cuda"
     with pytest.warns(quintnet.BackendWarning, match=message) as seen:

@@ -156,7 +156,7 @@ def test_a_function_in_steps_is_the_function_and_lets_go_of_its_arguments(pure: 
 
     x, y, notes = torch.randn(2), torch.randn(2), _Comm()
     args = [notes, x, y]
-    found = Stepper.of(graph, parts, run)(args)
+    found = Stepper.from_parts(graph, parts, run)(args)
     assert not args and alive == [2 if pure else 3, 2]
     torch.testing.assert_close(found[0], (x * y).exp() + 1 - y)
     assert found[1] is x and torch.equal(notes.kept[0], x * y)
@@ -166,7 +166,7 @@ def test_what_cannot_be_compiled_runs_eager_with_one_warning(monkeypatch: pytest
     def broken(*_: Any) -> None:
         raise RuntimeError("No working C++ compiler found")
 
-    monkeypatch.setattr(engines, "compiled", broken)
+    monkeypatch.setattr(engines, "compile_fused", broken)
     case = CASES["mlp"]
     program = _program("mlp", {"tp": 2, "pp": 2}, backend="inductor")
     with pytest.warns(quintnet.BackendWarning, match=r"of stage 0, which runs eager: .*No working C\+\+") as seen:

@@ -174,7 +174,7 @@ def test_where_processes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in {**TOLD["srun"](1), "SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "n[4-5]"}.items():
             monkeypatch.setenv(name, value)
         found = started()
-        assert found is not None and (found.launcher.name, found.place) == ("srun", 1)
+        assert found is not None and (found.launcher.name, found.local_rank) == ("srun", 1)
         where = found.meeting()
         assert where is not None and where.host == "n4" and 15000 <= where.port < 30000
         ports.add(where.port)

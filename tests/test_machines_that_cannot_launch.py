@@ -117,14 +117,14 @@ def test_places_are_as_before_where_asking_fails() -> None:
     places = Places(3, 1, _answers({0, 2}, OSError("busy"), OSError("busy"), None, {1}, OSError("busy")))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        assert [places.now() for _ in range(6)] == [[0, 2]] * 4 + [[1]] * 2
+        assert [places.available() for _ in range(6)] == [[0, 2]] * 4 + [[1]] * 2
     assert [str(one.message).partition(";")[0] for one in told] == [
         "available raised OSError: busy",
         "available raised TypeError: 'NoneType' object is not iterable",
         "available raised OSError: busy",
     ]
     with pytest.raises(OSError, match="busy"):  # the first time, nothing runs yet
-        Places(3, 1, _answers(OSError("busy"))).now()
+        Places(3, 1, _answers(OSError("busy"))).available()
 
 
 def test_the_time_limit_holds_while_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:

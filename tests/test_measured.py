@@ -159,7 +159,7 @@ def test_what_is_no_timeline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match="QN211"):
         Timeline.load(tmp_path / "missing.json")
     with pytest.raises(CompileError, match="QN211"):
-        replace(predicted, schedule="gpipe").require(2, program.schedule)
+        replace(predicted, schedule="gpipe").require_schedule(2, program.schedule)
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

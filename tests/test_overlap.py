@@ -14,7 +14,7 @@ import quintnet
 from quintnet import CompileError, Mesh
 from quintnet_compiler.checks.code import check_code
 from quintnet_compiler.checks.rewrites.overlap import check_overlap
-from quintnet_compiler.core.annotations import known
+from quintnet_compiler.core.annotations import has_facts
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.cost_models.hardware import H100
@@ -79,7 +79,7 @@ def test_parameters_are_gathered_one_block_ahead_of_their_use(recompute: str) ->
         ahead: set[object] = set()  # the blocks whose gathers have started and whose products have not
         beside: dict[object, set[object]] = {}  # what was ahead when a block's first product ran
         for node in piece.module.graph.nodes:
-            block = block_of(node) if known(node) else None
+            block = block_of(node) if has_facts(node) else None
             if block is not None and "gather_together" in str(node.target):
                 ahead.add(block)
             elif block is not None and takes_long(node):

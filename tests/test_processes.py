@@ -145,7 +145,7 @@ def _collectives_here() -> list[Tensor]:
 
 
 def test_collectives_are_those_of_the_local_transport() -> None:
-    expected = LocalWorld(quintnet.Mesh(tp=2), [""]).run(dict.fromkeys(range(2), _collectives))
+    expected = LocalWorld(quintnet.Mesh(tp=2), [""]).run_ranks(dict.fromkeys(range(2), _collectives))
     for rank, found in enumerate(quintnet.launch(_collectives_here, 2, timeout=60)):
         assert len(found) == len(expected[rank])
         assert all(torch.equal(a, b) for a, b in zip(found, expected[rank], strict=True))

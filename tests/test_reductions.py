@@ -23,7 +23,7 @@ from quintnet_compiler.core.annotations import annotate, facts, needs_grad, valu
 from quintnet_compiler.core.precision import narrows
 from quintnet_compiler.core.sharding import P, R
 from quintnet_compiler.ir.distributed_program import DistributedProgram
-from quintnet_compiler.ir.invariants import verify
+from quintnet_compiler.ir.invariants import verify_invariants
 from quintnet_compiler.ir.program import DifferentiatedProgram, LocalProgram, Strategy
 from quintnet_compiler.ops.collectives import all_reduce, reduce_scatter
 from quintnet_compiler.passes.sharding.batch_factors import batch_dependent
@@ -166,7 +166,7 @@ def _refused(change: Change) -> str:
         if isinstance(program, LocalProgram):
             check_reductions(program)
         elif isinstance(program, DifferentiatedProgram):
-            verify(program)
+            verify_invariants(program)
             check_backward(program)
         else:
             check_code(program)

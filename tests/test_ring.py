@@ -47,7 +47,7 @@ def _work(ranks: int, length: int, balance: bool) -> list[list[int]]:
     """By rank and step, the work of causal attention."""
     rings = [_ring(ranks, length, i, balance) for i in range(ranks)]
     return [
-        [sum(_cells(r, b) for _, _, b in r.blocks((r.index - step) % ranks, Ids())) for step in range(ranks)]
+        [sum(_cells(r, b) for _, _, b in r.unmasked_blocks((r.index - step) % ranks, Ids())) for step in range(ranks)]
         for r in rings
     ]
 
@@ -87,7 +87,7 @@ def _seen(ring: Ring, ids: Ids) -> int:
     return sum(
         part.rows * (part.cols + 1) // 2 if seen == "diagonal" else part.rows * part.cols
         for owner in range(ring.size)
-        for _, _, block in ring.blocks(owner, ids)
+        for _, _, block in ring.unmasked_blocks(owner, ids)
         for row in ids.rows
         for pair in row.pairs(ring.tiles.sight, block)
         for part, seen in pair.tiles(1, tiled=False)
@@ -220,7 +220,7 @@ def test_a_window_ends_the_journey() -> None:
     ring = _ring(8, 4, 0, balance=False)
     for window in range(1, 40):
         rings = [_ring(8, 4, i, balance=False, window=window) for i in range(8)]
-        seen = [any(True for r in rings for _ in r.blocks((r.index - step) % 8, Ids())) for step in range(8)]
+        seen = [any(True for r in rings for _ in r.unmasked_blocks((r.index - step) % 8, Ids())) for step in range(8)]
         assert rings[0].steps(Ids()) == sum(seen) and all(seen[: sum(seen)])
     assert ring.steps(Ids()) == 8
 

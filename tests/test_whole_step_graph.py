@@ -36,7 +36,7 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     tape = Tape()
     table = {"graph": EngineKind(lambda: WholeStepEngine(capture=tape)), "inductor": EngineKind(Inductor)}
     monkeypatch.setattr(compiled, "ENGINES", table)
-    monkeypatch.setattr(engines, "compiled", lambda module, args: None)
+    monkeypatch.setattr(engines, "compile_fused", lambda module, args: None)
     return tape
 
 
@@ -321,7 +321,7 @@ def test_what_cannot_be_captured_runs_in_segments(
 
 
 def test_on_a_cpu_steps_run_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "compiled", lambda module, args: None)
+    monkeypatch.setattr(engines, "compile_fused", lambda module, args: None)
     program = quintnet.compile(Noisy(), quintnet.Mesh(), _batch(8, 0), backend="graph")
     _warns(program, _batch(8, 0), "its values are on the cpu, not on cuda")
 

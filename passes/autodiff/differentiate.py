@@ -57,7 +57,7 @@ class Differentiate:
     templates: dict[Hashable, Template] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, local: LocalProgram, /) -> DifferentiatedProgram:
-        return _Tape(local, self.training, self.templates).run()
+        return _Tape(local, self.training, self.templates).differentiate()
 
 
 class _Tape:
@@ -91,7 +91,7 @@ class _Tape:
         self.multiple_outputs: dict[fx.Node, fx.Node] = {}
         self.user_backward, self.derivatives = of_tangents(local.graph.nodes), derivatives(local.graph)
 
-    def run(self) -> DifferentiatedProgram:
+    def differentiate(self) -> DifferentiatedProgram:
         for node in self.local.graph.nodes:
             if node.op != "output" and not is_getitem(node):
                 self._forward(node)

@@ -63,7 +63,7 @@ class Recompute:
         if self.budget is not None:
             inside = within_budget(program, inside, again, self.budget)
         copied = inside | again
-        return _Copying(program, copied).run() if copied else program
+        return _Copying(program, copied).copy_nodes() if copied else program
 
     def _candidates(self, program: DifferentiatedProgram) -> set[fx.Node]:
         """Return forward nodes that may be recomputed with their block."""
@@ -92,7 +92,7 @@ class _Copying:
             if node in inside and all(_is_backward(user) or user in self.backward_only for user in node.users):
                 self.backward_only.add(node)
 
-    def run(self) -> DifferentiatedProgram:
+    def copy_nodes(self) -> DifferentiatedProgram:
         for node in self.program.graph.nodes:
             if node.op == "output":
                 self.graph.output(fx.map_arg(node.args[0], lambda n: self.new[n]))

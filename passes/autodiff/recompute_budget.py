@@ -12,7 +12,7 @@ from ...core.annotations import facts, leaf, memory_of, num_bytes, values
 from ...core.errors import CompileError
 from ...ir.program import DifferentiatedProgram
 from ...schedules.schedule import Schedule, most_held
-from .recompute_cut import RecomputeCut, Seconds, cheap_values, cut, groups_of
+from .recompute_cut import RecomputeCut, Seconds, cheap_values, cheapest_cut, groups_of
 
 MIN_BYTE_SECONDS, MAX_BYTE_SECONDS = 1e-18, 1.0  # prices of a byte: almost nothing, and more than any operator takes
 Nodes = frozenset[fx.Node]
@@ -42,7 +42,7 @@ def within_budget(program: DifferentiatedProgram, inside: set[fx.Node], always: 
     Raises:
         CompileError: QN213 if a rank saves too much whatever is recomputed.
     """
-    return _Chooser(program, inside, always, budget).run()
+    return _Chooser(program, inside, always, budget).choose_nodes()
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class _Chooser:
     budget: Budget
     hulls: dict[Hashable, list[tuple[RecomputeCut, frozenset[int]]]] = field(default_factory=dict)
 
-    def run(self) -> set[fx.Node]:
+    def choose_nodes(self) -> set[fx.Node]:
         placement, stage_of = self.budget.schedule.placement, self.program.stage
         groups, cheap = groups_of(self.program, self.inside), cheap_values(self.program, self.inside)
         recomputed: set[fx.Node] = set()
@@ -123,7 +123,7 @@ class _Chooser:
         key = tuple((str(n.target), _signature(n), tuple(places.get(s, -1) for s in n.all_input_nodes)) for n in nodes)
         if key not in self.hulls:
             fastest, smallest = (
-                cut(nodes, self.budget.seconds, price) for price in (MIN_BYTE_SECONDS, MAX_BYTE_SECONDS)
+                cheapest_cut(nodes, self.budget.seconds, price) for price in (MIN_BYTE_SECONDS, MAX_BYTE_SECONDS)
             )
             cuts = [fastest, *self._between(nodes, fastest, smallest), smallest]
             self.hulls[key] = [(point, frozenset(places[n] for n in point.again)) for point in cuts]
@@ -134,7 +134,7 @@ class _Chooser:
         if small.bytes >= fast.bytes:
             return []
         price = (small.seconds - fast.seconds) / (fast.bytes - small.bytes)
-        middle = cut(nodes, self.budget.seconds, price)
+        middle = cheapest_cut(nodes, self.budget.seconds, price)
         least = fast.seconds + price * fast.bytes
         if middle.seconds + price * middle.bytes >= least * (1 - 1e-6) or middle.bytes in (fast.bytes, small.bytes):
             return []

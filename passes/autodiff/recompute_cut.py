@@ -49,7 +49,7 @@ def cheap_values(program: DifferentiatedProgram, inside: set[fx.Node]) -> set[fx
     """
     groups = groups_of(program, inside).values()
     price = {node: math.inf if _is_expensive(node) else 0.0 for node in inside}
-    return {node for nodes in groups for node in cut(nodes, price.__getitem__, TICK_SECONDS).again}
+    return {node for nodes in groups for node in cheapest_cut(nodes, price.__getitem__, TICK_SECONDS).again}
 
 
 def fused_values(program: DifferentiatedProgram, inside: set[fx.Node]) -> set[fx.Node]:
@@ -62,10 +62,10 @@ def fused_values(program: DifferentiatedProgram, inside: set[fx.Node]) -> set[fx
     backward = {n for n in program.graph.nodes if n.op == "call_function" and facts(n).phase == "backward"}
     available = {source for node in backward for source in node.all_input_nodes} - inside
     price = {node: _seconds_if_fused(node) for node in inside}
-    return {node for nodes in groups for node in cut(nodes, price.__getitem__, TICK_SECONDS, available).again}
+    return {node for nodes in groups for node in cheapest_cut(nodes, price.__getitem__, TICK_SECONDS, available).again}
 
 
-def cut(
+def cheapest_cut(
     nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float, available: Set[fx.Node] = frozenset()
 ) -> RecomputeCut:
     """Return the cheapest way to have in the backward the values that it reads of a block's ``nodes``.

@@ -20,7 +20,7 @@ from ...ir.generated import GeneratedModule
 from ...ops.catalog import op_spec
 from ...ops.op_spec import Product
 from .python_ops import spelled
-from .source_lines import WIDTH, in_lines, written
+from .source_lines import WIDTH, body_lines, in_lines
 
 MakeModule = Callable[[fx.Graph], GeneratedModule]
 
@@ -84,7 +84,7 @@ def _inputs_of(nodes: Sequence[fx.Node], static: Set[fx.Node], gradients: Mappin
 def written_module(graph: fx.Graph) -> GeneratedModule:
     """Return a module whose code is written, with long lines broken."""
     graph.set_codegen(_Boxed())
-    graph.on_generate_code(lambda _: written)
+    graph.on_generate_code(lambda _: body_lines)
     return goes_with_its_text(reads_shipped(fx.GraphModule({}, graph)))
 
 

@@ -11,7 +11,7 @@ _SLICE = re.compile(r"(\w+ = )torch\.ops\.aten\.slice\.Tensor\((\w+), (\d+), (\d
 _END = 2**63 - 1  # as torch writes "to the end"
 
 
-def written(body: list[str]) -> list[str]:
+def body_lines(body: list[str]) -> list[str]:
     """A function's body, in the parts in which torch.fx writes it, with slices as indices. ``x[:, 0:5]`` reaches the
     same kernel as ``torch.ops.aten.slice.Tensor(x, 1, 0, 5)``, by a shorter way.
 

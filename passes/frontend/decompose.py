@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ...compat.torch import FakeTensorMode, composite_definition, composite_in_cpp, get_decompositions, make_fx, pytree
 from ...compat.torch_codegen import forgotten_texts
-from ...core.absent_gpu import stand_in
+from ...core.absent_gpu import compute_device
 from ...core.annotations import value
 from ...core.replaced import one_thread
 from .norm_rewrites import NARROW_DTYPES
@@ -131,7 +131,7 @@ def decompose(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> tupl
     ``args`` and ``kwargs`` may hold nodes, nested in lists; nothing is computed.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    leaves = [stand_in(leaf) if isinstance(leaf, torch.device) else leaf for leaf in leaves]
+    leaves = [compute_device(leaf) if isinstance(leaf, torch.device) else leaf for leaf in leaves]
     nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
     python = _python(target)
 
@@ -143,7 +143,7 @@ def decompose(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> tupl
 
     # new tensors, which the trace distinguishes by identity: nodes may share a value
     with mode, _torch_alone(), forgotten_texts():
-        inputs = [torch.empty_like(x, device=stand_in(x.device)) for x in map(value, nodes)]
+        inputs = [torch.empty_like(x, device=compute_device(x.device)) for x in map(value, nodes)]
         if python is not None:  # operators that it calls are not decomposed
             return make_fx(call, pre_dispatch=True)(*inputs).graph, nodes
         # a definition in C++ may change its own results in place

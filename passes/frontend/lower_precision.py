@@ -46,7 +46,7 @@ class LowerPrecision:
         if self.precision.compute is None:
             return narrow_leaves(replace(program, precision=self.precision))
         _require_full(program, self.precision.compute)
-        return narrow_leaves(_PrecisionLowering(program, self.precision).run())
+        return narrow_leaves(_PrecisionLowering(program, self.precision).lower_program())
 
 
 def _require_full(program: Program, compute: torch.dtype) -> None:
@@ -138,7 +138,7 @@ class _PrecisionLowering:
 
     # -- the new graph
 
-    def run(self) -> Program:
+    def lower_program(self) -> Program:
         for node in self.nodes:
             with self.builder.at(node):
                 self.env[node] = self._leaf(node) if node.op == "placeholder" else self._operator(node)

@@ -37,7 +37,7 @@ class _Drawn:
     device: torch.device
 
     @classmethod
-    def of(cls, node: fx.Node, arguments: Mapping[str, Any]) -> _Drawn:
+    def from_node(cls, node: fx.Node, arguments: Mapping[str, Any]) -> _Drawn:
         """Return those that an operator draws."""
         dtype = node.meta["val"].dtype
         if "size" in arguments or "n" in arguments:
@@ -70,7 +70,7 @@ def _rewrite(spell: Spelling) -> Rewrite:
                 where=builder.where,
                 fix="generator=None: numbers are a function of the plan's seed, the step and the position",
             )
-        return spell(builder, _Drawn.of(node, arguments), arguments)
+        return spell(builder, _Drawn.from_node(node, arguments), arguments)
 
     return rewrite
 

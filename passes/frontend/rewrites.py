@@ -188,7 +188,7 @@ def _renormalized(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs:
 
 def _index(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
     """Look up each row by itself if an index counts rows, else emit the operator."""
-    counted = CountedRows.of(builder, args[0], args[1])
+    counted = CountedRows.from_indices(builder, args[0], args[1])
     return counted.read() if counted is not None else builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
 
 
@@ -198,7 +198,7 @@ def _index_put(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: di
     adds = bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
     masks = [i for i in indices if i is not None and value(i).dtype in (torch.bool, torch.uint8)]
     if not masks:
-        counted = CountedRows.of(builder, x, indices)
+        counted = CountedRows.from_indices(builder, x, indices)
         written = None if counted is None else counted.written(put, adds=adds)
         return written or builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
     if len(indices) > 1 or value(put).numel() != 1:

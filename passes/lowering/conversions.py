@@ -10,7 +10,7 @@ from torch import fx
 
 from ...core.annotations import leaf, needs_grad, values
 from ...core.errors import CompileError
-from ...core.sharding import AxisType, I, P, R, Shard, Sharding, conversion_path, local_shape, plain
+from ...core.sharding import AxisType, I, P, R, Shard, Sharding, conversion_path, forward_type, local_shape
 from ...ir.builder import GraphBuilder
 from ...ir.program import Axis, Gathered, ShardedProgram, StagedProgram
 from ...ops.collectives import convert, share
@@ -65,11 +65,13 @@ class Conversions:
             node = self._copied(node, values(source)[0].dtype, stage)
         # gradients of deferred gathers belong to the gathered value, so that all users read it
         deferred = gather is not None and gather.deferred and grad
-        if gather is not None and (deferred or [plain(kind) for kind in target] != [plain(kind) for kind in start]):
+        if gather is not None and (
+            deferred or [forward_type(kind) for kind in target] != [forward_type(kind) for kind in start]
+        ):
             whole = values(source)[index].shape
             node, start = self._gathered(node, start, gather, stage, whole), gather.sharding
         if not grad:  # without gradients I and R are the same bits
-            start, target = tuple(map(plain, start)), tuple(map(plain, target))
+            start, target = tuple(map(forward_type, start)), tuple(map(forward_type, target))
         return self._moved(node, start, target, R if grad else I, (home, stage), values(source)[index].shape)
 
     def made_at_start(self, node: fx.Node) -> bool:
@@ -196,7 +198,7 @@ class Conversions:
         if axis.role == "time" and isinstance(new_type, Shard):
             unit = [new_type.unit] if new_type.unit > 1 else []
             return self.builder.call(microbatch, node, axis.size, new_type.dim, new_type.parts, *unit)
-        local = plain(old_type) is I and (new_type is P or (old_type is R and new_type is I))
+        local = forward_type(old_type) is I and (new_type is P or (old_type is R and new_type is I))
         if axis.role == "time" and not local:
             raise CompileError(
                 "QN104",
@@ -204,7 +206,7 @@ class Conversions:
                 where=self.builder.where,
                 fix="use microbatches=1",
             )
-        if plain(old_type) is I and new_type is P and not needs_grad(node):
+        if forward_type(old_type) is I and new_type is P and not needs_grad(node):
             return self.builder.call(share, node, axis.name, axis.size)
         return self.builder.call(convert, node, axis.name, axis.size, str(old_type), str(new_type))
 

@@ -65,7 +65,7 @@ class InsertCommunication:
 
     def __call__(self, staged: StagedProgram, /) -> LocalProgram:
         balance, tile_bytes = self.context_load_balance, self.attention_tile_bytes
-        return _CommunicationLowering(staged, self.rules, balance, tile_bytes, self.copies).run()
+        return _CommunicationLowering(staged, self.rules, balance, tile_bytes, self.copies).lower_program()
 
 
 @dataclass
@@ -91,7 +91,7 @@ class _CommunicationLowering:
         self.book = RuleBook(self.rules, unknown="replicate")
         self.experts = LowerExperts(self.builder, self.sharded, self.copies)
 
-    def run(self) -> LocalProgram:
+    def lower_program(self) -> LocalProgram:
         for node in self.sharded.program.graph.nodes:
             if node.op == "output":
                 continue

@@ -30,7 +30,7 @@ def with_copies(order: Sequence[Item], seconds: Seconds) -> list[Item]:
     copies = [item for item in order if _copy(item)]
     if not copies:
         return list(order)
-    return _Placing(order, seconds).run()
+    return _Placing(order, seconds).place_copies()
 
 
 class _Placing:
@@ -53,7 +53,7 @@ class _Placing:
         self.begins: dict[int, list[Item]] = defaultdict(list)
         self.returns: dict[int, list[Item]] = defaultdict(list)
 
-    def run(self) -> list[Item]:
+    def place_copies(self) -> list[Item]:
         self._leave()
         self._return()
         ordered: list[Item] = []

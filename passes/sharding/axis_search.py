@@ -16,7 +16,7 @@ from torch import fx
 
 from ...core.annotations import facts, leaf, needs_grad, num_bytes, origin, tensor_inputs, values
 from ...core.errors import CompileError
-from ...core.sharding import AxisType, I, P, R, plain
+from ...core.sharding import AxisType, I, P, R, forward_type
 from ...ir.program import Strategy, outputs
 from ...ops.catalog import op_spec
 from ...strategies.cuts import find_cuts
@@ -268,7 +268,7 @@ class AxisSearch:
     def _leaves_as_is(self, position: int, kind: AxisType, result: fx.Node) -> bool:
         program = self.view.program
         if position in program.stored:
-            return plain(kind) in self._stored_types(program.stored[position])
+            return forward_type(kind) in self._stored_types(program.stored[position])
         carried = position in program.carried.values()
         return leaves_as_is(self.axis, kind, result, carried=carried, ended=position in program.ended)
 
@@ -279,4 +279,4 @@ class AxisSearch:
 
     def _stored_types(self, parameter: fx.Node) -> set[AxisType]:
         """Return the types in which a new value of a parameter may leave: those of the parameter itself."""
-        return {plain(strategy.outputs[0]) for strategy in self.options_of[self.key[parameter]]}
+        return {forward_type(strategy.outputs[0]) for strategy in self.options_of[self.key[parameter]]}

@@ -12,7 +12,7 @@ from torch import fx
 from ...core.annotations import Leaf, facts, leaf, needs_grad, origin, shape, tensor_inputs, value
 from ...core.errors import CompileError
 from ...core.precision import narrows
-from ...core.sharding import AxisType, I, R, S, Shard, local_shape, plain
+from ...core.sharding import AxisType, I, R, S, Shard, forward_type, local_shape
 from ...ir.program import Strategy
 from ...ops.catalog import op_spec
 from ...ops.rules.notation import Factors
@@ -105,7 +105,9 @@ class Candidates:
 
     def _fixed(self, node: fx.Node, info: Leaf, fixed: AxisType, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         """Return the strategies that give a leaf the type that the plan fixes."""
-        allowed = tuple(s for s in options if s.outputs[0] == fixed or plain(s.outputs[0]) == plain(fixed) is I)
+        allowed = tuple(
+            s for s in options if s.outputs[0] == fixed or forward_type(s.outputs[0]) == forward_type(fixed) is I
+        )
         if not allowed:
             local = local_shape(shape(node), tuple(s.outputs[0] for s in self.view.chosen[node]), self.view.ranks)
             raise CompileError(

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ...core.annotations import shape, tensor_inputs
-from ...core.sharding import AxisType, Shard, plain, shard_shape
+from ...core.sharding import AxisType, Shard, forward_type, shard_shape
 from ...ir.program import ShardedProgram, Strategy
 from ...ops.catalog import op_spec
 from ...strategies.rule_book import RuleBook, refine, strategies
@@ -87,7 +87,7 @@ def _strategies(
     for position, (axis, strategy) in enumerate(zip(program.axes, program.strategies[node], strict=True)):
         chosen = strategy
         if position in changed:
-            wanted = tuple(plain(types[position]) for types in input_types)
+            wanted = tuple(forward_type(types[position]) for types in input_types)
             options = [option for option in strategies(node, factors, {}, axis.size) if option.inputs == wanted]
             if not options:
                 return None

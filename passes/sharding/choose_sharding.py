@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ...core.annotations import needs_grad, origin, shape
-from ...core.sharding import AxisType, I, P, R, plain
+from ...core.sharding import AxisType, I, P, R, forward_type
 from ...ir.cost_protocol import CostModel
 from ...ir.program import Axis, Program, ShardedProgram, Strategy, outputs
 from ...ir.repeated_blocks import same_in_every_block
@@ -104,6 +104,6 @@ class ChooseSharding:
                 as_is = leaves_as_is(axis, kind, result, carried=position in carried, ended=ended)
                 types.append(kind if as_is else P if as_term else I)
                 if position in stored:
-                    types[-1] = plain(chosen[stored[position]][axis_position].outputs[0])
+                    types[-1] = forward_type(chosen[stored[position]][axis_position].outputs[0])
             strategies.append(Strategy(tuple(types), (), "leave"))
         return tuple(strategies)

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from ...compat.torch import schema
 from ...core.annotations import facts, is_float, leaf, needs_grad, num_bytes, operators_of_parameters, shape, values
-from ...core.sharding import AxisType, I, P, R, Shard, gradient, plain
+from ...core.sharding import AxisType, I, P, R, Shard, forward_type, gradient
 from ...ir.program import Axis
 from ...ops.collectives import lower_conversion, share
 from .axis_view import AxisView, OperandEdge
@@ -40,7 +40,7 @@ class ConversionPrices:
 
     def __call__(self, edge: OperandEdge, a: AxisType, b: AxisType, size: float) -> float | None:
         """Return the seconds of a conversion, forward and backward; None where it is meaningless or never allowed."""
-        if a == b or (not edge.grad and plain(a) == plain(b)):
+        if a == b or (not edge.grad and forward_type(a) == forward_type(b)):
             return 0.0
         source = leaf(edge.source)
         if source is not None and source.kind == "cache" and self.axis.role != "time":
@@ -72,7 +72,7 @@ class ConversionPrices:
         In space only a scalar, which costs nothing either way; in time there is no other way.
         """
         x = facts(edge.source).value
-        if not isinstance(x, Tensor) or not is_float(x) or plain(a) is not I:
+        if not isinstance(x, Tensor) or not is_float(x) or forward_type(a) is not I:
             return False
         return self.axis.role == "time" or x.dim() == 0
 
@@ -90,7 +90,7 @@ class ConversionPrices:
         return prices.get(self.axis.role, self._over_model)(edge, a, b, price)
 
     def _in_time(self, edge: OperandEdge, a: AxisType, b: AxisType, price: float) -> float:
-        whole = plain(a) is I
+        whole = forward_type(a) is I
         # a slice is taken at the start of a step, of a value that exists then
         slices = whole and isinstance(b, Shard) and not edge.grad and edge.source not in self.later
         shares = whole and b is P
@@ -135,7 +135,7 @@ def leaves_as_is(axis: Axis, kind: AxisType, result: fx.Node, *, carried: bool =
 def _splits_residual(a: AxisType, b: AxisType) -> bool:
     """Return whether a conversion enters or leaves a split of values that plain tensor parallelism keeps whole."""
     slices = isinstance(b, Shard) and not isinstance(a, Shard)
-    return slices or (isinstance(a, Shard) and plain(b) is I)
+    return slices or (isinstance(a, Shard) and forward_type(b) is I)
 
 
 def _is_parameter(node: fx.Node) -> bool:

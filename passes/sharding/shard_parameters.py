@@ -9,7 +9,7 @@ from torch import fx
 
 from ...core.annotations import Leaf, num_bytes, shape, value
 from ...core.errors import CompileError
-from ...core.sharding import AxisType, I, R, Shard, local_shape, plain, shard_shape
+from ...core.sharding import AxisType, I, R, Shard, forward_type, local_shape, shard_shape
 from ...ir.program import Gathered, ShardedProgram, Strategy
 from ...ops.rules.table import RULES
 from ...strategies.rule_book import RuleBook, leaf_factors, leaf_strategies, refine
@@ -141,7 +141,7 @@ def _with_stored_types(
     for axis, strategy in enumerate(strategies):
         types = list(strategy.inputs)
         for position, leaf_strategy in stored.items():
-            types[position] = plain(leaf_strategy[axis].outputs[0])
+            types[position] = forward_type(leaf_strategy[axis].outputs[0])
         replaced.append(replace(strategy, inputs=tuple(types)))
     return tuple(replaced)
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...schedules.schedule import COMPUTE, MAKES, Action, Flow, Op, Schedule, chain, simulate
+from ...schedules.schedule import COMPUTE, MAKES, Action, Flow, Op, Schedule, chain, earliest_spans
 from .partition import Array
 
 _Key = tuple[Op, int, int]  # a direction, a stage, a microbatch
@@ -18,7 +18,7 @@ class StepClock:
     """A simulation of a schedule on a plain chain of stages.
 
     Every action starts as soon as its rank is free and its inputs have arrived, as in
-    :func:`...schedules.schedule.simulate`.
+    :func:`...schedules.schedule.earliest_spans`.
     """
 
     schedule: Schedule
@@ -35,8 +35,8 @@ class StepClock:
         Each input comes with the stage before the boundary that it crosses between ranks, or -1.
         """
         home, edges = self.schedule.placement, chain(self.schedule.num_stages)
-        flow = Flow.of(edges, self.schedule.num_stages)
-        lines = simulate(self.schedule, edges, lambda action: 1.0)
+        flow = Flow.from_edges(edges, self.schedule.num_stages)
+        lines = earliest_spans(self.schedule, edges, lambda action: 1.0)
         spans = sorted((span.start, rank, place) for rank, line in enumerate(lines) for place, span in enumerate(line))
         ordered = []
         for _, rank, place in spans:

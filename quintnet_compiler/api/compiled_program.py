@@ -28,7 +28,7 @@ from ..ir.plan import Plan, precision_of
 from ..runtime.backends.backend import Backend, refuse_unset
 from ..runtime.backends.backends import open_backend
 from ..runtime.backends.local import require_measure
-from ..runtime.backends.split_parameters import Home, home_of, refuse_split, settle
+from ..runtime.backends.split_parameters import Home, attach_split_parameters, home_of, refuse_split
 from ..runtime.execute.engines import ENGINES
 from ..runtime.execute.executor import Run
 from ..runtime.execute.record import Recorder
@@ -214,7 +214,7 @@ class CompiledProgram(ProgramGeneration):
         if batch is None:
             raise CompileError("QN102", "there is no batch to verify with", fix="pass batch= to verify")
         if self._spread:  # beside a copy of the module that is whole on each rank
-            whole = CompiledProgram(self._task.apart(model=self._whole_model(), plan=self.plan))
+            whole = CompiledProgram(self._task.for_comparison(model=self._whole_model(), plan=self.plan))
             return whole._compiled(batch)._verified(batch, steps, float64, limit)
         return self._verified(batch, steps, float64, limit)
 
@@ -260,11 +260,11 @@ class CompiledProgram(ProgramGeneration):
 
         programs = self._programs
         program = programs.get("train", batch)
-        task, tensors = self._task, programs.now(programs.captured["train"].tensors)
+        task, tensors = self._task, programs.current_tensors(programs.captured["train"].tensors)
         try:
             inputs = model_inputs(batch, task.loss_fn)
             outputs: DistributedProgram | str = programs.get("outputs", inputs)
-            tensors = {**programs.now(programs.captured["outputs"].tensors), **tensors}
+            tensors = {**programs.current_tensors(programs.captured["outputs"].tensors), **tensors}
         except CompileError as error:
             outputs = error.message
         return VerifySubject(task.model, task.loss_fn, program, outputs, tensors, task.plan.seed, task.device)
@@ -276,13 +276,13 @@ class CompiledProgram(ProgramGeneration):
         same = same.changed({"unknown_ops": plan.unknown_ops})
         if plan.batch_statistics == "microbatch":
             same = same.changed({"batch_statistics": "microbatch", "microbatches": plan.microbatches})
-        return CompiledProgram(self._task.apart(mesh=Mesh(dp=1), plan=same))._compiled(batch)
+        return CompiledProgram(self._task.for_comparison(mesh=Mesh(dp=1), plan=same))._compiled(batch)
 
     def _in_float64(self, batch: Any) -> CompiledProgram:
         from ..equivalence.module_copy import module_copy
 
         plan = self.plan.changed({"precision": "model", "reduce_dtype": "parameter", "sum_dtype": "value"})
-        task = self._task.apart(model=module_copy(self._task.model)[0].double(), plan=plan)
+        task = self._task.for_comparison(model=module_copy(self._task.model)[0].double(), plan=plan)
         double = pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
         return CompiledProgram(task)._compiled(double)
 
@@ -371,7 +371,7 @@ class CompiledProgram(ProgramGeneration):
             for name, x in slots.changed().items():
                 check_fits(name, x, primary.program.state[name], x.device)
             slots.look()
-            now = self._programs.now(self._programs.captured[task.primary_kind].tensors)
+            now = self._programs.current_tensors(self._programs.captured[task.primary_kind].tensors)
             if task.absent is not None:
                 from ..runtime.backends.absent import AbsentBackend
 
@@ -380,7 +380,7 @@ class CompiledProgram(ProgramGeneration):
             tensors = with_buffers(task.model, now)
             home = home_of(task.model)
             if home is not None:
-                self._backend = home.join(slots)
+                self._backend = home.backend_for(slots)
                 self._backend.learn(primary.program, tensors)
             else:
                 refuse_split(tensors)
@@ -397,7 +397,7 @@ class CompiledProgram(ProgramGeneration):
                         tune_process=task.tune_process,
                         compare_every=task.compare_every,
                     )
-                settle(slots, primary, self._backend)
+                attach_split_parameters(slots, primary, self._backend)
                 if self._spread:
                     from ..checkpoint.dtensors import know_all_boxes
 
@@ -470,11 +470,11 @@ class CompiledProgram(ProgramGeneration):
     def _run_here(self, kind: str, batch: Any, local: bool, recorder: Recorder | None) -> list[Tensor]:
         refuse_modes(self._task.device)
         given, ways = self._programs.flat(batch), self.mesh.data_ways if local else 1
-        program = self._programs.known(kind, given, ways * given.rows) or self._get(kind, given.batch, ways)
+        program = self._programs.find_program(kind, given, ways * given.rows) or self._get(kind, given.batch, ways)
         if kind == "train" and not local:
             self._batch = given.batch
         backend = self._state() if self._backend is None else self._backend
-        self._programs.verdict.hear(backend)
+        self._programs.verdict.raise_error_of_any_rank(backend)
         if program is not self._primary().program:
             backend.learn(program, self._programs.captured[kind].tensors)
         for old in self._programs.forgotten():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..core.annotations import size
+from ..core.annotations import format_bytes
 from ..core.errors import QuintNetError, RunError
 from ..ir.cost_protocol import RankCosts
 from ..ir.distributed_program import DistributedProgram
@@ -35,7 +35,7 @@ def with_estimates(
             bytes_ = simulate_program(recompile(option), prices).peak.bytes
         except QuintNetError:
             continue
-        lines.append(f"  {size(bytes_)} with {', '.join(f'{key}={value!r}' for key, value in option.items())}")
+        lines.append(f"  {format_bytes(bytes_)} with {', '.join(f'{key}={value!r}' for key, value in option.items())}")
     return RunError(error.code, "\n  ".join([error.message, *lines]), where=error.where, fix=error.fix)
 
 

@@ -185,10 +185,12 @@ def _planner(
     try:
         captured = traced()
     except RowsElsewhere as elsewhere:
-        captured = traced(form=BatchForm.of(batch, FlatBatch.of(batch, {elsewhere.structure: elsewhere.leaf}).rows))
+        captured = traced(
+            form=BatchForm.of_batch(batch, FlatBatch.flatten(batch, {elsewhere.structure: elsewhere.leaf}).rows)
+        )
     book = {**RULES, **user_rules(rules)}
     unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
-    found = FlatBatch.of(batch)
+    found = FlatBatch.flatten(batch)
     machine = PricedCluster(cluster, unknown, reserve, ENGINES[backend].replayed)
     tokens = tokens_of(found.leaves)
     return Planner.from_captured(

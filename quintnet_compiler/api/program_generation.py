@@ -153,8 +153,8 @@ class ProgramGeneration(ProgramReports):
         self._primary()
         task, programs = self._task, self._programs
         return ProgramParts(
-            task.model, self.mesh, task.plan, self._state(), programs.follow, differs, self._turn, self._label,
-            self._kept,
+            task.model, self.mesh, task.plan, self._state(), programs.program_for_call, differs, self._turn,
+            self._label, self._kept,
         )  # fmt: skip
 
     def copy_parameters(self, source: ProgramGeneration) -> int:
@@ -174,11 +174,11 @@ class ProgramGeneration(ProgramReports):
                 dtypes are, of floating-point numbers of 16 bits or more. Nothing was changed.
             RunError: QN604 if the source has tensors without values, QN301 if only one of them has a process per rank.
         """
-        from ..runtime.backends.copied import ProgramTensors, copied
+        from ..runtime.backends.copied import ProgramTensors, copy_values
 
         here, there = self._state(), source._state()
         with all_turns(self._turn, source._turn), announced("copy_parameters", self._label):
-            return copied(
+            return copy_values(
                 ProgramTensors(self._primary().program, here, self._task.model),
                 ProgramTensors(source._primary().program, there, source._task.model),
             )

@@ -143,7 +143,7 @@ class ProgramReports(ProgramCheckpoints):
 
         primary = self._primary()
         if measured is not None:
-            measured.require(self.mesh.size, self.schedule)
+            measured.require_schedule(self.mesh.size, self.schedule)
         predicted, unpriced = None, ""
         try:
             predicted = self.simulate(costs)
@@ -165,9 +165,9 @@ class ProgramReports(ProgramCheckpoints):
         Raises:
             CompileError: QN204 if no trained parameter has this name.
         """
-        from ..reports.explain_gradient import prove
+        from ..reports.explain_gradient import prove_gradients
 
-        return prove(self._primary().program, name)
+        return prove_gradients(self._primary().program, name)
 
     def explain(
         self,
@@ -233,10 +233,10 @@ class ProgramReports(ProgramCheckpoints):
 
     def diff(self, other: ProgramReports, *, costs: RankCosts | Cluster | None = None) -> LayoutDifference:
         """Return what differs between two programs of one model: plan, placements, and costs of a step."""
-        from ..reports.explain import difference
+        from ..reports.explain import layout_difference
 
         mine, yours = self._primary(), other._primary()
-        return difference(mine.program, yours.program, (mine.plan, yours.plan), self._prices(costs))
+        return layout_difference(mine.program, yours.program, (mine.plan, yours.plan), self._prices(costs))
 
     # -- prediction
 
@@ -288,4 +288,4 @@ class ProgramReports(ProgramCheckpoints):
         if compiled.plan.expect.documents or self._batch is None:
             return ()
         whole = compiled.program.source.local.staged.sharded.program
-        return documents_in(whole, FlatBatch.of(self._batch).leaves)
+        return documents_in(whole, FlatBatch.flatten(self._batch).leaves)

@@ -85,7 +85,7 @@ class Unseen:
     tensors: Mapping[int, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, runs: Sequence[BlockRun]) -> Unseen:
+    def inside_blocks(cls, model: nn.Module, runs: Sequence[BlockRun]) -> Unseen:
         """Return those that are only inside of blocks between the second and the last unit of a run."""
         blocks = {name for run in runs for name in run.names[2 * run.period : -run.period]}
         depths = {name.count(".") + 1 for name in blocks}

@@ -61,7 +61,7 @@ def canonical(
     tensors: dict[str, Tensor] = {}
     graph, env, kept = fx.Graph(), dict[fx.Node, Any](), dict[str, fx.Node]()
     paths, _ = pytree.tree_flatten_with_path(sample)
-    user_inputs, lifted = signature.user_inputs, _Lifted.of(exported)
+    user_inputs, lifted = signature.user_inputs, _Lifted.from_exported(exported)
     inputs = [(path, leaf) for (path, _), leaf in zip(paths, form.leaves, strict=True)]
     flat_inputs = dict(zip(user_inputs, inputs, strict=True)) if len(user_inputs) == len(inputs) else {}
     symbols: dict[str, str] = {}
@@ -206,7 +206,7 @@ class _Lifted:
     constants: Mapping[str, str]
 
     @classmethod
-    def of(cls, exported: torch.export.ExportedProgram) -> _Lifted:
+    def from_exported(cls, exported: torch.export.ExportedProgram) -> _Lifted:
         signature = exported.graph_signature
         constants = signature.inputs_to_lifted_tensor_constants
         return cls(exported, signature.inputs_to_parameters, signature.inputs_to_buffers, constants)

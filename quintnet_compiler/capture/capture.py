@@ -139,7 +139,7 @@ def _capture(
         if isinstance(module, nn.Module):
             check_parts(module)
             check_names(module)
-    form = form or BatchForm.of(batch, batch_size_of(batch))
+    form = form or BatchForm.of_batch(batch, batch_size_of(batch))
     size = form.rows_in(batch)
     materialise(StepModule(model, loss_fn, want, call), batch, training=training)
     for module in (model, loss_fn):
@@ -213,7 +213,7 @@ def _capture(
         assigned = step.assigned if changing else None
         captured = canonical(
             exported,
-            step.places(),
+            step.parameter_paths(),
             sample,
             training,
             skipped,
@@ -254,7 +254,7 @@ def _capture(
 
 def _unseen(model: nn.Module, skipped: Skipped, real: Mapping[int, Tensor]) -> Unseen:
     """Return what torch.export need not know: nothing if tensors in it have hooks of gradients, which are traced."""
-    unseen = Unseen.of(model, skipped.runs)
+    unseen = Unseen.inside_blocks(model, skipped.runs)
     tensors = [real.get(key, x) for key, x in unseen.tensors.items()]
     return Unseen() if any(backward_hooks(x) or accumulation_hooks(x) for x in tensors) else unseen
 
@@ -263,7 +263,7 @@ def _export(
     step: StepModule, inner: InnerGradients, derivatives: DerivativeFinder | None, sample: Any, dynamic: Any
 ) -> torch.export.ExportedProgram:
     shapes = None if dynamic is None else (dynamic,)
-    inner.begin()
+    inner.begin_trace()
     exported: torch.export.ExportedProgram
     following, kept = switches_by(without_switches, for_this_thread), objects_kept(step.brought_by_user())
     scripts = script_functions_followed()
@@ -385,7 +385,7 @@ def _rows_elsewhere(
         if other in tried or not (likely or not _fixes_the_batch(error)):
             continue
         tried.add(other)
-        form = BatchForm.of(batch, other)
+        form = BatchForm.of_batch(batch, other)
         with contextlib.suppress(Exception):
             exported_as(_sample(form, batch, device), _dynamic(form))
             return leaf, f"batch{pytree.keystr(path)}"

@@ -142,7 +142,7 @@ class _Repeat:
             if block is not None and block in out:
                 self.env[node] = self._at(self._original(node), block)
                 continue
-            new = self._copy(node, names.moved(node), self.env.__getitem__)
+            new = self._copy(node, names.new_name(node), self.env.__getitem__)
             new.meta = dict(node.meta)
             self.env[node] = new
             if block is not None:
@@ -256,7 +256,7 @@ class _Names:
                 self.last[name] = max(first, self.last.get(name, 0))
         self.more = {name: step * (times - 3) - gone[name] for name, step in self.steps.items()}
 
-    def moved(self, node: fx.Node) -> str:
+    def new_name(self, node: fx.Node) -> str:
         """Return the name of a node that was traced."""
         name, number = _numbered(node)
         if node.op != "call_function" or number <= self.last.get(name, number):

@@ -86,7 +86,7 @@ class StepModule(nn.Module):
         """Return the model and the loss function, by label."""
         return {"": self.model, "loss_fn": self.compute if self.compute is not None else getattr(self, "loss_fn", None)}
 
-    def places(self) -> dict[str, nn.Parameter]:
+    def parameter_paths(self) -> dict[str, nn.Parameter]:
         """Return every parameter by each of its paths, those in the loss function after ``loss_fn.``."""
         roots = [(name.removeprefix("model"), root) for name, root in self.named_children()]
         return {
@@ -106,7 +106,7 @@ class StepModule(nn.Module):
         roots = {name.removeprefix("model"): module for name, module in self.named_children()}
         functions = () if self.compute is None or self.want != "loss" else (self.compute,)
         self.seen.trace = trace = WatchedTrace(roots, functions, OWN, self.unseen, self.originals)
-        return trace.run(
+        return trace.run_forward(
             lambda: self._step(batch), self.stands_for, refuse=self.seen.refuse, buffers=self.buffers_change
         )
 
@@ -118,7 +118,7 @@ class StepModule(nn.Module):
             result = self.compute_result(batch)
         if self.seen.done is not None:
             self.seen.done()
-        self.seen.result, tensors = ResultForm.of(result)
+        self.seen.result, tensors = ResultForm.of_result(result)
         if self.want != "loss":
             return tensors
         check(result)

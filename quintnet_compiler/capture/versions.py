@@ -86,7 +86,7 @@ class CapturedVersions:
         """Return a version of the module as it is now for other lengths than those of a batch, and the form of both."""
         for version in self._kept.get(kind, []):
             form = version.captured.form
-            wider = form.widened(BatchForm.of(batch.batch, batch.rows, form))
+            wider = form.widened(BatchForm.of_batch(batch.batch, batch.rows, form))
             if wider is None or wider.sizes(batch) is None:
                 continue
             if not version.fixed and version.captured.only_rows is None and version.holds:
@@ -99,11 +99,11 @@ class CapturedVersions:
         guarded = ((version, version.captured.guards) for version in fits)
         return next((version for version, guards in guarded if guards and guards.only_containers_differ()), None)
 
-    def same(self, kind: str, captured: Captured) -> Version | None:
+    def equal_version(self, kind: str, captured: Captured) -> Version | None:
         """Return a version whose programs are those of ``captured``: the same graph of the same tensors."""
         return next((version for version in self._kept.get(kind, []) if is_same(version.captured, captured)), None)
 
-    def first(self, kind: str) -> Captured | None:
+    def first_capture(self, kind: str) -> Captured | None:
         """Return the first capture of this kind."""
         return self._first[kind].captured if kind in self._first else None
 
@@ -117,7 +117,7 @@ class CapturedVersions:
         self._first.setdefault(kind, version)
         return version
 
-    def keep(self, kind: str, version: Version, sizes: Mapping[str, int], program: DistributedProgram) -> None:
+    def record(self, kind: str, version: Version, sizes: Mapping[str, int], program: DistributedProgram) -> None:
         """Keep ``program``, and forget those that were not used for the longest time."""
         version.made[tuple(sizes.items())] = program
         kept = self._kept[kind]
@@ -136,7 +136,7 @@ class CapturedVersions:
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
-    def difference(self, kind: str) -> str:
+    def changes_since_capture(self, kind: str) -> str:
         """Return a text about what of the module differs from the first capture; empty if nothing does."""
         first = self._first.get(kind)
         if first is None or first.holds or first.captured.guards is None:

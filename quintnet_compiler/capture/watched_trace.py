@@ -82,7 +82,7 @@ class WatchedTrace:
     _extent: tuple[int, ...] = ()
     _met: dict[int, Any] = field(default_factory=dict)  # objects that were met by name, by ``id``
 
-    def run(
+    def run_forward(
         self,
         forward: Callable[[], Any],
         stands_for: Mapping[int, Callable[[], Tensor]],
@@ -143,7 +143,7 @@ class WatchedTrace:
             restore()
         if refused and by_others:  # or by forward, which draws again then
             self.constants, self.foreign = tensors
-            return self.run(forward, stands_for, refuse=refuse, buffers=buffers, tries=tries - 1)
+            return self.run_forward(forward, stands_for, refuse=refuse, buffers=buffers, tries=tries - 1)
         if refused:
             raise changed_by_trace(refused, line)
         return result

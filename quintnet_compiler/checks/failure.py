@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from ..core.annotations import facts
-from ..core.annotations import known as is_annotated
+from ..core.annotations import has_facts as is_annotated
 from ..core.errors import REPORT, CompileError
 
 

@@ -69,7 +69,7 @@ def _check(slicing: Slicing) -> None:
     for rank, (rows, part) in enumerate(zip(rows_of_ranks, expected, strict=True)):
         padded = torch.zeros_like(x)
         padded[(slice(None),) * dim + (torch.tensor(rows, device="cpu"),)] = part
-        _check_equal("take", slicing, slices.take(x, dim, parts, ranks, rank), part)
+        _check_equal("take", slicing, slices.slice_of_rank(x, dim, parts, ranks, rank), part)
         _check_equal("slot", slicing, slices.slot(x, dim, parts, ranks, rank).reshape(part.shape), part)
         _check_equal("pad", slicing, slices.pad(part, dim, parts, ranks, rank), padded)
     _check_equal("join", slicing, slices.join(expected, dim, parts), x)

@@ -38,7 +38,7 @@ class Answer:
     code: int = 0
 
     @classmethod
-    def of(cls, report: Printable, code: int = 0) -> Answer:
+    def from_report(cls, report: Printable, code: int = 0) -> Answer:
         return cls(str(report), report.to_json(), code)
 
 

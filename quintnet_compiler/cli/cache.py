@@ -42,4 +42,4 @@ def cache(
     last_use = 0.0 if unused is None else time.time() - unused * DAY
     removed = surplus(files, before=last_use, most=float("inf") if most is None else most * 2**30)
     kept_folder.remove(removed)
-    return Answer.of(CacheReport.of(str(folder), files, removed))
+    return Answer.from_report(CacheReport.of_folder(str(folder), files, removed))

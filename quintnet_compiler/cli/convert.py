@@ -62,4 +62,4 @@ def convert(
             raise typer.BadParameter(f"{option!r} is not OLD=NEW", param_hint="--rename")
         pairs.append((old, new))
     with working("converting"):
-        return Answer.of(converted(source, destination, to, Choices(step, model_key, tuple(pairs), config)))
+        return Answer.from_report(converted(source, destination, to, Choices(step, model_key, tuple(pairs), config)))

@@ -34,5 +34,5 @@ def diff(a: Place, b: Place, json: Json = False) -> Answer:
         for place in (a, b):
             if not (place / "plan.json").is_file():
                 raise typer.BadParameter(f"{str(place)!r} is no dump: it has no plan.json", param_hint="A B")
-        return Answer.of(compare_folders(a, b))
-    return Answer.of(compare_plans(read_plan(a), read_plan(b)))
+        return Answer.from_report(compare_folders(a, b))
+    return Answer.from_report(compare_plans(read_plan(a), read_plan(b)))

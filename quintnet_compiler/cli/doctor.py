@@ -18,4 +18,4 @@ def doctor(json: Json = False) -> Answer:
 
     with working("looking around"):
         report = examine()
-    return Answer.of(report, 0 if report.talk is None else RANK_FAULT)
+    return Answer.from_report(report, 0 if report.talk is None else RANK_FAULT)

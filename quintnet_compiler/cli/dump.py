@@ -20,7 +20,7 @@ from .inputs.options import (
     ProgramOptions,
     Set,
     Target,
-    compiled,
+    build_program,
     costs_of,
 )
 
@@ -50,7 +50,7 @@ def dump(
     from ..simulation.timeline import Timeline
 
     costs, real = costs_of(calibration), Timeline.load(measured) if measured else None
-    program = compiled(target, ProgramOptions.of(mesh, plan, microbatches, settings), device)
+    program = build_program(target, ProgramOptions.from_arguments(mesh, plan, microbatches, settings), device)
     with working("writing"):
         folder = program.dump(out, costs=costs, measured=real)
     manifest = json_module.loads((folder / "manifest.json").read_text(encoding="utf-8"))

@@ -51,11 +51,11 @@ def estimate(
     from ..api.plan import estimate as make_estimate
     from ..ir.plan import check_plan
 
-    options = ProgramOptions.of(mesh, plan, microbatches, settings, precision)
+    options = ProgramOptions.from_arguments(mesh, plan, microbatches, settings, precision)
     check_plan(options.plan, options.mesh)
     decided = options.plan.changed({"mesh": dict(options.mesh.axes)})
     cluster = read_cluster(gpu, nodes, gpus_per_node)
     model, batch, loss_fn = load_target(target)
     with working("estimating"):
         result = make_estimate(model, cluster, batch, decided, loss_fn=loss_fn, tokens=tokens, price=price)
-        return Answer.of(result)
+        return Answer.from_report(result)

@@ -9,7 +9,7 @@ import typer
 
 from ..core.error_help import ErrorHelp, error_help, error_page
 from .answer import Answer
-from .inputs.options import DeviceOption, Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, compiled
+from .inputs.options import DeviceOption, Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, build_program
 
 
 def explain(
@@ -36,16 +36,16 @@ def explain(
     """
     if name is None:
         return _error(what)
-    program = compiled(what, ProgramOptions.of(mesh, plan, microbatches, settings), device)
-    return Answer.of(program.explain(name, why_not=_way(why_not)))
+    program = build_program(what, ProgramOptions.from_arguments(mesh, plan, microbatches, settings), device)
+    return Answer.from_report(program.explain(name, why_not=_way(why_not)))
 
 
 def _error(code: str) -> Answer:
     if code == "errors":
-        return Answer.of(error_page())
+        return Answer.from_report(error_page())
     entry = error_help(code)
     if isinstance(entry, ErrorHelp):
-        return Answer.of(entry)
+        return Answer.from_report(entry)
     guess = f"; did you mean {', '.join(entry)}?" if entry else ""
     missing = "a target needs the NAME of a module, an operator or a parameter" if ":" in code else "no such error"
     raise typer.BadParameter(f"{code!r}: {missing}{guess}", param_hint="TARGET | QN203")

@@ -26,4 +26,4 @@ def goodput(
     run_time = RunTime.read(folder)
     if not run_time.starts:
         raise typer.BadParameter(str(run_time), param_hint="FOLDER")
-    return Answer.of(run_time)
+    return Answer.from_report(run_time)

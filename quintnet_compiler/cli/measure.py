@@ -9,7 +9,7 @@ import typer
 
 from ..core.progress import working
 from .answer import Answer
-from .inputs.options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, Target, compiled
+from .inputs.options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, Target, build_program
 from .inputs.targets import load_target
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def measure(
     """
     from ..runtime.launch.launch import launch
 
-    options = ProgramOptions.of(mesh, plan, microbatches, settings)
+    options = ProgramOptions.from_arguments(mesh, plan, microbatches, settings)
     size = options.mesh.size
     load_target(target)  # what is wrong with it is said here, once
     with working(f"running {steps + 1} steps on {size} ranks"):
@@ -47,11 +47,11 @@ def measure(
         timeline.save(out)
     if html:
         html.write_text(timeline.html(), encoding="utf-8")
-    return Answer.of(timeline)
+    return Answer.from_report(timeline)
 
 
 def _rank(target: str, options: ProgramOptions, steps: int) -> Timeline:
-    program, batch = compiled(target, options), load_target(target)[1]
+    program, batch = build_program(target, options), load_target(target)[1]
     for _ in range(steps):
         program.step(batch)
         program.zero_grad()

@@ -11,7 +11,7 @@ import typer
 
 from ..core.progress import working
 from .answer import Answer
-from .inputs.options import DeviceOption, Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, compiled
+from .inputs.options import DeviceOption, Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, build_program
 
 Step = tuple[str, str, str]  # name of a pass, text of the program without it, and with it
 
@@ -52,7 +52,7 @@ def passes(
         if asked is not None:
             raise typer.BadParameter("needs a TARGET", param_hint="--until --only")
         return _all()
-    program = compiled(target, ProgramOptions.of(mesh, plan, microbatches, settings), device)
+    program = build_program(target, ProgramOptions.from_arguments(mesh, plan, microbatches, settings), device)
     with working("compiling again"):
         steps = _steps(program.passes())
     if asked is None:

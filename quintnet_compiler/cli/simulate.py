@@ -19,7 +19,7 @@ from .inputs.options import (
     ProgramOptions,
     Set,
     Target,
-    compiled,
+    build_program,
     costs_of,
 )
 
@@ -43,11 +43,11 @@ def simulate(
     Example: quintnet simulate mymodel:build --mesh pp=4,tp=2 --microbatches 16 --html step.html
     """
     costs = costs_of(calibration)
-    program = compiled(target, ProgramOptions.of(mesh, plan, microbatches, settings), device)
+    program = build_program(target, ProgramOptions.from_arguments(mesh, plan, microbatches, settings), device)
     with working("simulating"):
         report = program.simulate(costs)
     if html:
         html.write_text(report.html(), encoding="utf-8")
     if trace:
         trace.write_text(report.chrome_trace(), encoding="utf-8")
-    return Answer.of(report)
+    return Answer.from_report(report)

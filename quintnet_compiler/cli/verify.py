@@ -8,7 +8,7 @@ import typer
 
 from ..core.progress import working
 from .answer import NOT_EQUAL, Answer
-from .inputs.options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, Target, compiled
+from .inputs.options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, Target, build_program
 
 
 def verify(
@@ -28,7 +28,7 @@ def verify(
 
     Example: quintnet verify mymodel:build --mesh dp=2,tp=2 --float64
     """
-    program = compiled(target, ProgramOptions.of(mesh, plan, microbatches, settings))
+    program = build_program(target, ProgramOptions.from_arguments(mesh, plan, microbatches, settings))
     with working(f"comparing {steps} steps"):
         report = program.verify(steps=steps, float64=float64, limit=limit)
-    return Answer.of(report, 0 if report.ok else NOT_EQUAL)
+    return Answer.from_report(report, 0 if report.ok else NOT_EQUAL)

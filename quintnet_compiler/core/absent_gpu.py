@@ -34,7 +34,7 @@ def on_device(arguments: Any, device: torch.device) -> Any:
     return map_aggregate(arguments, lambda x: device if isinstance(x, torch.device) else x)
 
 
-def stand_in(device: torch.device) -> torch.device:
+def compute_device(device: torch.device) -> torch.device:
     """Return the device to compute on with fake tensors of ``device``: the CPU for CUDA where PyTorch has none.
 
     Functions of torch in Python (indexing, ``contiguous``) ask for the device of a tensor, and would fail.
@@ -43,7 +43,7 @@ def stand_in(device: torch.device) -> torch.device:
 
 
 def call_fake(target: Callable[..., Any], args: Any, kwargs: Any, known: MutableMapping[Any, Any] | None = None) -> Any:
-    """Return ``target(*args, **kwargs)`` on fake tensors, computed on the device of :func:`stand_in`.
+    """Return ``target(*args, **kwargs)`` on fake tensors, computed on the device of :func:`compute_device`.
 
     To be called inside their fake mode. Several calls of one mode may share ``known``, the tensors that stand in for
     others: those of equal shape, strides, dtype and device are one.
@@ -61,7 +61,7 @@ def call_fake(target: Callable[..., Any], args: Any, kwargs: Any, known: Mutable
     def to_substitute(x: Any) -> Any:
         nonlocal substituted
         device = x.device if isinstance(x, Tensor) else x
-        if not isinstance(device, torch.device) or (substitute := stand_in(device)) is device:
+        if not isinstance(device, torch.device) or (substitute := compute_device(device)) is device:
             return x
         substituted = True
         return substitute if x is device else like(x, substitute)

@@ -71,7 +71,7 @@ def facts(node: fx.Node) -> Facts:
     return entry
 
 
-def known(node: fx.Node) -> bool:
+def has_facts(node: fx.Node) -> bool:
     """Return whether a node has facts. Generated functions have a few nodes without."""
     return _KEY in node.meta
 
@@ -124,7 +124,7 @@ def num_bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format a number of bytes for people.
 
     >>> size(1536), size(12), size(0)

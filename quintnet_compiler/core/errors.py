@@ -115,7 +115,7 @@ class LogWarning(UserWarning):
     """A log of a run cannot be written: the run goes on. Each log says so once."""
 
 
-def whole(value: Any) -> int | None:
+def whole_number(value: Any) -> int | None:
     """Return ``value`` as an int; None if it is no whole number (a bool is none, nor is a tensor or a text).
 
     >>> whole(3), whole(True), whole(3.0), whole("3")
@@ -139,7 +139,7 @@ def finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def told(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return ``value`` as an error message shows it: its text, cut short, and its type.
 
     >>> told("1.5"), told([1] * 99)

@@ -92,7 +92,7 @@ def gradient(kind: AxisType) -> AxisType:
     return {I: I, R: P, P: I}[kind] if isinstance(kind, Same) else kind
 
 
-def plain(kind: AxisType) -> AxisType:
+def forward_type(kind: AxisType) -> AxisType:
     """Return the type of the forward value alone: I and R hold the same bits."""
     return I if kind is R else kind
 

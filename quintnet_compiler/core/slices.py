@@ -15,7 +15,7 @@ from ..compat.torch_codegen import SHIPPED
 from .sharding import P, Shard, Sharding, shard_shape
 
 
-def take(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
+def slice_of_rank(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
     """Return rank ``index``'s slice of ``x`` under ``S(dim, parts)``; a view where ``parts`` is 1.
 
     >>> take(torch.arange(8), 0, 2, 2, 1)
@@ -33,7 +33,7 @@ def slot(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
 
 
 def join(shards: Sequence[Tensor], dim: int, parts: int) -> Tensor:
-    """Return the tensor whose slices (see :func:`take`) are ``shards``.
+    """Return the tensor whose slices (see :func:`slice_of_rank`) are ``shards``.
 
     >>> join([torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7])], 0, 2)
     tensor([0, 1, 2, 3, 4, 5, 6, 7])
@@ -71,7 +71,7 @@ def unstack(x: Tensor, dim: int, parts: int) -> Tensor:
 
 
 def pad(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
-    """Return ``x`` as rank ``index``'s slice of a full-sized tensor of zeros: the transpose of :func:`take`."""
+    """Return ``x`` as rank ``index``'s slice of a whole tensor of zeros: the transpose of :func:`slice_of_rank`."""
     zero = SHIPPED.zeros_like(x)
     return join([x if rank == index else zero for rank in range(ranks)], dim, parts)
 
@@ -116,7 +116,7 @@ def take_all(x: Tensor, sharding: Sharding, ranks: Sequence[int], coordinate: Se
     for kind, count, index in zip(sharding, ranks, coordinate, strict=True):
         if isinstance(kind, Shard):
             x = extended(x, kind.dim, kind.parts, kind.padded(x.shape[kind.dim], count))
-            x = take(x, kind.dim, kind.parts, count, index)
+            x = slice_of_rank(x, kind.dim, kind.parts, count, index)
     return x
 
 
@@ -138,7 +138,7 @@ def positions(
     for kind, count, index in zip(sharding, ranks, coordinate, strict=True):
         if isinstance(kind, Shard):
             longer = extended(numbers[kind.dim], 0, kind.parts, kind.padded(len(numbers[kind.dim]), count))
-            numbers[kind.dim] = take(longer, 0, kind.parts, count, index)
+            numbers[kind.dim] = slice_of_rank(longer, 0, kind.parts, count, index)
     return [number - 1 for number in numbers]
 
 

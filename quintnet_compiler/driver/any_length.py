@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from ..capture.modes import modes_of_a_trace
-from ..core.annotations import facts, known
+from ..core.annotations import facts, has_facts
 from ..core.replaced import new_garbage_only, one_thread
 from ..ir.at_sizes import at_sizes, expressions
 from ..ir.batch_form import ROWS
@@ -46,7 +46,9 @@ class AnyLength:
     numbers: frozenset[int]
 
     @classmethod
-    def of(cls, captured: Captured, request: Request, primary: Compiled, *, training: bool) -> AnyLength | None:
+    def compile_symbolic(
+        cls, captured: Captured, request: Request, primary: Compiled, *, training: bool
+    ) -> AnyLength | None:
         """The program for all lengths that those of ``request`` are an example of; None if there is none: this is
         tried, and whatever fails is for the usual way to tell."""
         symbols = SymbolicSizes({name: size for name, size in request.lengths.items() if name != ROWS})
@@ -59,7 +61,7 @@ class AnyLength:
             return None
         return cls(setting, program, symbols, tuple(sizes | symbols.keys()), numbers) if symbols.open else None
 
-    def at(self, lengths: Sizes) -> DistributedProgram | None:
+    def program_for(self, lengths: Sizes) -> DistributedProgram | None:
         """The program for these; None if they do not meet the conditions, or if anything fails: the usual way tells."""
         setting = replace(self.setting, request=replace(self.setting.request, lengths=lengths))
         with one_thread(), new_garbage_only(), modes_of_a_trace():
@@ -71,7 +73,7 @@ class AnyLength:
         return None
 
     def _hold(self, lengths: Sizes) -> bool:
-        return self.symbols.hold(lengths) and self._equal(lengths) == self._equal(self.symbols.example)
+        return self.symbols.conditions_hold(lengths) and self._equal(lengths) == self._equal(self.symbols.example)
 
     def _equal(self, lengths: Sizes) -> list[tuple[bool, int]]:
         """Return for each expression the equal number of the program's, or else the first equal expression."""
@@ -88,12 +90,12 @@ class LengthPrograms:
     usual: dict[tuple[tuple[str, int], ...], DistributedProgram] = field(default_factory=dict)
     tried: int = 0
 
-    def at(self, lengths: Sizes) -> DistributedProgram | None:
+    def program_for(self, lengths: Sizes) -> DistributedProgram | None:
         """Return the program for these lengths; None where it has to be compiled as usual."""
-        programs = (symbolic.at(lengths) for symbolic in self.symbolic)
+        programs = (symbolic.program_for(lengths) for symbolic in self.symbolic)
         return next((program for program in programs if program is not None), None)
 
-    def learn(
+    def note_compiled(
         self, captured: Captured, request: Request, primary: Compiled, program: DistributedProgram, *, training: bool
     ) -> None:
         """Note that ``program`` was compiled as usual; after a few of these, one with symbols is tried."""
@@ -101,9 +103,9 @@ class LengthPrograms:
         if len(self.usual) < FEW or self.tried == TRIES:
             return
         self.tried += 1
-        symbolic = AnyLength.of(captured, replace(request, known=program), primary, training=training)
+        symbolic = AnyLength.compile_symbolic(captured, replace(request, known=program), primary, training=training)
         if symbolic is not None:
-            pairs = [(symbolic.at(dict(key)), usual) for key, usual in self.usual.items()]
+            pairs = [(symbolic.program_for(dict(key)), usual) for key, usual in self.usual.items()]
             if pairs[-1][0] is not None and all(x is None or _same(x, usual) for x, usual in pairs):
                 self.symbolic.append(symbolic)
         self.usual.clear()
@@ -132,7 +134,7 @@ def _same_node(first: fx.Node, second: fx.Node) -> bool:
 
 
 def _looks(node: fx.Node) -> list[Any]:
-    value = facts(node).value if known(node) else ()
+    value = facts(node).value if has_facts(node) else ()
     return [
         None if x is None else (tuple(x.shape), x.stride(), x.dtype, x.device)
         for x in (value if isinstance(value, (tuple, list)) else (value,))
@@ -140,4 +142,4 @@ def _looks(node: fx.Node) -> list[Any]:
 
 
 def _told(node: fx.Node) -> Any:
-    return replace(facts(node), value=()) if known(node) else None
+    return replace(facts(node), value=()) if has_facts(node) else None

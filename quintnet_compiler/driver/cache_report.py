@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ..core.annotations import size
+from ..core.annotations import format_bytes
 from ..core.names import one_line
 from .cache_folder import CacheFile
 
@@ -45,7 +45,7 @@ class CacheReport:
     now: float
 
     @classmethod
-    def of(cls, folder: str, files: Sequence[CacheFile], removed: Sequence[CacheFile]) -> CacheReport:
+    def of_folder(cls, folder: str, files: Sequence[CacheFile], removed: Sequence[CacheFile]) -> CacheReport:
         gone = {file.name for file in removed}
         return cls(folder, tuple(file for file in files if file.name not in gone), tuple(removed), time.time())
 
@@ -59,7 +59,7 @@ class CacheReport:
 
     def _line(self, file: CacheFile) -> str:
         days = (self.now - file.used) / DAY
-        start = f"{file.name[:12]}  {size(file.size):>10}  used {days:.1f} days ago  "
+        start = f"{file.name[:12]}  {format_bytes(file.size):>10}  used {days:.1f} days ago  "
         if not file.about:
             return start + "not a whole program"
         about = {name: one_line(text[:80]) for name, text in file.about.items()}
@@ -71,4 +71,4 @@ class CacheReport:
 
 
 def _programs(files: Sequence[CacheFile]) -> str:
-    return f"{len(files)} program{'s' * (len(files) != 1)}, {size(sum(file.size for file in files))}"
+    return f"{len(files)} program{'s' * (len(files) != 1)}, {format_bytes(sum(file.size for file in files))}"

@@ -21,7 +21,7 @@ from ..cost_models.cluster import Cluster
 from ..cost_models.cluster_costs import ClusterCosts
 from ..cost_models.roofline import Roofline
 from ..ir.distributed_program import DistributedProgram
-from ..ir.invariants import verify
+from ..ir.invariants import verify_invariants
 from ..ir.plan import Plan
 from ..ir.program import Captured, DifferentiatedProgram, ShardedProgram, StagedProgram
 from ..ops.rules.table import RULES
@@ -54,7 +54,7 @@ class Runner:
     def __call__(self, step: Callable[[A], B], program: A) -> B:
         start = time.perf_counter()
         result = step(program)
-        verify(result)
+        verify_invariants(result)
         name = type(step).__name__
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         if self.keep:

@@ -162,8 +162,8 @@ class PassSpec:
     """A pass: its class, the type of program that it returns, and what it decides, in a line.
 
     ``make(setting, program)``: the pass, or None where a plan has no use for it. ``checks(setting, before, after)``:
-    proofs of its result, beside :func:`..ir.invariants.verify`; where it did not run, ``after`` is ``before``.
-    ``planned``: whether a planner runs it to price a plan; it prices slices and state without a graph.
+    proofs of its result, beside :func:`..ir.invariants.verify_invariants`; where it did not run, ``after`` is
+    ``before``. ``planned``: whether a planner runs it to price a plan; it prices slices and state without a graph.
     """
 
     kind: type

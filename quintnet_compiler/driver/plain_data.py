@@ -42,7 +42,7 @@ def types_of(kind: type) -> Mapping[str, Any]:
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
-def plain(value: Any, kind: Any) -> Any:
+def to_plain_data(value: Any, kind: Any) -> Any:
     """Return ``value``, which has the type ``kind``, as plain data.
 
     >>> plain({0: (torch.float32, 2)}, Mapping[int, tuple[torch.dtype, int]])
@@ -51,14 +51,14 @@ def plain(value: Any, kind: Any) -> Any:
     if kind in _TEXTS:
         return _TEXTS[kind][0](value)
     if is_dataclass(kind) and isinstance(kind, type):
-        return [plain(getattr(value, name), hint) for name, hint in types_of(kind).items()]
+        return [to_plain_data(getattr(value, name), hint) for name, hint in types_of(kind).items()]
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return None if value is None else plain(value, _not_none(args))
+        return None if value is None else to_plain_data(value, _not_none(args))
     if origin is tuple:
-        return [plain(x, hint) for x, hint in zip(value, _each(args, len(value)), strict=True)]
+        return [to_plain_data(x, hint) for x, hint in zip(value, _each(args, len(value)), strict=True)]
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return [[plain(key, args[0]), plain(x, args[1])] for key, x in value.items()]
+        return [[to_plain_data(key, args[0]), to_plain_data(x, args[1])] for key, x in value.items()]
     if type(value) not in (str, int, float, bool):
         raise TypeError(f"a {type(value).__name__} where {kind} is expected")
     return value

@@ -13,7 +13,7 @@ from ..cost_models.operators import model_flops
 from ..ir.distributed_program import DistributedProgram, Piece, StageProgram
 from ..ir.generated import GeneratedModule, StoredModule
 from ..ir.program import Captured, DifferentiatedProgram
-from .plain_data import plain, restored, types_of
+from .plain_data import restored, to_plain_data, types_of
 
 _GIVEN = ("captured", "made_from", "stages", "key", "end")  # fields that are no plain data
 _PIECES = ("once", "forward", "backward", "weight")
@@ -24,7 +24,7 @@ Compile = Callable[[], DistributedProgram]
 def program_data(program: DistributedProgram) -> dict[str, Any]:
     """Return ``program`` as plain data for JSON."""
     kinds = types_of(DistributedProgram)
-    fields = {name: plain(getattr(program, name), kind) for name, kind in kinds.items() if name not in _GIVEN}
+    fields = {name: to_plain_data(getattr(program, name), kind) for name, kind in kinds.items() if name not in _GIVEN}
     flops = program.flops
     if flops is None:
         flops = model_flops(program.source.local.staged.sharded.program.graph)
@@ -85,7 +85,7 @@ class _CompiledAgain:
 
 def _stage_data(stage: StageProgram) -> dict[str, Any]:
     kinds = types_of(StageProgram)
-    fields = {name: plain(getattr(stage, name), kind) for name, kind in kinds.items() if name not in _PIECES}
+    fields = {name: to_plain_data(getattr(stage, name), kind) for name, kind in kinds.items() if name not in _PIECES}
     return {**fields, "pieces": {name: _piece_data(piece) for name, piece in stage.pieces.items()}}
 
 

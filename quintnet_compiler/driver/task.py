@@ -52,7 +52,7 @@ class Task:
         """The kind of program that decides where parameters live."""
         return "train" if self.training else "outputs"
 
-    def apart(self, **changes: Any) -> Task:
+    def for_comparison(self, **changes: Any) -> Task:
         """A task beside this one, to compare with: its programs are neither compared nor kept themselves."""
         return replace(self, check="off", cache=None, **changes)
 

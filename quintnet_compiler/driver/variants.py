@@ -84,7 +84,7 @@ class Programs:
             )
         return self._primary
 
-    def known(self, kind: str, batch: FlatBatch, size: int) -> DistributedProgram | None:
+    def find_program(self, kind: str, batch: FlatBatch, size: int) -> DistributedProgram | None:
         """Return the program for ``size`` rows of batches like this one, if it exists and the module is as it was."""
         fits = self._versions.look(kind, batch, size)
         program = None if fits is None else fits[0].get(fits[1])
@@ -94,7 +94,7 @@ class Programs:
 
     def flat(self, batch: Any) -> FlatBatch:
         """Return the leaves of a batch, with its number of rows."""
-        return FlatBatch.of(batch, self._rows_at)
+        return FlatBatch.flatten(batch, self._rows_at)
 
     def get(self, kind: str, batch: Any, ways: int = 1) -> DistributedProgram:
         """Return the program for batches like this one.
@@ -117,7 +117,7 @@ class Programs:
     def _get(self, kind: str, batch: Any, size: int) -> DistributedProgram:
         if size == 0:
             raise InputError("QN102", "the batch has no rows", fix="leave empty batches out")
-        program = self.known(kind, self.flat(batch), size)
+        program = self.find_program(kind, self.flat(batch), size)
         if program is not None:
             return program
         with modes_left():
@@ -138,7 +138,7 @@ class Programs:
             return program
         program = self._further_sizes(kind, version, sizes, training=training)
         self._compare(kind, version.captured, batch, first=False)
-        self._versions.keep(kind, version, sizes, program)
+        self._versions.record(kind, version, sizes, program)
         return program
 
     def _further_sizes(
@@ -150,21 +150,21 @@ class Programs:
         if self.task.cache is not None or not version.captured.form.lengths:
             return self._followed(version.captured, request, training=training)
         programs = self._any_length.setdefault(version, {}).setdefault(size, LengthPrograms())
-        program = programs.at(sizes)
+        program = programs.program_for(sizes)
         if program is None:
             program = self._followed(version.captured, request, training=training)
-            programs.learn(version.captured, request, self.primary, program, training=training)
+            programs.note_compiled(version.captured, request, self.primary, program, training=training)
         return program
 
     def changed(self, kind: str) -> str:
         """Return what of the module differs from the first program's capture of this kind; "" if nothing."""
-        return self._versions.difference(kind)
+        return self._versions.changes_since_capture(kind)
 
     def latest(self, kind: str) -> DistributedProgram | None:
         """Return the program of this kind that was asked for last."""
         return self._versions.latest(kind)
 
-    def follow(
+    def program_for_call(
         self,
         captured: Captured,
         size: int,
@@ -264,7 +264,7 @@ class Programs:
         self._brought = version.captured.brought
         modules = modules_of(task) if self._brought is None else {**modules_of(task), "loss_fn": self._brought}
         self.slots = Slots(modules, primary.program.state)
-        self._versions.keep(task.primary_kind, version, version.sizes(self.flat(batch), size) or {}, primary.program)
+        self._versions.record(task.primary_kind, version, version.sizes(self.flat(batch), size) or {}, primary.program)
 
     def _capture(self, kind: str, batch: Any, size: int) -> Version:
         fits = self._versions.look(kind, self.flat(batch), size)
@@ -290,9 +290,9 @@ class Programs:
                 captured = self._traced(kind, batch, other[1])
                 if captured.form.sizes(flat) is not None:
                     return self._versions.add(kind, captured)
-        first = self._versions.first(kind)
-        like = first or self._versions.first(self.task.primary_kind)
-        form = BatchForm.of(batch, flat.rows, None if like is None else like.form)
+        first = self._versions.first_capture(kind)
+        like = first or self._versions.first_capture(self.task.primary_kind)
+        form = BatchForm.of_batch(batch, flat.rows, None if like is None else like.form)
         difference = "" if first is None else _difference(form, first, flat.rows)
         try:
             captured = self._traced(kind, batch, form)
@@ -302,7 +302,7 @@ class Programs:
             self._refuse_new_parameters(error)
             text = f"{error.message}\n  {difference}" if difference else error.message
             raise CompileError(error.code, text, where=error.where, fix=error.fix) from error
-        if (same := self._versions.same(kind, captured)) is not None:
+        if (same := self._versions.equal_version(kind, captured)) is not None:
             same.captured = captured
             return same
         if other is not None:
@@ -346,7 +346,7 @@ class Programs:
         """Raise QN112 from ``error``, of a trace, if the modules have parameters that the primary program does not."""
         if self._primary is None:
             return
-        current = self.now(self._parameters)
+        current = self.current_tensors(self._parameters)
         own = set(map(id, current.values()))
         for label, module in modules_of(self.task).items():
             for path, x in module.named_parameters():
@@ -356,14 +356,14 @@ class Programs:
 
     def _refuse_other_parameters(self, captured: Captured) -> None:
         """Raise QN112 if a parameter is not in the place where the primary program has it."""
-        current = self.now(self._parameters)
+        current = self.current_tensors(self._parameters)
         for name, x in captured.tensors.items():
             if isinstance(x, nn.Parameter) and current.get(name) is not x:
                 raise no_parameter(name, changed_how(name, current))
 
-    def now(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def current_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the module has now in the places of these captured tensors."""
-        current = {} if self.slots is None else self.slots.now
+        current = {} if self.slots is None else self.slots.current_tensors
         return {name: current.get(name, x) for name, x in tensors.items()}
 
     def captured_parts(self, batch: Any) -> Captured:
@@ -388,13 +388,13 @@ class Programs:
     def _check(self, kind: str, captured: Captured, batch: Any) -> ModuleCheck:
         task = self.task
         want = "outputs" if kind == "outputs" else "loss"
-        owner = Owner(task.model, task.loss_fn, self.now(captured.tensors), want, kind == "train")
+        owner = Owner(task.model, task.loss_fn, self.current_tensors(captured.tensors), want, kind == "train")
         return ModuleCheck(owner, captured, plain_batch(batch), task.rules, task.plan.seed, task.device)
 
 
 def _difference(form: BatchForm, first: Captured, rows: int | None) -> str:
     """Return in what batches of this form and number of rows differ from those of the first capture."""
-    difference = form.difference(first.form)
+    difference = form.difference_from(first.form)
     if first.only_rows not in (None, rows) and not difference:
         return f"the first batch had {first.only_rows} rows, and the model's code fixes their number"
     return difference

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..core.annotations import facts, known, values
+from ..core.annotations import facts, has_facts, values
 from ..ir.distributed_program import DistributedProgram, Piece, StageProgram
 from ..ir.repeated_blocks import Block, block_of
 from ..ops.catalog import collective_of
@@ -88,7 +88,7 @@ def _function(name: str, piece: Piece) -> Function:
         node = nodes.get(match[1]) if match else None
         if node is None or node.op == "placeholder":
             continue
-        source = str(facts(node).where) if known(node) else last
+        source = str(facts(node).where) if has_facts(node) else last
         code, _, frees = text.strip().partition(";  ")
         calls = node.op == "call_method" and collective_of(str(node.target)) is not None
         shown = source if source != last else ""
@@ -104,7 +104,7 @@ def _homes(graph: fx.Graph) -> Mapping[fx.Node, Block | None]:
     homes: dict[fx.Node, Block | None] = {}
     last: Block | None = None
     for node in graph.nodes:
-        last = homes[node] = block_of(node) if known(node) else last
+        last = homes[node] = block_of(node) if has_facts(node) else last
     return homes
 
 
@@ -112,5 +112,5 @@ def _label(node: fx.Node) -> Hashable:
     """Equal for nodes that differ in names and numbers of places alone."""
     args = node.args[:-1] if node.op == "call_method" and not str(node.target).startswith("accumulate") else node.args
     plain = fx.map_arg((args, node.kwargs), lambda n: "%")
-    shapes = tuple((tuple(v.shape), v.dtype) for v in values(node) if v is not None) if known(node) else ()
+    shapes = tuple((tuple(v.shape), v.dtype) for v in values(node) if v is not None) if has_facts(node) else ()
     return node.op, str(node.target), re.sub(r"\d+_|_\d+", "#", repr(plain)), shapes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from ..core.annotations import size
+from ..core.annotations import format_bytes
 from ..core.html import environment
 from .fold import FoldedUnit
 from .model_graph import Move, Operator
@@ -43,7 +43,7 @@ class Box:
         for move in self.moves:
             if move.forward:
                 sizes.setdefault((move.forward, move.axis), []).append(move.bytes)
-        return [f"{len(b)} {name} over {axis}, {size(sum(b))}" for (name, axis), b in sizes.items()]
+        return [f"{len(b)} {name} over {axis}, {format_bytes(sum(b))}" for (name, axis), b in sizes.items()]
 
 
 def boxes(units: list[FoldedUnit[Operator]]) -> list[Box]:
@@ -90,7 +90,7 @@ def _quoted(box: Box) -> str:
     return json.dumps("\n".join([box.name, box.details, *box.traffic]), ensure_ascii=False)
 
 
-def svg(drawn: list[Box], pairs: list[tuple[int, int]]) -> Markup:
+def draw_boxes(drawn: list[Box], pairs: list[tuple[int, int]]) -> Markup:
     """Return a picture: a box per block from top to bottom; arcs along the right side for reads across others."""
     shown = drawn[:MOST]
     places, y, stage = [], 16.0, None

@@ -16,9 +16,9 @@ from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
 from ..ir.printer import code_text, program_text
 from .communication import schedule_json
-from .drawing import boxes, dot, edges, svg
+from .drawing import boxes, dot, draw_boxes, edges
 from .model_graph import operators, units
-from .page import Extras, page
+from .page import Extras, program_page
 
 
 def dump_program(
@@ -45,7 +45,7 @@ def dump_files(
     shown = units(program, operators(program))
     drawn = boxes(shown)
     arrows = edges(drawn, shown)
-    picture = svg(drawn, arrows)
+    picture = draw_boxes(drawn, arrows)
     files = {
         "plan.json": plan.to_json(),
         "schedule.txt": f"{program.schedule}\n",
@@ -59,7 +59,7 @@ def dump_files(
         if timeline is not None:
             files[f"timeline/{name}.trace.json"] = timeline.chrome_trace() + "\n"
             files[f"timeline/{name}.svg"] = timeline.svg() + "\n"
-    files["index.html"] = page(program, plan, passes, shown, picture, extras, hashes_of(files))
+    files["index.html"] = program_page(program, plan, passes, shown, picture, extras, hashes_of(files))
     files["manifest.json"] = manifest(files)
     return files
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..core import html
-from ..core.annotations import size
+from ..core.annotations import format_bytes
 from ..core.mesh import Mesh
 from ..core.name_patterns import by_pattern
 from ..core.sharding import local_shape
@@ -22,7 +22,7 @@ from ..simulation.chart import figure_svg
 from ..simulation.timeline import Timeline, duration
 from .fold import FoldedUnit
 from .model_graph import Operator, operators, units
-from .page import Extras, axes_of, cards, counted, decisions, memory_rows, unit_rows
+from .page import Extras, axes_of, cards, counted, decisions_of_plan, memory_rows, unit_rows
 
 MOST_OPERATORS, MOST_ROWS = 400, 100  # of a figure: more are cut off, and counted
 _BETWEEN = "\x1f"  # cells of a row, while names are brought together
@@ -36,9 +36,9 @@ def program_figure(program: DistributedProgram, plan: Plan, predicted: Timeline 
     ranks = memory_rows(predicted)
     picture = Markup(figure_svg(predicted)) if predicted is not None else ""  # its template has escaped it
     return html.figure(
-        "quintnet_compiler.dump", "notebook.html.jinja", size=size, duration=duration, counted=counted,
+        "quintnet_compiler.dump", "notebook.html.jinja", size=format_bytes, duration=duration, counted=counted,
         title=f"A program for {program.mesh!r}", cards_shown=cards(program, Extras(predicted)),
-        decisions=decisions(plan), axes=axes_of(program), state=state[:MOST_ROWS],
+        decisions=decisions_of_plan(plan), axes=axes_of(program), state=state[:MOST_ROWS],
         hidden_state=len(state) - MOST_ROWS, units=unit_rows(program, shown), hidden=hidden, picture=picture,
         notes=predicted.notes if predicted is not None else (), unpriced=unpriced, memory=ranks[:MOST_ROWS],
         hidden_ranks=len(ranks) - MOST_ROWS, has_source=program.has_source,
@@ -53,7 +53,7 @@ def waiting_figure(model: nn.Module, mesh: Mesh, plan: Plan) -> str:
     shown = [("ranks", str(mesh.size)), ("parameters", _counted(model)), ("module", type(model).__name__)]
     return html.figure(
         "quintnet_compiler.dump", "waiting.html.jinja", title=f"A program for {mesh!r}", cards_shown=shown,
-        decisions=decisions(plan), rows=rows[:MOST_ROWS], hidden=len(rows) - MOST_ROWS,
+        decisions=decisions_of_plan(plan), rows=rows[:MOST_ROWS], hidden=len(rows) - MOST_ROWS,
     )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def state_rows(program: DistributedProgram) -> list[dict[str, Any]]:
     def lines() -> Iterator[tuple[str, str]]:
         for spec in program.state.values():
             part = local_shape(spec.shape, spec.sharding, ranks)
-            held = size(spec.dtype.itemsize * math.prod(part))
+            held = format_bytes(spec.dtype.itemsize * math.prod(part))
             types = " ".join(f"{axis}={spec.sharding[at]}" for at, axis in axes)
             cells = spec.name, spec.kind, str(spec.dtype)[6:], str(list(spec.shape)), str(list(part)), held, types
             yield spec.name, _BETWEEN.join(cells)

@@ -12,10 +12,10 @@ from typing import Any
 from markupsafe import Markup
 
 from ..core import html
-from ..core.annotations import size
+from ..core.annotations import format_bytes
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
-from ..simulation.chart import svg as timeline_svg
+from ..simulation.chart import timeline_svg
 from ..simulation.timeline import Timeline, duration
 from .code_view import stages_code
 from .communication import schedule_document, transfer_bytes
@@ -43,7 +43,7 @@ class Extras:
     plans_picture: str = ""
 
 
-def page(
+def program_page(
     program: DistributedProgram, plan: Plan, passes: Sequence[tuple[str, Any]], units: list[FoldedUnit[Operator]],
     picture: Markup, extras: Extras, hashes: Mapping[str, str],
 ) -> str:  # fmt: skip
@@ -51,8 +51,8 @@ def page(
     script = files(__package__).joinpath("templates", "page.js").read_text(encoding="utf-8")
     return html.page(
         "quintnet_compiler.dump", "index.html.jinja", title=f"{program.mesh}", script=script,
-        size=size, duration=duration, counted=counted, cards_shown=cards(program, extras),
-        decisions=decisions(plan), axes=axes_of(program), picture=picture, units=unit_rows(program, units),
+        size=format_bytes, duration=duration, counted=counted, cards_shown=cards(program, extras),
+        decisions=decisions_of_plan(plan), axes=axes_of(program), picture=picture, units=unit_rows(program, units),
         traffic=_traffic(program), stages=stages_code(program), passes=passes_view(passes), pictures=_pictures(extras),
         memory=memory_rows(extras.predicted), plans=extras.plans, plans_picture=Markup(extras.plans_picture),
         unpriced=extras.unpriced, hashes=hashes,
@@ -63,7 +63,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
-def decisions(plan: Plan) -> list[tuple[str, Any]]:
+def decisions_of_plan(plan: Plan) -> list[tuple[str, Any]]:
     """Return the decisions of a plan, by name."""
     return list({"schedule": plan.schedule, **plan.decisions}.items())
 
@@ -83,7 +83,7 @@ def cards(program: DistributedProgram, extras: Extras) -> list[tuple[str, str]]:
     if extras.predicted:
         step = extras.predicted
         shown += [("a step, predicted", duration(step.seconds)), ("bubble", f"{step.bubble:.1%}")]
-        shown += [("peak of a rank", size(step.peak.bytes))]
+        shown += [("peak of a rank", format_bytes(step.peak.bytes))]
     if extras.measured:
         shown += [("a step, measured", duration(extras.measured.seconds))]
     return shown

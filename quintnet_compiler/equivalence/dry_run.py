@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from ..core.annotations import known, values
+from ..core.annotations import has_facts, values
 from ..core.errors import REPORT, CompileError, RunError
 from ..core.sharding import Sharding
 from ..core.slices import take_all
@@ -46,7 +46,7 @@ def check_ranks(program: DistributedProgram, ranks: Mapping[int, RankProgram] | 
     world = LocalWorld(program.mesh, program.sites)
     try:
         with torch.no_grad():
-            world.run({rank: _DryRank(program, part, skeletons).run for rank, part in parts.items()})
+            world.run_ranks({rank: _DryRank(program, part, skeletons).run_rank for rank, part in parts.items()})
     except RunError as error:
         raise CompileError("QN209", f"ranks do not fit: {error.message}", fix=REPORT) from error
     except (KeyError, IndexError, RuntimeError) as error:
@@ -64,7 +64,7 @@ class _DryRank:
                 skeletons[id(stage)] = _skeleton(stage)
         self.part = replace(part, stages=tuple(skeletons[id(stage)] for stage in part.stages))
 
-    def run(self, transport: LocalTransport) -> None:
+    def run_rank(self, transport: LocalTransport) -> None:
         program, part = self.program, self.part
         train = any(stage.gradients for stage in program.stages)
         store = _ShapeStore(program, part, transport, META) if train else None
@@ -121,7 +121,7 @@ class _Skeleton:
     def __init__(self, piece: Piece) -> None:
         self.nodes = [n for n in piece.module.graph.nodes if _matters(n)]
         self.inputs = [n for n in piece.module.graph.nodes if n.op == "placeholder"]
-        self.shapes = {n: _shape(n) for n in piece.module.graph.nodes if known(n)}
+        self.shapes = {n: _shape(n) for n in piece.module.graph.nodes if has_facts(n)}
         self.alone = False
 
     def forward(self, args: list[Any]) -> tuple[Any, ...]:

@@ -62,7 +62,7 @@ def wrong_operators(sides: Sides) -> list[fx.Node]:
     effect of rounding its inputs.
     """
     checker = _EachOperator(replace(sides.step, in_float64=DOUBLED))
-    sides.step.run(sides.owner.tensors, tensors_of(sides.batch), lambda *_: None, checker.watch)
+    sides.step.run_step(sides.owner.tensors, tensors_of(sides.batch), lambda *_: None, checker.watch)
     return checker.wrong
 
 

@@ -83,7 +83,7 @@ class ModuleCheck:
             except QuintNetError as error:
                 failed = error
                 continue
-            fits(_bytes(step), device)
+            require_memory(_bytes(step), device)
             try:
                 masks = self.seed if step.draws else None
                 theirs = module_step(self.owner, batch, masks)
@@ -119,13 +119,13 @@ class ModuleCheck:
         """Return the same check of each distinct block once, with random values, and its sides."""
         owner, only = self.owner, self.captured.only_rows
         device = self.device if self.device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
-        fits(_drawn_bytes(_outside_blocks(self.captured.tensors)), device)  # before a trace, which takes long
+        require_memory(_drawn_bytes(_outside_blocks(self.captured.tensors)), device)  # before a trace, which takes long
         batch = drawn_batch(self.batch, only or 2, short=short)
         training = owner.training
         captured = capture(
             owner.model, batch, owner.loss_fn, want=owner.want, training=training, trained=training, once=True
         )
-        fits(_drawn_bytes(captured.tensors), device)
+        require_memory(_drawn_bytes(captured.tensors), device)
         copies, tensors = with_values(owner.model, owner.modules[1:], captured.tensors, device)
         loss_fn = copies[1] if len(copies) > 1 else owner.loss_fn
         once = replace(
@@ -205,7 +205,7 @@ class TooLarge(Exception):
     """A step of the module does not fit into this process."""
 
 
-def fits(needed: int, device: torch.device) -> None:
+def require_memory(needed: int, device: torch.device) -> None:
     """Raise TooLarge if not so many bytes are free."""
     free = free_bytes(device)
     if free is not None and needed > 0.8 * free:

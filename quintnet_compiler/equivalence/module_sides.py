@@ -17,7 +17,7 @@ from ..guards.call_attributes import call_attributes
 from .module_step import ModuleStep, Owner, module_step, tensors_of
 from .module_training import FLOOR
 from .reference import differs, largest
-from .swapped_values import rounded
+from .swapped_values import rounded_otherwise
 from .unsplit_step import UnsplitStep
 from .verify import LIMITS, Comparison
 
@@ -58,7 +58,7 @@ class Sides:
             expected = torch.zeros_like(gradient) if expected is None else expected
             comparisons.append(Comparison("gradient", name, 0, differs(gradient, expected, floor), limit))
 
-        results = self.step.run(self.owner.tensors, tensors_of(self.batch), settle)
+        results = self.step.run_step(self.owner.tensors, tensors_of(self.batch), settle)
         changed = self.step.changed
         outputs, new = results[: len(results) - len(changed)], results[len(results) - len(changed) :]
         for name, expected in remaining.items():
@@ -156,7 +156,7 @@ class Sides:
     def sensitivity(self, **options: Any) -> dict[tuple[str, str], float]:
         """Return the effect of rounding each parameter on each result. ``options``: of :func:`module_step`."""
         owner = self.owner
-        with rounded(owner):
+        with rounded_otherwise(owner):
             other = self.again(**options)
         floor = 1e-3 * largest([x for x in self.theirs.gradients.values() if x is not None])
         effects: dict[tuple[str, str], float] = {}

@@ -97,7 +97,7 @@ def module_step(
     Raises:
         Whatever the module raises.
     """
-    batch_copy = copied(batch)
+    batch_copy = copy_batch(batch)
     inputs = {f"the batch's tensor {i}": x for i, x in enumerate(tensors_of(batch_copy))}
     untouched = Untouched(owner.modules, {**owner.tensors, **inputs}, {"loss_fn": owner.loss_fn})
     with untouched, _mode(owner), one_process(), within or contextlib.nullcontext():
@@ -105,7 +105,7 @@ def module_step(
             reseed_all(reseed)
         if again:
             with _masks(masks), torch.enable_grad():
-                owner(copied(batch))
+                owner(copy_batch(batch))
         leaves = MadeLeaves(inputs.values())
         with _masks(masks):
             with torch.enable_grad(), watch or contextlib.nullcontext(), leaves:
@@ -115,7 +115,7 @@ def module_step(
     return ModuleStep(outputs, gradients, untouched.changes, untouched.dtypes)
 
 
-def copied(batch: Any) -> Any:
+def copy_batch(batch: Any) -> Any:
     """Return a batch with copies of its tensors, of the same strides."""
     return pytree.tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), batch)
 

@@ -37,7 +37,7 @@ def first_difference(step: UnsplitStep, owner: Owner, batch: Any, limit: float, 
     calls = _Calls(owner.modules)
     module_step(owner, batch, step.seed if step.draws else None, watch=calls)
     program = _ProgramValues(step, limit)
-    step.run(owner.tensors, tensors_of(batch), lambda *_: None, program.watch)
+    step.run_step(owner.tensors, tensors_of(batch), lambda *_: None, program.watch)
     matches = [(call, program.equal(call.result.detach())) for call in calls.calls]
     return _first_missing_value(matches) if forward else _first_wrong_gradient(matches, program, limit)
 

@@ -19,7 +19,7 @@ def double(owner: Owner) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rounded(owner: Owner) -> Iterator[None]:
+def rounded_otherwise(owner: Owner) -> Iterator[None]:
     """Change every parameter inside as another rounding might have done."""
     generator = torch.Generator().manual_seed(0)
 

@@ -78,7 +78,7 @@ class Untouched:
         self.kept = _CopyOnWrite([x for x in self.tensors.values() if not x.is_meta])
         for x in self.tensors.values():
             if id(x) in self.buffers:
-                self.kept.keep(x)
+                self.kept.keep_copy(x)
         self.stack.enter_context(self.kept)
         return self
 
@@ -184,7 +184,7 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.dtypes: set[torch.dtype] = set()
         self.watching = True
 
-    def keep(self, x: Tensor) -> None:
+    def keep_copy(self, x: Tensor) -> None:
         if not x.is_meta and id(x) not in self.copies:
             self.copies[id(x)] = x.detach().clone()
 
@@ -210,7 +210,7 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             for x in pytree.tree_leaves(values[parameter.name]):
                 for watched in self.watched.get(_memory(x), ()) if isinstance(x, Tensor) else ():
-                    self.keep(watched)
+                    self.keep_copy(watched)
 
 
 def _memory(x: Tensor) -> int:

@@ -50,7 +50,7 @@ class UnsplitStep:
         """Return the operators of the forward, with global shapes."""
         return self.program.local.staged.sharded.program.graph
 
-    def run(
+    def run_step(
         self,
         tensors: Mapping[str, Tensor],
         batch: Sequence[Tensor],

@@ -21,7 +21,7 @@ class Verdict:
         """On one rank, look for a difference. Every rank calls this for the same programs.
 
         Raises:
-            CompileError: QN111 if this is the only process. With several, :meth:`hear` raises it.
+            CompileError: QN111 if this is the only process. With several, :meth:`raise_error_of_any_rank` raises it.
         """
         difference = find() if judges() else None
         if difference is not None and not many():
@@ -29,7 +29,7 @@ class Verdict:
         self._due = self._due or many()
         self._found = self._found or difference
 
-    def hear(self, backend: Backend) -> None:
+    def raise_error_of_any_rank(self, backend: Backend) -> None:
         """Raise the error of any rank. Every rank calls this before it runs a program.
 
         Raises:

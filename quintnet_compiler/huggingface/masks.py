@@ -31,7 +31,7 @@ class KnownMask:
 
 def known_mask(part: MaskPart, length: int, device: Any) -> KnownMask | None:
     """What a mask of ``length`` positions consists of; None where that is more than the operator knows."""
-    return _Fold(length, device).of(part, None)
+    return _Fold(length, device).fold(part, None)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Fold:
     length: int
     device: Any
 
-    def of(self, part: MaskPart, positions: Tensor | None) -> KnownMask | None:
+    def fold(self, part: MaskPart, positions: Tensor | None) -> KnownMask | None:
         name, given = part[0], part[1:]
         if name in ("causal", "all"):
             return KnownMask(Sight(causal=name == "causal"))
@@ -61,7 +61,7 @@ class _Fold:
             return None
         packed = name == "and" and any(one[0] == "segments" for one in given[0])
         several = [
-            self.of(one[2], one[1]) if packed and one[0] == "at" and positions is None else self.of(one, positions)
+            self.fold(one[2], one[1]) if packed and one[0] == "at" and positions is None else self.fold(one, positions)
             for one in given[0]
         ]
         found = several[0]

@@ -12,7 +12,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch.fx.node import map_aggregate
 
 from ..compat.torch import FakeTensorMode
-from ..core.annotations import annotate, facts, known
+from ..core.annotations import annotate, facts, has_facts
 from .program import Captured, DifferentiatedProgram, LocalProgram, Program, ShardedProgram, StagedProgram
 from .symbolic_sizes import SymbolicSizes
 
@@ -63,7 +63,7 @@ def expressions(program: DifferentiatedProgram, symbols: SymbolicSizes) -> tuple
 
 def _tensors(node: fx.Node) -> tuple[Tensor, ...]:
     """Return the fake tensors of a node; none for a node without facts."""
-    if not known(node):
+    if not has_facts(node):
         return ()
     value = facts(node).value
     return tuple(x for x in ((value,) if isinstance(value, Tensor) else value) if isinstance(x, Tensor))
@@ -122,7 +122,7 @@ class _Numbers:
             args, kwargs = map_aggregate((node.args, node.kwargs), self.argument)
             copy = self.nodes[node] = new.create_node(node.op, node.target, args, kwargs, node.name)
             copy.meta = dict(node.meta)
-            if known(node):
+            if has_facts(node):
                 node_facts = facts(node)
                 annotate(copy, replace(node_facts, value=self.value(node_facts.value)))
         return new

@@ -51,7 +51,7 @@ class FlatBatch:
     rows: int
 
     @classmethod
-    def of(cls, batch: Any, rows_at: Mapping[pytree.TreeSpec, int] = MappingProxyType({})) -> FlatBatch:
+    def flatten(cls, batch: Any, rows_at: Mapping[pytree.TreeSpec, int] = MappingProxyType({})) -> FlatBatch:
         """Flatten ``batch``. ``rows_at``: the index of the leaf that has the rows, for batches of some structures.
 
         Raises:
@@ -121,7 +121,7 @@ def batch_size_of(batch: Any) -> int:
     Raises:
         CompileError: QN102 if there is no tensor with a dim.
     """
-    return FlatBatch.of(batch).rows
+    return FlatBatch.flatten(batch).rows
 
 
 class RowsElsewhere(CompileError):
@@ -184,7 +184,7 @@ class BatchForm:
     limits: Mapping[str, tuple[int, int | None]] = field(default_factory=lambda: {ROWS: (1, None)})
 
     @classmethod
-    def of(cls, batch: Any, rows: int, like: BatchForm | None = None) -> BatchForm:
+    def of_batch(cls, batch: Any, rows: int, like: BatchForm | None = None) -> BatchForm:
         """Return the form of ``batch``, in which only the number of rows varies.
 
         A tensor has rows if its first dim is as long as the batch; in a further batch, only if it has rows in ``like``.
@@ -256,7 +256,7 @@ class BatchForm:
         limits = {ROWS: self.limits[ROWS], **dict.fromkeys(names.values(), (MIN_LENGTH, None))}
         return BatchForm(self.structure, tuple(leaves), limits) if names else None
 
-    def difference(self, first: BatchForm) -> str:
+    def difference_from(self, first: BatchForm) -> str:
         """Describe how a batch of this form differs from one of the form ``first``; "" if it does not."""
         if self.structure != first.structure:
             return f"the batch is {self}, and the first one was {first}"

@@ -46,7 +46,7 @@ class ExpertLoad:
     sent: float = 1.0
 
     @classmethod
-    def of(cls, expect: Expectations, hot: int, experts: int) -> ExpertLoad:
+    def expected(cls, expect: Expectations, hot: int, experts: int) -> ExpertLoad:
         """Build the load that ``expect`` says of a layer in which ``hot`` of ``experts`` are hot.
 
         >>> ExpertLoad.of(Expectations(expert_imbalance=1.5), 2, 8)

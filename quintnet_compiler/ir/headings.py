@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
-from ..core.annotations import facts, known
+from ..core.annotations import facts, has_facts
 from ..core.errors import Where
 from ..core.names import one_line
 
@@ -37,7 +37,7 @@ def with_headings(code: str, graph: fx.Graph) -> str:
 
 def _modules(graph: fx.Graph) -> Mapping[str, str]:
     """Return the module path of each node that has a place, by name."""
-    places = {node.name: facts(node).where for node in graph.nodes if known(node) and node.op != "placeholder"}
+    places = {node.name: facts(node).where for node in graph.nodes if has_facts(node) and node.op != "placeholder"}
     return {name: place.module or TOP for name, place in places.items() if str(place)}
 
 

@@ -25,7 +25,7 @@ def _require(holds: bool, message: Callable[[], str], node: fx.Node | None = Non
 
 
 @singledispatch
-def verify(program: Any) -> None:
+def verify_invariants(program: Any) -> None:
     """Check a program's invariants.
 
     Raises:
@@ -33,7 +33,7 @@ def verify(program: Any) -> None:
     """
 
 
-@verify.register
+@verify_invariants.register
 def _(program: Program) -> None:
     for node in program.graph.nodes:
         if node.op == "output":
@@ -42,7 +42,7 @@ def _(program: Program) -> None:
         _require(all(v.device.type != "meta" for v in values(node)), lambda: f"{node} has no device", node)  # noqa: B023
 
 
-@verify.register
+@verify_invariants.register
 def _(program: ShardedProgram) -> None:
     """Check that parts and units of shardings divide shapes, and that only linear strategies read partial values."""
     for node, strategies in program.strategies.items():
@@ -62,7 +62,7 @@ def _(program: ShardedProgram) -> None:
                 _require(P in makes, lambda: f"{node} loses a partial sum", node)  # noqa: B023
 
 
-@verify.register
+@verify_invariants.register
 def _(program: StagedProgram) -> None:
     for node, stage in program.stage.items():
         _require(0 <= stage < program.num_stages, lambda: f"{node} in stage {stage}", node)  # noqa: B023
@@ -71,7 +71,7 @@ def _(program: StagedProgram) -> None:
             _require(earlier <= stage, lambda: f"{node} in stage {stage} reads stage {earlier}", node)  # noqa: B023
 
 
-@verify.register
+@verify_invariants.register
 def _(program: LocalProgram) -> None:
     """Check that local shapes are those of the shardings, and that conversions change the type."""
     sharded = program.staged.sharded
@@ -92,7 +92,7 @@ def _(program: LocalProgram) -> None:
         _require(shape(node) == expected, lambda: f"the output {whole} has the wrong shape", node)  # noqa: B023
 
 
-@verify.register
+@verify_invariants.register
 def _(program: DifferentiatedProgram) -> None:
     """Check gradients, that no typed conversion remains, and that caches are written where they are stored.
 
@@ -124,7 +124,7 @@ def _is_cache(node: Any) -> bool:
     return cache is not None and cache.kind == "cache" and len(node.users) == 1
 
 
-@verify.register
+@verify_invariants.register
 def _(program: DistributedProgram) -> None:
     """Check that every stage has each value that it reads, and that its code is of the generated form.
 

@@ -37,7 +37,7 @@ class ResultForm:
     leaves: tuple[Any, ...]
 
     @classmethod
-    def of(cls, result: Any) -> tuple[ResultForm, list[Tensor]]:
+    def of_result(cls, result: Any) -> tuple[ResultForm, list[Tensor]]:
         """Return the form of ``result`` and its tensors, in order.
 
         Raises:

@@ -87,7 +87,7 @@ class SymbolicSizes:
         """Return the expressions that were keys."""
         return frozenset(self._hashed)
 
-    def hold(self, numbers: Mapping[str, int]) -> bool:
+    def conditions_hold(self, numbers: Mapping[str, int]) -> bool:
         """Return whether every condition holds for ``numbers``, too."""
         values = self._values(numbers)
         within = all(

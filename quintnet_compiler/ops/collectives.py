@@ -20,7 +20,7 @@ from ..compat.torch import OpOverload, schema
 from ..compat.torch_codegen import SHIPPED
 from ..core import slices
 from ..core.precision import widened
-from ..core.sharding import AxisType, P, Shard, parse_type, plain
+from ..core.sharding import AxisType, P, Shard, forward_type, parse_type
 from .copies import COPIES
 from .define import define_operator, resized
 
@@ -150,7 +150,7 @@ def _start_of(collective: OpOverload) -> OpOverload:
 
 
 def _moved_slices(xs: Sequence[Tensor], place: int, dim: int, parts: int, to_dim: int, to_parts: int) -> Tensor:
-    return slices.take(slices.join(xs, dim, parts), to_dim, to_parts, len(xs), place)
+    return slices.slice_of_rank(slices.join(xs, dim, parts), to_dim, to_parts, len(xs), place)
 
 
 Price = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "ring", "matmul"]
@@ -227,7 +227,7 @@ def lower_conversion(
     None: the bits do not move. The seven moves of plain values; a typed conversion is one of them forward and one
     backward.
     """
-    a, b = plain(source), plain(target)
+    a, b = forward_type(source), forward_type(target)
     if a == b:
         return None, ()
     if isinstance(a, Shard) and isinstance(b, Shard):

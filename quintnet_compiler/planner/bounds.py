@@ -22,7 +22,7 @@ from .layouts import Layout, RecomputeMode
 from .pipeline import least_seconds, min_saved
 from .places import placement
 from .stage_units import StageUnit
-from .stages import Slices, StageBounds, cut, stage_bounds
+from .stages import Slices, StageBounds, cut_units, stage_bounds
 
 # Factors that keep the bounds valid, below the exact result.
 SPLIT_FACTOR = 0.95  # of a split model: stages are cut elsewhere, and a few values are saved only where they are whole
@@ -50,7 +50,7 @@ class DeviceState:
 
 
 class LayoutBounds:
-    """Bounds for :func:`.search.search`.
+    """Bounds for :func:`.search.search_layouts`.
 
     Attributes:
         build: returns the units of a layout.
@@ -378,7 +378,7 @@ class LayoutBounds:
         key = less.inside, *placement(less), id(units)
         if key not in self.stage_bounds:
             self.stage_bounds[key] = stage_bounds(
-                cut(units, less, self.costs), Slices(less, self.costs, less.mesh), min if self.slowdown else max
+                cut_units(units, less, self.costs), Slices(less, self.costs, less.mesh), min if self.slowdown else max
             )
         return self.stage_bounds[key]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..core.errors import CompileError
 from .estimate import Estimate, StageMemory, bytes_of, time_of
-from .workload import HOUR, rounded
+from .workload import HOUR, four_digits
 
 LISTABLE_DECISIONS = (
     "precision", "loss_chunks", "async_tp", "offload", "reduce_dtype", "sum_dtype", "sequence_parallel",
@@ -87,7 +87,7 @@ class Versus:
             lines.append(f"{name:<24} {show(a):>10} {show(b):>10} {change:>8}")
         for name, best, other in self.figures():
             if best is not None or other is not None:
-                shown = ["-" if x is None else rounded(x) for x in (best, other)]
+                shown = ["-" if x is None else four_digits(x) for x in (best, other)]
                 change = f"{other / best - 1:+.1%}" if best and other else ""
                 lines.append(f"{name:<24} {shown[0]:>10} {shown[1]:>10} {change:>8}")
         return "\n".join([*lines, *([self.refused] if self.refused else [])])

@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from ..core.html import table
-from .estimate import Estimate, aligned, bytes_of, cells_of, time_of
+from .estimate import Estimate, aligned_columns, bytes_of, cells_of, time_of
 from .points_picture import Mark, points_svg
-from .workload import rounded
+from .workload import four_digits
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ParetoFront:
     def __str__(self) -> str:
         proven = "" if self.proven else "; not proven, as searches ended before"
         head = f"time against memory, of a device's {bytes_of(self.memory_bytes)}{proven}"
-        return "\n".join([head, *aligned(cells_of(self.points))])
+        return "\n".join([head, *aligned_columns(cells_of(self.points))])
 
     def svg(self) -> str:
         """Return a picture: memory to the right, time upwards."""
@@ -87,7 +87,7 @@ def _speeds(points: Sequence[P], at: Callable[[P], float], said: Callable[[P], s
     pairs = [(point, point.found) for point in points if point.found]
     unit = pairs[0][1].figures.unit if pairs else "row"
     marks = [
-        Mark(at(point), speed := e.figures.per_second, f"{said(point)}: {rounded(speed)}/s, {e.layout}")
+        Mark(at(point), speed := e.figures.per_second, f"{said(point)}: {four_digits(speed)}/s, {e.layout}")
         for point, e in pairs
     ]
     return marks, f"{unit}s a second"
@@ -135,7 +135,7 @@ class ScalingCurve:
 
     def __str__(self) -> str:
         lines = [f"the same batch on more or fewer {self.device}"]
-        lines += aligned(self._cells())
+        lines += aligned_columns(self._cells())
         return "\n".join(
             [*lines, *(f"{point.devices} devices: {point.why}" for point in self.points if not point.found)]
         )
@@ -194,7 +194,7 @@ class Sweep:
         return _table(self.points, (self.argument,), lambda point: (f"{point.value:,g}",))
 
     def __str__(self) -> str:
-        lines = [f"the best plan for each of several {SWEPT[self.argument]}", *aligned(self._cells())]
+        lines = [f"the best plan for each of several {SWEPT[self.argument]}", *aligned_columns(self._cells())]
         return "\n".join(
             [*lines, *(f"{self.argument} {point.value:,g}: {point.why}" for point in self.points if point.why)]
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..ir.cost_protocol import guess_note
 from .layouts import Layout
-from .workload import Figures, Workload, rounded
+from .workload import Figures, Workload, four_digits
 
 
 @dataclass(frozen=True)
@@ -280,13 +280,13 @@ def cells_of(estimates: Sequence[Estimate]) -> list[tuple[str, ...]]:
         cells += [f"{estimate.bubble / estimate.seconds:.1%}", f"{estimate.exposed / estimate.seconds:.1%}"]
         if estimate.workload:
             figures = estimate.figures
-            cells += [rounded(figures.per_second_per_device), figures.share]
-            cells += [rounded(figures.cost_per_million)] if figures.cost_per_million else []
+            cells += [four_digits(figures.per_second_per_device), figures.share]
+            cells += [four_digits(figures.cost_per_million)] if figures.cost_per_million else []
         rows.append((*cells, str(estimate.layout)))
     return rows
 
 
-def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def aligned_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Return rows as lines with aligned columns, except the last."""
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     return ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]) for row in rows]

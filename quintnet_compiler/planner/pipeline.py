@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ..passes.stages.step_clock import StepClock
 from ..schedules.kinds import SCHEDULES
-from ..schedules.schedule import Op, Schedule, chain, most_held, simulate
+from ..schedules.schedule import Op, Schedule, chain, earliest_spans, most_held
 from ..schedules.synthesis import SYNTHESIZED, StageTimes, schedule_of
 from .layouts import UNSPLIT
 
@@ -185,7 +185,7 @@ def _run(schedule: Schedule, stages: Sequence[StageWork]) -> tuple[float, tuple[
             (Op.BACKWARD_WEIGHT, work.weight),
         )
     }
-    lines = simulate(
+    lines = earliest_spans(
         schedule,
         chain(len(stages)),
         lambda action: times[action.stage, action.op],

@@ -38,7 +38,7 @@ from .evaluate import evaluate
 from .layouts import Layout, Limits, RecomputeMode, divisors, layouts, slicings
 from .pipeline import actions_run
 from .places import PricedCluster, Slowdown
-from .search import Objective, SearchEffort, SearchResult, Wanted, search
+from .search import Objective, SearchEffort, SearchResult, Wanted, search_layouts
 from .stage_units import unit_count
 from .workload import NO_GOAL, Goal, Workload
 
@@ -281,7 +281,7 @@ class Planner:
                     return fastest_variant(variant)
             return layout, best(layout)
 
-        return search(
+        return search_layouts(
             layouts(limits),
             fastest_variant,
             bounds,

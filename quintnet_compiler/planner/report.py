@@ -14,7 +14,7 @@ from ..ir.cost_protocol import guess_note
 from ..ir.plan import Plan
 from .compare import Alternative, Versus
 from .curves import ParetoFront, ScalingCurve, Sweep, front_svg, undominated
-from .estimate import Estimate, aligned, bytes_of, cells_of, time_of
+from .estimate import Estimate, aligned_columns, bytes_of, cells_of, time_of
 from .layouts import Layout
 from .search import SearchResult
 
@@ -163,7 +163,7 @@ class PlanReport:
 
     def __str__(self) -> str:
         lines = [f"{self.cluster}, a batch of {self.batch}: {len(self.plans)} plans, best first"]
-        lines += aligned(cells_of(self.found.ranked))
+        lines += aligned_columns(cells_of(self.found.ranked))
         usable = bytes_of((1 - self.reserve) * self.memory_bytes)
         of = "the largest device's " if self.found.ranked[0].places else ""
         lines.append(f"memory may be {usable} of {of}{bytes_of(self.memory_bytes)}: {self.reserve:.0%} stays free")

@@ -186,7 +186,7 @@ class Wanted:
         return seconds * self.devices(layout) if self.objective == "cost" else seconds
 
 
-def search(
+def search_layouts(
     layouts: Iterable[L],
     evaluate: Callable[[L], tuple[L, E]],
     bounds: SearchBounds[L],
@@ -203,7 +203,7 @@ def search(
     back into the queue with each closer bound before it is evaluated. When functions become known, a few layouts that
     share them and may be the best are evaluated at once: that is cheap, and the heuristic learns from it.
     """
-    return _Search(evaluate, bounds, wanted).run(layouts, progress)
+    return _Search(evaluate, bounds, wanted).search(layouts, progress)
 
 
 class _Search(Generic[L, E]):
@@ -217,7 +217,7 @@ class _Search(Generic[L, E]):
         self.waiting_for_functions: dict[Hashable, list[L]] = defaultdict(list)
         self.proof_surplus = 1.0  # work done for the proof beyond its share
 
-    def run(self, layouts: Iterable[L], progress: Callable[[int, int], None]) -> SearchResult[L, E]:
+    def search(self, layouts: Iterable[L], progress: Callable[[int, int], None]) -> SearchResult[L, E]:
         for layout in layouts:
             size = self.bounds.bytes(layout)
             if not self._reject_if_too_large(layout, size):

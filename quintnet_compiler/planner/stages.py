@@ -27,7 +27,7 @@ from .unlike_stages import State, unlike_starts
 Stages = list[Sequence[StageUnit]]
 
 
-def cut(units: Sequence[StageUnit], layout: Layout, costs: RankCosts, begins: Sequence[str] = ()) -> Stages:
+def cut_units(units: Sequence[StageUnit], layout: Layout, costs: RankCosts, begins: Sequence[str] = ()) -> Stages:
     """Return balanced stages, or those that begin at the modules ``begins``.
 
     Raises:
@@ -44,7 +44,7 @@ def cut_places(
     ``state``: see :func:`.unlike_stages.unlike_starts`.
 
     Raises:
-        CompileError: as :func:`cut`.
+        CompileError: as :func:`cut_units`.
     """
     units, costs = places[0].units, places[0].costs
     count, most = layout.pp * layout.virtual_stages, 1 + sum(bool(unit.begin) for unit in units[1:])

@@ -170,7 +170,7 @@ class Workload:
         """Return lines for people."""
         unit, counted = self.counted
         size = f"{self.tokens} tokens in {self.rows} rows" if self.tokens else f"{self.rows} rows"
-        speed = f"{rounded(figures.per_second)} {unit}s/s, {rounded(figures.per_second_per_device)} per device"
+        speed = f"{four_digits(figures.per_second)} {unit}s/s, {four_digits(figures.per_second_per_device)} per device"
         lines = [f"a step is {size}: {speed}"]
         if figures.utilisation:
             peaks = [
@@ -183,17 +183,17 @@ class Workload:
             watts = ", ".join(dict.fromkeys(f"{device.watts:g}" for device, _ in self.used(figures.devices)))
             lines.append(f"energy {energy}, with devices at {watts} W and nothing else")
         if figures.cost_per_million:
-            cost = rounded(figures.cost_per_million)
+            cost = four_digits(figures.cost_per_million)
             lines.append(f"a million {unit}s cost {cost}, at {self.goal.price:g} a device hour")
         if figures.train_seconds:
             parts = [f"{self.goal.tokens:g} {unit}s take {long_time(figures.train_seconds)}"]
-            parts += [f"cost {rounded(figures.train_cost)}"] if figures.train_cost else []
-            parts += [f"use {rounded(figures.train_joules / KILOWATT_HOUR)} kWh"] if figures.train_joules else []
+            parts += [f"cost {four_digits(figures.train_cost)}"] if figures.train_cost else []
+            parts += [f"use {four_digits(figures.train_joules / KILOWATT_HOUR)} kWh"] if figures.train_joules else []
             lines.append(", ".join(parts))
         return lines
 
 
-def rounded(number: float) -> str:
+def four_digits(number: float) -> str:
     """Return a number with four digits, without an exponent: ``12,350`` or ``0.1235``."""
     if number == 0:
         return "0"

@@ -35,7 +35,7 @@ class StepCost:
     memory_bytes: int
 
     @classmethod
-    def of(cls, program: DistributedProgram, costs: RankCosts) -> StepCost:
+    def simulated(cls, program: DistributedProgram, costs: RankCosts) -> StepCost:
         """Return the simulated cost of a program."""
         line = simulate_program(program, costs)
         busiest = max(line.rows, key=lambda row: row.busy_seconds)
@@ -102,7 +102,7 @@ class Explanation:
         return f"<pre>{escape(str(self))}</pre>"
 
 
-def difference(
+def layout_difference(
     a: DistributedProgram, b: DistributedProgram, plans: tuple[Plan, Plan], costs: RankCosts
 ) -> LayoutDifference:
     """Return what differs between two programs of one model, from their complete plans and their simulated steps."""
@@ -110,7 +110,7 @@ def difference(
     changed = {key: (first[key], second[key]) for key in first if first[key] != second[key]}
     old, new = ({s.name: _types(p, s.sharding) for s in p.state.values() if s.kind == "parameter"} for p in (a, b))
     moved = {name: (types, new[name]) for name, types in old.items() if new.get(name, types) != types}
-    return LayoutDifference(changed, moved, StepCost.of(a, costs), StepCost.of(b, costs))
+    return LayoutDifference(changed, moved, StepCost.simulated(a, costs), StepCost.simulated(b, costs))
 
 
 def _types(program: DistributedProgram, kinds: Any) -> str:
@@ -151,7 +151,7 @@ class Explain:
             other, plan = self.recompile(self.plan.changed({"parameters": {**self.plan.parameters, **pinned}}))
         except CompileError as error:
             return Explanation(text, None, f"{_shown(pinned)} cannot be:\n{error}")
-        otherwise = difference(self.program, other, (self.complete, plan), self.costs)
+        otherwise = layout_difference(self.program, other, (self.complete, plan), self.costs)
         return Explanation(f"{text}\n\nWith {_shown(pinned)}:", otherwise)
 
     def _operators(self, name: str) -> list[fx.Node]:

@@ -19,7 +19,7 @@ from ..ops.collectives import lower_conversion
 Use = tuple[fx.Node, int]  # an operator and which of its inputs
 
 
-def prove(program: DistributedProgram, name: str) -> str:
+def prove_gradients(program: DistributedProgram, name: str) -> str:
     """Return the proof that the gradient of the parameter ``name`` is that of the unsplit model, as text.
 
     Every line is a result of the type check or the backward check of this program; the rule of each operator and the

@@ -79,7 +79,7 @@ class StepAxis:
             step = max(1, round(round_step(step / 3)))
         return cls(first, last, LEFT, RIGHT, tuple(map(float, numbers)))
 
-    def place(self, value: float) -> float:
+    def pixel(self, value: float) -> float:
         """Return the pixel of a value."""
         return round(self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin), 1)
 
@@ -96,11 +96,11 @@ def line_chart(title: str, lines: Sequence[Line], marks: Sequence[tuple[int, str
         return ""
     across = StepAxis.of_steps(min(s.first for s in spans), max(s.last for s in spans))
     up = StepAxis.of_values(min(s.low for s in finite), max(s.high for s in finite))
-    inside = [(across.place(step), text) for step, text in marks if across.low <= step <= across.high][-50:]
+    inside = [(across.pixel(step), text) for step, text in marks if across.low <= step <= across.high][-50:]
     return environment("quintnet_compiler.reports").get_template("lines.svg.jinja").render(
         width=WIDTH, height=HEIGHT, left=LEFT, right=RIGHT, top=TOP, bottom=BOTTOM, title=title,
         lines=[_drawn(line, COLOURS[index % len(COLOURS)], across, up) for index, line in enumerate(lines)],
-        across=[(across.place(x), short(x)) for x in across.ticks], up=[(up.place(y), short(y)) for y in up.ticks],
+        across=[(across.pixel(x), short(x)) for x in across.ticks], up=[(up.pixel(y), short(y)) for y in up.ticks],
         marks=inside, newest=_newest(lines[0]), bad=sum(span.bad for span in spans),
     )  # fmt: skip
 
@@ -113,7 +113,7 @@ def _newest(line: Line) -> str:
 
 def _drawn(line: Line, colour: str, across: StepAxis, up: StepAxis) -> dict[str, Any]:
     """Return what the template shows of a line."""
-    bad = [across.place(span.middle) for span in line.spans if span.bad]
+    bad = [across.pixel(span.middle) for span in line.spans if span.bad]
     return {
         "name": line.name, "colour": colour, "points": _path(line, across, up), "band": _band(line, across, up),
         "dots": _alone(line, across, up), "bad": bad[:MAX_BAD_MARKS],
@@ -132,7 +132,7 @@ def _pieces(line: Line) -> list[list[Span]]:
 
 
 def _path(line: Line, across: StepAxis, up: StepAxis) -> str:
-    runs = ([f"{across.place(s.middle)} {up.place(s.mean)}" for s in run] for run in _pieces(line) if len(run) > 1)
+    runs = ([f"{across.pixel(s.middle)} {up.pixel(s.mean)}" for s in run] for run in _pieces(line) if len(run) > 1)
     return "".join(f"M{'L'.join(run)}" for run in runs)
 
 
@@ -140,15 +140,15 @@ def _band(line: Line, across: StepAxis, up: StepAxis) -> str:
     band = ""
     for run in _pieces(line):
         if len(run) > 1 and any(s.high > s.low for s in run):
-            upper = [f"{across.place(s.middle)} {up.place(s.high)}" for s in run]
-            lower = [f"{across.place(s.middle)} {up.place(s.low)}" for s in reversed(run)]
+            upper = [f"{across.pixel(s.middle)} {up.pixel(s.high)}" for s in run]
+            lower = [f"{across.pixel(s.middle)} {up.pixel(s.low)}" for s in reversed(run)]
             band += f"M{'L'.join([*upper, *lower])}Z"
     return band
 
 
 def _alone(line: Line, across: StepAxis, up: StepAxis) -> list[tuple[float, float]]:
     """Return the places of values with no neighbour, which have no line."""
-    return [(across.place(run[0].middle), up.place(run[0].mean)) for run in _pieces(line) if len(run) == 1]
+    return [(across.pixel(run[0].middle), up.pixel(run[0].mean)) for run in _pieces(line) if len(run) == 1]
 
 
 def short(x: float) -> str:

@@ -33,11 +33,11 @@ def verify_schedule(
     Raises:
         ScheduleError: QN208 with the rank, the action and the actions around it.
     """
-    flow = Flow.of(edges, schedule.num_stages)
+    flow = Flow.from_edges(edges, schedule.num_stages)
     _check_complete(schedule, flow)
-    _Execution(schedule, flow, rendezvous=False).run()
+    _Execution(schedule, flow, rendezvous=False).take_all_actions()
     if rendezvous:
-        _Execution(schedule, flow, rendezvous=True).run()
+        _Execution(schedule, flow, rendezvous=True).take_all_actions()
     return _peak_live(schedule, max_live)
 
 
@@ -113,7 +113,7 @@ class _Execution:
         # What one end of a channel (sending rank, receiving rank, direction) posted before the other did.
         self.channels: defaultdict[tuple[int, int, Op], deque[tuple[Action, Place]]] = defaultdict(deque)
 
-    def run(self) -> None:
+    def take_all_actions(self) -> None:
         """Take all actions.
 
         Raises:
@@ -124,7 +124,7 @@ class _Execution:
         while sum(self.cursor) > previous:
             previous = sum(self.cursor)
             for rank, row in enumerate(rows):
-                while self.cursor[rank] < len(row) and self.step(rank):
+                while self.cursor[rank] < len(row) and self.take_action(rank):
                     self.cursor[rank] += 1
         stuck = [(rank, index) for rank, index in enumerate(self.cursor) if index < len(rows[rank])]
         if stuck:
@@ -132,7 +132,7 @@ class _Execution:
             waits = ", ".join(f"rank {rank} waits at {rows[rank][index]}" for rank, index in stuck)
             raise self.schedule.error(f"deadlock with {model}: {waits}", *stuck)
 
-    def step(self, rank: int) -> bool:
+    def take_action(self, rank: int) -> bool:
         """Take the rank's next action; False when it has to wait."""
         place = rank, self.cursor[rank]
         action = self.schedule.actions[rank][place[1]]
@@ -142,7 +142,7 @@ class _Execution:
             sends = action.op in SEND.values()
             if sends and (DIRECTION[action.op], action.stage, action.microbatch) not in self.computed:
                 raise self.schedule.error(f"rank {rank}: {action} comes before its value exists", place)
-            return self.meet(action) if self.rendezvous else self.post(action, place)
+            return self.take_transfer(action) if self.rendezvous else self.post(action, place)
         return True
 
     def compute(self, action: Action, place: Place) -> bool:
@@ -163,7 +163,7 @@ class _Execution:
             self.computed.add((MAKES[action.op], action.stage, action.microbatch))
         return True
 
-    def meet(self, action: Action) -> bool:
+    def take_transfer(self, action: Action) -> bool:
         """Take a transfer that blocks: the sender moves both ranks on, once the receiver has come to it."""
         other = self.schedule.placement[action.peer]
         row, index = self.schedule.actions[other], self.cursor[other]

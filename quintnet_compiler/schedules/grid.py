@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .schedule import Schedule, StageEdge, bubble, chain, simulate
+from .schedule import Schedule, StageEdge, bubble, chain, earliest_spans
 
 
 def grid(schedule: Schedule, edges: Iterable[StageEdge] | None = None) -> str:
@@ -27,7 +27,7 @@ def grid(schedule: Schedule, edges: Iterable[StageEdge] | None = None) -> str:
     # Stages are not named where no rank has two.
     alone = len(set(schedule.placement)) == schedule.num_stages
     rows: list[dict[int, str]] = []
-    for line in simulate(schedule, edges, lambda action: 1.0):
+    for line in earliest_spans(schedule, edges, lambda action: 1.0):
         names = [str(action).removeprefix(str(action.stage) if alone else "") for _, _, action in line]
         rows.append({int(span.start): name for span, name in zip(line, names, strict=True)})
     columns = range(1 + max(column for row in rows for column in row))

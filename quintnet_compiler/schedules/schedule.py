@@ -180,7 +180,7 @@ class Flow:
     outgoing: Mapping[tuple[Op, int], tuple[int, ...]]
 
     @classmethod
-    def of(cls, edges: Iterable[StageEdge], num_stages: int) -> Flow:
+    def from_edges(cls, edges: Iterable[StageEdge], num_stages: int) -> Flow:
         """Return the flow of edges.
 
         Raises:
@@ -219,7 +219,7 @@ class ActionSpan(NamedTuple):
     action: Action
 
 
-def simulate(
+def earliest_spans(
     schedule: Schedule,
     edges: Iterable[StageEdge],
     duration: Callable[[Action], float],
@@ -232,7 +232,7 @@ def simulate(
     Raises:
         ScheduleError: QN208 when some action can never start, or its stage does not exist.
     """
-    flow = Flow.of(edges, schedule.num_stages)
+    flow = Flow.from_edges(edges, schedule.num_stages)
     rows = [[action for action in row if action.op in COMPUTE] for row in schedule.actions]
     if unknown := next((a for row in rows for a in row if a.stage >= schedule.num_stages), None):
         raise ScheduleError("QN208", f"{unknown} is not of {schedule.num_stages} stages")
@@ -324,7 +324,7 @@ def bubble(schedule: Schedule, edges: Iterable[StageEdge], *, forward: float = 1
     Raises:
         ScheduleError: QN208 when the schedule never ends, or takes no time.
     """
-    lines = simulate(schedule, edges, _durations(forward, backward))
+    lines = earliest_spans(schedule, edges, _durations(forward, backward))
     total = schedule.num_ranks * max((span.end for line in lines for span in line), default=0.0)
     if total <= 0:
         raise ScheduleError("QN208", f"{schedule.name} takes no time, so that no share of it is idle")
@@ -354,10 +354,10 @@ def with_transfers(schedule: Schedule, edges: Iterable[StageEdge], *, hoist: int
         problem = f"{schedule.name} must have compute actions only, and hoist={hoist} be 0 or more"
         raise ScheduleError("QN208", problem)
     edges = tuple(edges)
-    flow, rank_of = Flow.of(edges, schedule.num_stages), schedule.placement
+    flow, rank_of = Flow.from_edges(edges, schedule.num_stages), schedule.placement
     # The key is the total order: at equal times, transfers come before the compute actions that need them.
     events: list[list[tuple[tuple[float, int, str, int, int], Action]]] = [[] for _ in schedule.actions]
-    for rank, line in enumerate(simulate(schedule, edges, _durations(1.0, 2.0))):
+    for rank, line in enumerate(earliest_spans(schedule, edges, _durations(1.0, 2.0))):
         for start, end, action in line:
             events[rank].append(((start, 1, "", 0, 0), action))
             if way := MAKES.get(action.op):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .kinds import SCHEDULES, looped, there_and_back
-from .schedule import RELEASES, Action, Op, Schedule, ScheduleError, chain, most_held, simulate
+from .schedule import RELEASES, Action, Op, Schedule, ScheduleError, chain, earliest_spans, most_held
 
 SYNTHESIZED = "synthesized"
 """The name that plans give to a schedule made for the model's own stages."""
@@ -23,7 +23,7 @@ class StageTimes:
     input: float
     weight: float
 
-    def of(self, op: Op) -> float:
+    def time_of(self, op: Op) -> float:
         """Return the time of an operation."""
         table = {Op.FORWARD: self.forward, Op.BACKWARD_INPUT: self.input, Op.BACKWARD_WEIGHT: self.weight}
         return table.get(op, self.input + self.weight)
@@ -98,7 +98,7 @@ def synthesized(
     for candidate in _candidates(times, num_ranks, num_microbatches, virtual_stages, max_live):
         moved = placement is not None and candidate.placement != placement
         if not moved and (max_live is None or max(most_held(candidate)) <= max_live):
-            end = seconds(candidate, times)
+            end = makespan(candidate, times)
             if best is None or end < best[0] * (1 - 1e-12):
                 best = end, candidate
     if best is None:
@@ -109,9 +109,9 @@ def synthesized(
     return best[1]
 
 
-def seconds(schedule: Schedule, times: Sequence[StageTimes]) -> float:
+def makespan(schedule: Schedule, times: Sequence[StageTimes]) -> float:
     """Return when the last action of a plain pipeline ends, in the unit of ``times``."""
-    lines = simulate(schedule, chain(schedule.num_stages), lambda action: times[action.stage].of(action.op))
+    lines = earliest_spans(schedule, chain(schedule.num_stages), lambda action: times[action.stage].time_of(action.op))
     return max(line[-1].end for line in lines)
 
 
@@ -127,7 +127,7 @@ def _candidates(
     placements += [there_and_back(num_ranks)] if virtual_stages == 2 and num_ranks > 1 else []
     for placement in placements:
         for urgency in URGENCIES:
-            schedule = _Listing(times, placement, num_microbatches, max_live, urgency).run()
+            schedule = _Listing(times, placement, num_microbatches, max_live, urgency).list_actions()
             if schedule is not None:
                 yield schedule
 
@@ -165,7 +165,7 @@ class _Listing:
         self.begun = {(op, stage): 0 for op in (Op.FORWARD, *HALVES) for stage in range(len(placement))}
         self.ended = dict(self.begun)
 
-    def run(self) -> Schedule | None:
+    def list_actions(self) -> Schedule | None:
         """Return the schedule, or None if the limit on memory brings it to a halt."""
         events: list[tuple[float, int, Action]] = []
         busy: set[int] = set()
@@ -177,7 +177,7 @@ class _Listing:
                     action = min(ready, key=self.urgency)
                     self._begin(rank, action)
                     busy.add(rank)
-                    heapq.heappush(events, (now + self.times[action.stage].of(action.op), rank, action))
+                    heapq.heappush(events, (now + self.times[action.stage].time_of(action.op), rank, action))
             if not events:
                 break
             now = events[0][0]

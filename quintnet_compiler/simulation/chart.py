@@ -10,10 +10,10 @@ from typing import Any
 from markupsafe import Markup
 
 from ..core import html
-from ..core.annotations import size
+from ..core.annotations import format_bytes
 from ..core.axes import AXES
 from ..core.html import environment
-from .timeline import Event, RankTimeline, Timeline, duration, label
+from .timeline import Event, RankTimeline, Timeline, duration, event_label
 
 WIDTH, MARGIN, LEFT, RIGHT = 1320, 24, 168, 24
 TOP, BOX, THIN, CURVE, GAP = 104, 30, 9, 30, 18
@@ -104,7 +104,7 @@ class _Layout:
             "x": x,
             "width": round(max(width, 0.4), 2),
             "rx": 3 if width > 8 else 0,
-            "odd": bool(event.stage // self.places % 2),
+            "odd": bool(event.stage // self.num_places % 2),
             "text": text if font >= 6.5 else "",
             "size": round(font, 1),
             "middle": round(x + width / 2, 2),
@@ -112,7 +112,7 @@ class _Layout:
         }
 
     @property
-    def places(self) -> int:
+    def num_places(self) -> int:
         """Return the number of pipeline places."""
         return max(1, len({row.coordinate.get("pp", 0) for row in self.timeline.rows}))
 
@@ -152,10 +152,11 @@ class _Layout:
             "peak_y": height(peak.values),
             "peak_text_x": x - 6 if left_of else x + 6,
             "anchor": "end" if left_of else "start",
-            "peak": f"{size(peak.values)}",
-            "memory_hover": f"values: at most {size(row.peak_held)} kept, {size(peak.values)} during {peak.action}\n"
-            f"parameters {size(row.parameter_bytes)}, gradients {size(peak.gradients)} then, "
-            f"{size(row.gradient_bytes)} in all",
+            "peak": f"{format_bytes(peak.values)}",
+            "memory_hover": f"values: at most {format_bytes(row.peak_held)} kept, "
+            f"{format_bytes(peak.values)} during {peak.action}\n"
+            f"parameters {format_bytes(row.parameter_bytes)}, gradients {format_bytes(peak.gradients)} then, "
+            f"{format_bytes(row.gradient_bytes)} in all",
         }
 
 
@@ -185,13 +186,15 @@ def _visible(events: tuple[Event, ...], scale: Scale) -> Iterator[Event]:
 
 
 def _hover(event: Event) -> str:
-    name = f"{event.kind} {event.name}" if event.axis else label(event)
+    name = f"{event.kind} {event.name}" if event.axis else event_label(event)
     stage = f", stage {event.stage}, microbatch {event.microbatch}" if event.microbatch >= 0 else ""
     axis = f" over {event.axis}" if event.axis else ""
     return f"{name}{axis}{stage}\n{duration(event.seconds)}, from {duration(event.start)} to {duration(event.end)}"
 
 
-def svg(timeline: Timeline, theme: str = "", seconds: float | None = None, most: int = MAX_PICTURE_ROWS) -> str:
+def timeline_svg(
+    timeline: Timeline, theme: str = "", seconds: float | None = None, most: int = MAX_PICTURE_ROWS
+) -> str:
     """Return the picture, ``seconds`` wide (by default as long as the step), of at most ``most`` rows.
 
     ``theme="auto"`` follows the viewer's dark mode.
@@ -231,9 +234,9 @@ def _subtitle(timeline: Timeline) -> str:
 
 
 def figure_svg(timeline: Timeline) -> str:
-    """Return :func:`svg` with as many rows as leave a notebook small: at least one."""
+    """Return :func:`timeline_svg` with as many rows as leave a notebook small: at least one."""
     rows = min(MAX_PICTURE_ROWS, len(timeline.rows))
-    while len(picture := svg(timeline, "auto", most=rows)) > MAX_NOTEBOOK_CHARACTERS and rows > 1:
+    while len(picture := timeline_svg(timeline, "auto", most=rows)) > MAX_NOTEBOOK_CHARACTERS and rows > 1:
         rows = min(rows - 1, max(1, rows * MAX_NOTEBOOK_CHARACTERS // len(picture)))
     return picture
 
@@ -243,14 +246,14 @@ def figure(timeline: Timeline) -> str:
     return f'<div style="overflow-x:auto">{figure_svg(timeline)}</div>'
 
 
-def page(timeline: Timeline) -> str:
+def timeline_page(timeline: Timeline) -> str:
     """Return a page that needs nothing else."""
     waits = sum(timeline.exposed.values())
     cards = [
         ("a step", duration(timeline.seconds)),
         ("bubble", f"{timeline.bubble:.1%}"),
         ("exposed communication", f"{waits / timeline.seconds:.1%}" if timeline.seconds else "0%"),
-        ("peak memory of a rank", size(timeline.peak.bytes)),
+        ("peak memory of a rank", format_bytes(timeline.peak.bytes)),
         ("ranks", str(timeline.ranks)),
     ]
     table = []
@@ -258,8 +261,8 @@ def page(timeline: Timeline) -> str:
         waited = ", ".join(f"{axis} {duration(seconds)}" for axis, seconds in row.exposed.items()) or "none"
         peak = row.peak
         cells = [row.name, duration(row.busy_seconds), f"{row.bubble:.1%}", waited, str(row.peak_live)]
-        table.append([*cells, size(row.peak_held), size(peak.bytes), peak.action])
-    picture = Markup(svg(timeline, "auto"))  # the template of the picture has escaped it
+        table.append([*cells, format_bytes(row.peak_held), format_bytes(peak.bytes), peak.action])
+    picture = Markup(timeline_svg(timeline, "auto"))  # the template of the picture has escaped it
     return html.page(
         "quintnet_compiler.simulation", "timeline.html.jinja", title=timeline.title, cards_shown=cards,
         picture=picture, table=table, notes=timeline.notes,

@@ -76,7 +76,7 @@ class Engine:
         self.needs: dict[Action, list[Action]] = {}
         self.clock, self.rate = 0.0, 1.0  # of ranks that share cores
 
-    def run(self) -> list[SimulatedRank]:
+    def run_actions(self) -> list[SimulatedRank]:
         """Run all actions.
 
         Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from ..core.errors import CompileError, finite, told, whole
+from ..core.errors import CompileError, describe_value, finite, whole_number
 from ..core.mesh import Mesh
 
 
@@ -51,7 +51,7 @@ class Faults:
         links = {}
         for link, factor in _items("slow_links", self.slow_links, "{(0, 1): 1.5}"):
             if not isinstance(link, tuple) or len(link) != 2:
-                raise _refused(f"a link of slow_links is {told(link)}", _link_fix(mesh))
+                raise _refused(f"a link of slow_links is {describe_value(link)}", _link_fix(mesh))
             first, second = (_rank(mesh, "slow_links", rank) for rank in link)
             self.axis_of(mesh, (first, second))
             links[first, second] = _factor("slow_links", link, factor)
@@ -67,7 +67,9 @@ def read_faults(faults: Faults | None, mesh: Mesh) -> Faults:
     if faults is None:
         return Faults()
     if not isinstance(faults, Faults):
-        raise _refused(f"faults is {told(faults)}", "pass faults=quintnet.Faults(slow_ranks={0: 1.5}), or None")
+        raise _refused(
+            f"faults is {describe_value(faults)}", "pass faults=quintnet.Faults(slow_ranks={0: 1.5}), or None"
+        )
     return faults.checked(mesh)
 
 
@@ -78,15 +80,16 @@ def _refused(problem: str, fix: str) -> CompileError:
 def _items(name: str, factors: Any, example: str) -> list[tuple[Any, Any]]:
     if not isinstance(factors, Mapping):
         raise _refused(
-            f"{name} of the faults is {told(factors)}", f"give a dict such as {name}={example}, or leave it out"
+            f"{name} of the faults is {describe_value(factors)}",
+            f"give a dict such as {name}={example}, or leave it out",
         )
     return list(factors.items())
 
 
 def _rank(mesh: Mesh, name: str, value: Any) -> int:
-    number = whole(value)
+    number = whole_number(value)
     if number is None or not 0 <= number < mesh.size:
-        problem = told(value) if number is None else f"{told(value)}, which is not on {mesh}"
+        problem = describe_value(value) if number is None else f"{describe_value(value)}, which is not on {mesh}"
         raise _refused(f"a rank in {name} is {problem}", f"name ranks by ints from 0 to {mesh.size - 1}")
     return number
 
@@ -95,7 +98,8 @@ def _factor(name: str, key: object, value: Any) -> float:
     number = finite(value)
     if number is None or number <= 0:
         raise _refused(
-            f"the factor of {key} in {name} is {told(value)}", "give a finite Python number above 0, such as 1.5"
+            f"the factor of {key} in {name} is {describe_value(value)}",
+            "give a finite Python number above 0, such as 1.5",
         )
     return number
 
@@ -136,7 +140,7 @@ class Rows:
     columns: tuple[Mapping[str, int], ...]
 
     @classmethod
-    def of(cls, mesh: Mesh, lockstep: Iterable[str], faults: Faults) -> Rows:
+    def to_simulate(cls, mesh: Mesh, lockstep: Iterable[str], faults: Faults) -> Rows:
         """Return the ranks to simulate.
 
         ``lockstep``: axes along which ranks meet within every function, so that each waits for the slowest.

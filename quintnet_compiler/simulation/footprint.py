@@ -121,7 +121,7 @@ class Footprints:
         for name, cut in stage.slices.items():
             whole = available[cut.source] if cut.source in available else self._fake(self._source(cut.source))
             self.lasting[storage(whole)] = whole
-            part = slices.take(whole, cut.dim, cut.parts, self.program.schedule.num_microbatches, 0)
+            part = slices.slice_of_rank(whole, cut.dim, cut.parts, self.program.schedule.num_microbatches, 0)
             available[name] = part
             shared = storage(part) == storage(whole)
             self.sliced[stage.index, name] = _output(part, 0 if shared else -1, 0)
@@ -144,7 +144,7 @@ class Footprints:
         lent = [x for name, x in zip(names, arguments, strict=True) if name in needed or storage(x) in self.lasting]
         comm = _comm(self.program, stage, processes=self.processes)
         away = [x for x in arguments if storage(x) in self.outside]
-        results, peaks = self._functions(comm).run(
+        results, peaks = self._functions(comm).run_once(
             piece.module.graph, arguments, lent, away, self.device,
             lambda: interpret(
                 piece.module, arguments, comm, lent, away, self.device, self.program.expect.expert_imbalance

@@ -48,7 +48,7 @@ class KnownFunctions:
     where: Hashable
     opaque: Callable[[str], bool]
 
-    def run(
+    def run_once(
         self, graph: fx.Graph, arguments: Sequence[Tensor], lent: Iterable[Tensor], away: Iterable[Tensor],
         device: torch.device | None,
         run: Callable[[], tuple[tuple[Tensor, ...], Peaks]],

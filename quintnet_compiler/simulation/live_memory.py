@@ -77,7 +77,7 @@ class LiveMemory:
                 self.held[memory[-1]] -= 1
         return result, memory
 
-    def hold(self, x: Tensor) -> None:
+    def note_message(self, x: Tensor) -> None:
         """Note that a message may hold ``x``."""
         where = storage_key(x)
         if id(x) in self._ends:
@@ -124,5 +124,5 @@ class _MadeMeanwhile(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = func(*args, **(kwargs or {}))
         for x in results if isinstance(results, (list, tuple)) else (results,):
             if isinstance(x, Tensor):
-                self.memory.hold(x)
+                self.memory.note_message(x)
         return results

@@ -359,7 +359,7 @@ def expert_loads(program: DistributedProgram) -> dict[fx.Node, ExpertLoad]:
         load = next((rows[n] for n in node.all_input_nodes if n in rows), None)
         if op_spec(node).routing == "dispatch":
             *_, experts, _, hot = _planned(node).args
-            load = ExpertLoad.of(program.expect, len(hot), experts)  # type: ignore[arg-type]
+            load = ExpertLoad.expected(program.expect, len(hot), experts)  # type: ignore[arg-type]
         if load is not None and load != ExpertLoad():
             loads[node] = load
             if priced_as(node) not in _ENDS:

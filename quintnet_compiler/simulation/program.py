@@ -16,7 +16,7 @@ from .faults import Faults, read_faults
 from .host_update import host_updates
 from .priced import ProgramPrices
 from .rehearsal import rehearse
-from .run import Setting, simulate
+from .run import Setting, simulate_schedule
 from .timeline import Timeline
 
 
@@ -52,7 +52,7 @@ def simulate_program(
             host_updates(program, durations.places, processes=processes),
             _notes(program, durations),
         )
-        return simulate(program.schedule, program.edges, durations, setting)
+        return simulate_schedule(program.schedule, program.edges, durations, setting)
 
 
 @contextmanager

@@ -249,7 +249,7 @@ def rehearse(program: DistributedProgram, *, processes: bool = True) -> tuple[Fo
         rank_memory[part.rank] = _rank_memory(program, part, rehearsal, store, processes=processes)
 
     with torch.no_grad():
-        world.run(dict.fromkeys(ranks, work))
+        world.run_ranks(dict.fromkeys(ranks, work))
     return tuple(rank_memory[rank] for rank in ranks)
 
 

@@ -65,7 +65,7 @@ class Setting:
     notes: tuple[str, ...] = ()
 
 
-def simulate(
+def simulate_schedule(
     schedule: Schedule, edges: Iterable[StageEdge], durations: Durations, setting: Setting | None = None
 ) -> Timeline:
     """Return when each rank does what, for a schedule of :func:`..schedules.schedule.with_transfers`.
@@ -75,9 +75,9 @@ def simulate(
         CompileError: QN201 for faults of ranks that do not exist.
     """
     setting = Setting(Mesh(pp=schedule.num_ranks)) if setting is None else setting
-    rows = Rows.of(setting.mesh, setting.lockstep, setting.faults)
-    flow = Flow.of(tuple(edges), schedule.num_stages)
-    lines = Engine(schedule, flow, rows.rows, durations).run()
+    rows = Rows.to_simulate(setting.mesh, setting.lockstep, setting.faults)
+    flow = Flow.from_edges(tuple(edges), schedule.num_stages)
+    lines = Engine(schedule, flow, rows.rows, durations).run_actions()
     extra: list[list[Event]] = [[] for _ in lines]
     # where ranks share cores, all of them compete for these
     crowd = max(1.0, setting.mesh.size / durations.cores) if durations.cores else 1.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..core.annotations import size
+from ..core.annotations import format_bytes
 from ..core.errors import CompileError
 from ..schedules.schedule import Schedule
 
@@ -67,8 +67,9 @@ class Peak:
 
     def __str__(self) -> str:
         parts = {"parameters": self.parameters, "gradients": self.gradients, "values": self.values}
-        shares = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
-        return f"{size(self.bytes)} on rank {self.rank} at {duration(self.seconds)}, during {self.action}: {shares}"
+        shares = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
+        place = f"on rank {self.rank} at {duration(self.seconds)}, during {self.action}"
+        return f"{format_bytes(self.bytes)} {place}: {shares}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class HostUpdate:
     def __str__(self) -> str:
         parts = {"gathering": self.gathering, "to host": self.out, "computing": self.update, "from host": self.back}
         shares = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
-        return f"{duration(self.seconds)} after a step: {shares}; {size(self.host_bytes)} of the host"
+        return f"{duration(self.seconds)} after a step: {shares}; {format_bytes(self.host_bytes)} of the host"
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class Timeline:
         shown = ", ".join(str(row.rank) for row in self.rows[:20])
         raise CompileError("QN201", f"rank {rank} is like one of those shown", fix=f"ask for one of {shown}")
 
-    def require(self, ranks: int, schedule: Schedule) -> None:
+    def require_schedule(self, ranks: int, schedule: Schedule) -> None:
         """Require a step of this number of ranks and this schedule.
 
         Raises:
@@ -251,9 +252,9 @@ class Timeline:
         if self._has_memory:
             yield f"peak memory {self.peak}"
         if host_bytes := max(row.host_bytes for row in self.rows):
-            yield f"memory of the host {size(host_bytes)} a rank"
+            yield f"memory of the host {format_bytes(host_bytes)} a rank"
         if disk_bytes := max(row.disk_bytes for row in self.rows):
-            yield f"files {size(disk_bytes)} a rank"
+            yield f"files {format_bytes(disk_bytes)} a rank"
         if updates := [row.update for row in self.rows if row.update is not None]:
             yield f"the optimizer on the host takes {max(updates, key=lambda update: update.seconds)}"
 
@@ -265,7 +266,7 @@ class Timeline:
         yield f"  {'':<{width}}  {'busy':>9} {'bubble':>7} {'exposed':>9}{memory}"
         for name, row in zip(names, self.rows, strict=False):
             if self._has_memory:
-                memory = f" {row.peak_live:>5} {size(row.peak_held):>10} {size(row.peak.bytes):>10}"
+                memory = f" {row.peak_live:>5} {format_bytes(row.peak_held):>10} {format_bytes(row.peak.bytes):>10}"
             times = f"{duration(row.busy_seconds):>9} {row.bubble:>7.1%} {duration(sum(row.exposed.values())):>9}"
             yield f"  {name:<{width}}  {times}{memory}"
         if len(self.rows) > MAX_TABLE_ROWS:
@@ -278,15 +279,15 @@ class Timeline:
 
     def svg(self) -> str:
         """Return a picture: a row per rank, its communication and its memory beneath."""
-        from .chart import svg
+        from .chart import timeline_svg
 
-        return svg(self)
+        return timeline_svg(self)
 
     def html(self) -> str:
         """Return the picture as a page of its own, with the summary."""
-        from .chart import page
+        from .chart import timeline_page
 
-        return page(self)
+        return timeline_page(self)
 
     def chrome_trace(self) -> str:
         """Return JSON for Perfetto or chrome://tracing: a process per rank, a thread for computing and each axis."""
@@ -301,7 +302,7 @@ class Timeline:
             for event in row.events:
                 yield {
                     "ph": "X",
-                    "name": label(event),
+                    "name": event_label(event),
                     "cat": event.kind,
                     "pid": row.rank,
                     "tid": threads.index(event.axis) if event.axis else 0,
@@ -317,7 +318,7 @@ class Timeline:
 MAX_TABLE_ROWS = 32
 
 
-def label(event: Event) -> str:
+def event_label(event: Event) -> str:
     """Return ``F3`` for a compute action, else the event's name."""
     return f"{event.kind}{event.microbatch}" if event.microbatch >= 0 and not event.axis else event.name or event.kind
 

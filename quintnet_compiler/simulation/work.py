@@ -201,8 +201,8 @@ class Given:
             Op.BACKWARD_WEIGHT: self.weight,
         }
         seconds = durations[action.op]
-        half_backward = at(self.backward, action.stage) / 2
-        return ActionWork((WorkPart(half_backward if seconds is None else at(seconds, action.stage)),))
+        half_backward = stage_seconds(self.backward, action.stage) / 2
+        return ActionWork((WorkPart(half_backward if seconds is None else stage_seconds(seconds, action.stage)),))
 
     def transfer(self, send: Action) -> float:
         """Return the duration of the link between two stages."""
@@ -211,7 +211,7 @@ class Given:
     def sums(self, place: int) -> tuple[GradientSum, ...]:
         """Return a sum for each stage of the rank, the last stage first."""
         stages = [stage for stage, owner in enumerate(self.placement) if owner == place]
-        terms = [(stage, at(self.reduction, stage)) for stage in reversed(stages)]
+        terms = [(stage, stage_seconds(self.reduction, stage)) for stage in reversed(stages)]
         return tuple(GradientSum(f"stage {s}", ("dp",), seconds, {s: 0.0}) for s, seconds in terms if seconds)
 
     def meetings(self) -> tuple[StepEndCollective, ...]:
@@ -219,7 +219,7 @@ class Given:
         return ()
 
 
-def at(seconds: Seconds, stage: int) -> float:
+def stage_seconds(seconds: Seconds, stage: int) -> float:
     """Return the seconds of a stage."""
     return seconds[stage] if isinstance(seconds, Mapping) else seconds
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from ..core.annotations import facts, leaf, num_bytes, shape, tensor_inputs, values
 from ..core.errors import CompileError
-from ..core.sharding import AxisType, I, P, S, Shard, plain
+from ..core.sharding import AxisType, I, P, S, Shard, forward_type
 from ..ir.program import Axis, Strategy
 from ..ops.catalog import op_spec
 
@@ -83,7 +83,7 @@ def with_sliced_rows(node: fx.Node, options: Iterable[Strategy], axis: Axis) -> 
         if not strategy.splits or strategy.uneven or splits_experts(strategy):
             continue
         read, written = strategy.inputs[0], strategy.outputs[0]
-        arriving: list[AxisType] = [read, *([S(1)] if rows_divide and plain(read) is I else [])]
+        arriving: list[AxisType] = [read, *([S(1)] if rows_divide and forward_type(read) is I else [])]
         leaving: list[AxisType] = [written, *([S(1)] if results_divide and written is P else [])]
         for sent, returned in itertools.product(arriving, leaving):
             if (sent, returned) != (read, written):

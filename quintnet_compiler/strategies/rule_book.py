@@ -19,7 +19,7 @@ from torch import fx
 from ..compat.torch import OpOverload
 from ..core.annotations import facts, is_float, is_getitem, leaf, needs_grad, shape, tensor_inputs, values
 from ..core.errors import CompileError
-from ..core.sharding import AxisType, I, P, R, S, Shard, gradient, plain
+from ..core.sharding import AxisType, I, P, R, S, Shard, forward_type, gradient
 from ..ir.program import Strategy
 from ..ops.catalog import op_spec
 from ..ops.rules.node_factors import argument, opaque
@@ -362,7 +362,7 @@ class _Operator:
         for position, grad_position in self.factors.dual:
             types[grad_position] = gradient(types[position])
         grads = [*self.grads_in, *self.grads_out]
-        types = [kind if grad else plain(kind) for kind, grad in zip(types, grads, strict=True)]
+        types = [kind if grad else forward_type(kind) for kind, grad in zip(types, grads, strict=True)]
         return Strategy(tuple(types[: len(ins)]), tuple(types[len(ins) :]), label, part)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from ..core.errors import CompileError, finite, told, whole
+from ..core.errors import CompileError, describe_value, finite, whole_number
 from ..cost_models.collectives import volume
 
 
@@ -19,7 +19,7 @@ def _number(name: str, value: Any, *, zero: bool = False) -> None:
 
 
 def _unfit(name: str, value: Any, fix: str) -> CompileError:
-    return CompileError("QN201", f"{name} is {told(value)}", fix=fix)
+    return CompileError("QN201", f"{name} is {describe_value(value)}", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("node", 0)):
-            number = whole(getattr(self, name))
+            number = whole_number(getattr(self, name))
             if number is None or number < least or finite(number) is None:
                 raise _unfit(f"{name} of a Machine", getattr(self, name), f"give an int, {least} or more")
         _number("flops_per_second of a Machine", self.flops_per_second)

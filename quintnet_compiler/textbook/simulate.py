@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..core.annotations import size
+from ..core.annotations import format_bytes
 from ..core.errors import CompileError
 from ..simulation.timeline import Event, MemorySample, RankTimeline, Timeline
 from .given import check_programs
@@ -40,7 +40,7 @@ class _TextbookWorld:
     messages: dict[tuple[int, int], deque[tuple[float, float]]] = field(default_factory=lambda: defaultdict(deque))
     links: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def run(self) -> None:
+    def take_all_steps(self) -> None:
         """Take all steps.
 
         Raises:
@@ -134,8 +134,8 @@ class _TextbookWorld:
         if now > self.machine.memory_bytes:
             raise CompileError(
                 "QN212",
-                f"rank {rank.number} needs {size(now)} for {', '.join(rank.held)}, and its device has "
-                f"{size(self.machine.memory_bytes)}",
+                f"rank {rank.number} needs {format_bytes(now)} for {', '.join(rank.held)}, and its device has "
+                f"{format_bytes(self.machine.memory_bytes)}",
                 fix="split more, or hold less",
             )
         rank.memory.append(MemorySample(rank.clock, step.name, now, now, 0))
@@ -158,7 +158,7 @@ def simulate(programs: Sequence[Sequence[Step]], machine: Machine, title: str = 
     """
     check_programs(programs, machine, title)
     ranks = [_TextbookRank(number, steps) for number, steps in enumerate(programs)]
-    _TextbookWorld(machine, ranks).run()
+    _TextbookWorld(machine, ranks).take_all_steps()
     end = max(max([rank.clock, rank.lane, *(event.end for event in rank.events)]) for rank in ranks)
     return Timeline(title, "steps", 1, len(ranks), end, tuple(_row(rank, end) for rank in ranks))
 

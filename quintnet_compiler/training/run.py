@@ -150,7 +150,7 @@ def _device(config: TrainConfig) -> torch.device:
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
     if config.device == "cpu" or (config.device == "auto" and not enough):
         return torch.device("cpu")
-    device = torch.device("cuda", 0 if world is None else world.place)
+    device = torch.device("cuda", 0 if world is None else world.local_rank)
     torch.cuda.set_device(device)
     return device
 

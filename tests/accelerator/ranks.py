@@ -183,7 +183,7 @@ def train_all(jobs: Sequence[Job], seeds: Sequence[int] = ()) -> dict[str, str]:
 
 def count(job: Job) -> Counted:
     """What a training step asks of the device, with a batch that is there. The seventh: until then ranks compare what
-    they have in most steps (:func:`quintnet_compiler.runtime.state.same_values.due`)."""
+    they have in most steps (:func:`quintnet_compiler.runtime.state.same_values.compares_batch`)."""
     case, here = EVERY[job.model], torch.device(NAME, dist.get_rank())
     batch = pytree.tree_map(lambda x: x.to(here, job.dtype if x.is_floating_point() else x.dtype), case.batch(8))
     options = {"loss_fn": case.loss_fn, "device": here, **job.options}

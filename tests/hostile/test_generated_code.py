@@ -201,11 +201,11 @@ def test_generated_code_passes_the_allow_list(name: str) -> None:
 def test_a_program_with_other_code_is_refused(program: quintnet.CompiledProgram, outside: Outside) -> None:
     import dataclasses
 
-    from quintnet_compiler.ir.invariants import verify
+    from quintnet_compiler.ir.invariants import verify_invariants
 
     whole = program._primary().program
     graph = torch.fx.Graph()
     graph.output((graph.call_function(subprocess.run, (["touch", MARKER],)),))
     piece = dataclasses.replace(whole.stages[0].forward, module=torch.fx.GraphModule({}, graph))
     stage = dataclasses.replace(whole.stages[0], forward=piece)
-    refused("QN701", lambda: verify(dataclasses.replace(whole, stages=(stage,))))
+    refused("QN701", lambda: verify_invariants(dataclasses.replace(whole, stages=(stage,))))

@@ -14,7 +14,7 @@ from quintnet_compiler.checks.derivatives.calls import OperatorCall
 from quintnet_compiler.checks.derivatives.device_kernels import on_cpu
 from quintnet_compiler.checks.derivatives.proven import Derivatives
 from quintnet_compiler.compat.torch import FakeTensorMode
-from quintnet_compiler.core.absent_gpu import CPU, CUDA, AbsentGpu, call_fake, on_device, stand_in
+from quintnet_compiler.core.absent_gpu import CPU, CUDA, AbsentGpu, call_fake, compute_device, on_device
 from quintnet_compiler.core.annotations import value
 from quintnet_compiler.core.errors import CompileError, RunError
 from quintnet_compiler.ir.builder import GraphBuilder, aten
@@ -204,7 +204,7 @@ def test_other_operators_are_themselves() -> None:
 
 @without_cuda
 def test_fake_tensors_of_a_device_that_is_not_here() -> None:
-    assert stand_in(CUDA) == CPU and stand_in(torch.device("meta")).type == "meta"
+    assert compute_device(CUDA) == CPU and compute_device(torch.device("meta")).type == "meta"
     assert on_device((1, CUDA, {"device": CUDA}), CPU) == (1, CPU, {"device": CPU})
     with FakeTensorMode():
         x = torch.empty(4, 6, device="cuda").t()

@@ -19,7 +19,7 @@ from quintnet_compiler.cli import app
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.planner.asking import MEMORY_SLACK, Question, Questions
 from quintnet_compiler.planner.curves import ParetoFront, ScalingCurve, ScalingPoint, Sweep
-from quintnet_compiler.planner.estimate import aligned, cells_of
+from quintnet_compiler.planner.estimate import aligned_columns, cells_of
 from quintnet_compiler.planner.host_memory import HostMemory
 from quintnet_compiler.planner.points_picture import LogAxis, Mark, points_svg
 from quintnet_compiler.planner.report import PlanReport
@@ -227,7 +227,7 @@ def test_tables_of_estimates(report: PlanReport) -> None:
     assert rows[0] == ("step", "memory", "bubble", "exposed", "rows/s/device", "MFU", "per million", "layout")
     plain = cells_of([replace(report.found.ranked[0], workload=None)])
     assert plain[0] == ("step", "memory", "bubble", "exposed", "layout") and len(plain) == 2
-    lines = aligned([("a", "bb", "c"), ("aaa", "b", "ccc")])
+    lines = aligned_columns([("a", "bb", "c"), ("aaa", "b", "ccc")])
     assert lines == ["  a  bb  c", "aaa   b  ccc"]
     front = ParetoFront(report.found.ranked[:1], 80e9, proven=False)
     assert "not proven" in str(front) and front.svg().count("<circle") == 1

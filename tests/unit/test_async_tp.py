@@ -91,7 +91,7 @@ def test_ranks_multiply_slices_that_travel() -> None:
         return product, rank_methods.matmul_reduce_scatter(comm, [x[:, own]], "tp", 0, 1, *options, 0)
 
     world = LocalWorld(mesh, ["here"])
-    results = world.run({rank: lambda t, rank=rank: work(t, rank) for rank in range(2)})  # type: ignore[misc]
+    results = world.run_ranks({rank: lambda t, rank=rank: work(t, rank) for rank in range(2)})  # type: ignore[misc]
     for rank, (whole, part) in results.items():
         torch.testing.assert_close(whole, x @ w.T)
         torch.testing.assert_close(part, (x @ w.T)[2 * rank : 2 * rank + 2])

@@ -21,13 +21,16 @@ def _batch(rows: int = 4, length: int = 6, **more: Any) -> dict[str, Any]:
 
 
 def test_only_rows_vary_at_first() -> None:
-    form = BatchForm.of(_batch(), 4)
-    assert form.sizes(FlatBatch.of(_batch(8))) == {ROWS: 8} and not form.lengths
-    assert form.sizes(FlatBatch.of(_batch(length=7))) is None
-    assert form.sizes(FlatBatch.of(_batch(deep=False))) is None and form.sizes(FlatBatch.of(_batch(deep=1))) is None
-    assert form.sizes(FlatBatch.of(_batch(scale=torch.ones(4)))) is None
-    assert form.sizes(FlatBatch.of(_batch(scale=torch.ones(3).double()))) is None
-    assert form.sizes(FlatBatch.of(tuple(_batch().values()))) is None
+    form = BatchForm.of_batch(_batch(), 4)
+    assert form.sizes(FlatBatch.flatten(_batch(8))) == {ROWS: 8} and not form.lengths
+    assert form.sizes(FlatBatch.flatten(_batch(length=7))) is None
+    assert (
+        form.sizes(FlatBatch.flatten(_batch(deep=False))) is None
+        and form.sizes(FlatBatch.flatten(_batch(deep=1))) is None
+    )
+    assert form.sizes(FlatBatch.flatten(_batch(scale=torch.ones(4)))) is None
+    assert form.sizes(FlatBatch.flatten(_batch(scale=torch.ones(3).double()))) is None
+    assert form.sizes(FlatBatch.flatten(tuple(_batch().values()))) is None
 
 
 @pytest.mark.parametrize(
@@ -43,43 +46,43 @@ def test_rows_of_tensors_that_disagree(sizes: tuple[int, ...], rows: int) -> Non
 
 def test_rows_where_a_trace_found_them() -> None:
     batch = (torch.zeros(5), torch.zeros(8, 2))
-    given = FlatBatch.of(batch)
-    found = FlatBatch.of(batch, {given.structure: 1})
-    assert given.rows == 5 and found.rows == 8 and BatchForm.of(batch, 8).rows_in(batch) == 8
+    given = FlatBatch.flatten(batch)
+    found = FlatBatch.flatten(batch, {given.structure: 1})
+    assert given.rows == 5 and found.rows == 8 and BatchForm.of_batch(batch, 8).rows_in(batch) == 8
 
 
 def test_a_tensor_has_rows_as_in_the_first_batch() -> None:
-    first = BatchForm.of(_batch(scale=torch.ones(8)), 4)
-    later = BatchForm.of(_batch(8, scale=torch.ones(8)), 8, first)
-    assert later == first and first.sizes(FlatBatch.of(_batch(8, scale=torch.ones(8)))) == {ROWS: 8}
-    assert BatchForm.of(_batch(8, scale=torch.ones(8)), 8) != first
+    first = BatchForm.of_batch(_batch(scale=torch.ones(8)), 4)
+    later = BatchForm.of_batch(_batch(8, scale=torch.ones(8)), 8, first)
+    assert later == first and first.sizes(FlatBatch.flatten(_batch(8, scale=torch.ones(8)))) == {ROWS: 8}
+    assert BatchForm.of_batch(_batch(8, scale=torch.ones(8)), 8) != first
 
 
 def test_one_name_for_lengths_that_change_together() -> None:
-    form = BatchForm.of(_batch(), 4)
-    wider = form.widened(BatchForm.of(_batch(length=9), 4))
+    form = BatchForm.of_batch(_batch(), 4)
+    wider = form.widened(BatchForm.of_batch(_batch(length=9), 4))
     assert wider is not None and wider.lengths
-    assert wider.sizes(FlatBatch.of(_batch(2, 5))) == {ROWS: 2, "length0": 5}
-    assert wider.sizes(FlatBatch.of(_batch(2, 5, labels=torch.zeros(2, 6, dtype=torch.int64)))) is None
-    assert wider.sizes(FlatBatch.of(_batch(2, 1))) is None  # code often does something else with one position
+    assert wider.sizes(FlatBatch.flatten(_batch(2, 5))) == {ROWS: 2, "length0": 5}
+    assert wider.sizes(FlatBatch.flatten(_batch(2, 5, labels=torch.zeros(2, 6, dtype=torch.int64)))) is None
+    assert wider.sizes(FlatBatch.flatten(_batch(2, 1))) is None  # code often does something else with one position
     limited = BatchForm(wider.structure, wider.leaves, {**wider.limits, "length0": (2, 16)})
-    assert limited.sizes(FlatBatch.of(_batch(4, 16))) and limited.sizes(FlatBatch.of(_batch(4, 17))) is None
+    assert limited.sizes(FlatBatch.flatten(_batch(4, 16))) and limited.sizes(FlatBatch.flatten(_batch(4, 17))) is None
     assert form.widened(form) is None
-    assert form.widened(BatchForm.of(_batch(deep=False), 4)) is None
-    assert form.widened(BatchForm.of(_batch(scale=torch.ones(3, 1)), 4)) is None
-    further = wider.widened(BatchForm.of(_batch(length=9, scale=torch.ones(5)), 4))
-    assert further is not None and further.sizes(FlatBatch.of(_batch(4, 8, scale=torch.ones(7)))) == {
+    assert form.widened(BatchForm.of_batch(_batch(deep=False), 4)) is None
+    assert form.widened(BatchForm.of_batch(_batch(scale=torch.ones(3, 1)), 4)) is None
+    further = wider.widened(BatchForm.of_batch(_batch(length=9, scale=torch.ones(5)), 4))
+    assert further is not None and further.sizes(FlatBatch.flatten(_batch(4, 8, scale=torch.ones(7)))) == {
         ROWS: 4, "length0": 8, "length1": 7,
     }  # fmt: skip
 
 
 def test_what_differs_is_told() -> None:
-    form = BatchForm.of(_batch(), 4)
-    assert BatchForm.of(_batch(length=7, deep=False), 4).difference(form) == (
+    form = BatchForm.of_batch(_batch(), 4)
+    assert BatchForm.of_batch(_batch(length=7, deep=False), 4).difference_from(form) == (
         "batch['ids'] is int64[rows, 7], and was int64[rows, 6]; "
         "batch['labels'] is int64[rows, 7], and was int64[rows, 6]; batch['deep'] is False, and was True"
     )
-    told = BatchForm.of((torch.zeros(4, 2),), 4).difference(form)
+    told = BatchForm.of_batch((torch.zeros(4, 2),), 4).difference_from(form)
     assert told.startswith("the batch is (float32[rows, 2],), and the first one was {'ids': int64[rows, 6], ")
 
 
@@ -153,18 +156,18 @@ def test_what_is_a_sequence_is_told() -> None:
     ],
 )
 def test_numbers_are_the_same_if_code_cannot_tell_them_apart(one: Any, two: Any, same: bool) -> None:
-    form, other = BatchForm.of(_batch(scale=one), 4), _batch(scale=two)
-    assert form.sizes(FlatBatch.of(_batch(scale=one))) == {ROWS: 4}
-    assert form.sizes(FlatBatch.of(other)) == ({ROWS: 4} if same else None)
-    assert bool(BatchForm.of(other, 4).difference(form)) is not same
-    assert (form.widened(BatchForm.of(_batch(length=9, scale=two), 4)) is not None) is same
+    form, other = BatchForm.of_batch(_batch(scale=one), 4), _batch(scale=two)
+    assert form.sizes(FlatBatch.flatten(_batch(scale=one))) == {ROWS: 4}
+    assert form.sizes(FlatBatch.flatten(other)) == ({ROWS: 4} if same else None)
+    assert bool(BatchForm.of_batch(other, 4).difference_from(form)) is not same
+    assert (form.widened(BatchForm.of_batch(_batch(length=9, scale=two), 4)) is not None) is same
 
 
 @pytest.mark.parametrize("x", [np.zeros((4, 6)), np.bool_(True), np.int64(1), np.float32(1)], ids=repr)
 def test_what_is_of_numpy_is_refused_with_its_place(x: Any) -> None:
     why = rf"QN102 [\s\S]*batch\['scale'\] is a numpy\.{type(x).__name__}[\s\S]*as_tensor"
     with pytest.raises(quintnet.CompileError, match=why):
-        BatchForm.of(_batch(scale=x), 4)
+        BatchForm.of_batch(_batch(scale=x), 4)
 
 
 def test_a_step_refuses_what_is_of_numpy() -> None:

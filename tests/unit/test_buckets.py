@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import quintnet
-from quintnet_compiler.runtime.state.buckets import ALIGNMENT, aligned
+from quintnet_compiler.runtime.state.buckets import ALIGNMENT, aligned_count
 from quintnet_compiler.runtime.state.gradients import GradientStore
 from quintnet_compiler.runtime.transport.local import LocalWorld
 
@@ -41,8 +41,8 @@ def _store(program: quintnet.CompiledProgram) -> GradientStore:
 
 
 def test_room_is_a_multiple_of_16_bytes() -> None:
-    assert [aligned(n, torch.float32) for n in (0, 1, 4, 5)] == [0, 4, 4, 8]
-    assert [aligned(n, torch.bfloat16) for n in (1, 9)] == [8, 16] and aligned(3, torch.complex128) == 3
+    assert [aligned_count(n, torch.float32) for n in (0, 1, 4, 5)] == [0, 4, 4, 8]
+    assert [aligned_count(n, torch.bfloat16) for n in (1, 9)] == [8, 16] and aligned_count(3, torch.complex128) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -55,8 +55,8 @@ def test_every_gradient_is_aligned(zero: int, dtype: torch.dtype) -> None:
             assert view.storage_offset() * view.itemsize % ALIGNMENT == 0
         for view in bucket.slots.values():
             view.zero_()
-        bucket.release()
-        bucket.hold()
+        bucket.free_buffer()
+        bucket.allocate()
         for view in bucket.slots.values():
             view.zero_()
         assert not bucket.buffer.any()  # nothing of the gaps is added up or looked for

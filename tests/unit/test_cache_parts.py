@@ -31,7 +31,7 @@ from quintnet_compiler.driver.cache_report import CacheReport, surplus
 from quintnet_compiler.driver.captured_text import NotCacheable, captured_text
 from quintnet_compiler.driver.compiler import Runner, compile_program
 from quintnet_compiler.driver.pipeline import Request
-from quintnet_compiler.driver.plain_data import plain, restored
+from quintnet_compiler.driver.plain_data import restored, to_plain_data
 from quintnet_compiler.driver.program_cache import ProgramCache
 from quintnet_compiler.driver.stored_program import program_data, read_program
 from quintnet_compiler.ir.distributed_program import StateSpec
@@ -246,7 +246,7 @@ def test_what_is_used_last_stays_longest(tmp_path: Path) -> None:
     gone = surplus(files, before=0.0, most=2.5 * files[0].size)
     folder.remove(gone)
     folder.remove(gone)  # somebody else may have been faster
-    report = CacheReport.of(str(folder.path), files, gone)
+    report = CacheReport.of_folder(str(folder.path), files, gone)
     assert [file.name[0] for file in folder.files()] == ["c", "a"] == [file.name[0] for file in report.files]
     assert "removed: 1 program" in str(report) and json.loads(report.to_json())["removed"][0]["about"] == {"model": "b"}
 
@@ -256,7 +256,7 @@ def test_a_file_that_is_no_program_is_shown_as_that(tmp_path: Path, text: str) -
     folder = CacheFolder(tmp_path / "cache")
     folder.write("0" * 64, text)
     (file,) = folder.files()
-    assert file.about == {} and "not a whole program" in str(CacheReport.of("cache", [file], ()))
+    assert file.about == {} and "not a whole program" in str(CacheReport.of_folder("cache", [file], ()))
 
 
 # -- plain data
@@ -275,7 +275,7 @@ def test_a_file_that_is_no_program_is_shown_as_that(tmp_path: Path, text: str) -
     ],
 )  # fmt: skip
 def test_data_comes_back(value: Any, kind: Any) -> None:
-    data = json.loads(json.dumps(plain(value, kind)))
+    data = json.loads(json.dumps(to_plain_data(value, kind)))
     assert restored(data, kind) == value
 
 

@@ -21,7 +21,14 @@ from quintnet_compiler.runtime.launch.board import KEPT, Board
 from quintnet_compiler.runtime.launch.calls import announced, collective, frequent, running, users_line
 from quintnet_compiler.runtime.launch.disagreement import disagreement, said_of, stalled
 from quintnet_compiler.runtime.launch.heartbeat import SAVED, SAVES, VERDICT, CollectiveCall, Heartbeat
-from quintnet_compiler.runtime.launch.rank_status import LONGEST_LINE, RankStatus, brief, cut, read_rows, some_ranks
+from quintnet_compiler.runtime.launch.rank_status import (
+    LONGEST_LINE,
+    RankStatus,
+    brief,
+    read_rows,
+    shorten_middle,
+    some_ranks,
+)
 
 
 def test_the_later_rank_sees_that_the_earlier_one_is_in_another_call(tmp_path: Path) -> None:
@@ -74,8 +81,8 @@ def test_ranks_that_may_wait_in_vain() -> None:
 
 
 def test_texts_that_are_too_long_for_a_store() -> None:
-    assert cut("short", 10) == "short"
-    long = cut("a" * 10**6 + "b", 100)
+    assert shorten_middle("short", 10) == "short"
+    long = shorten_middle("a" * 10**6 + "b", 100)
     assert len(long) < 160 and long.endswith("b") and "999901 characters left out" in long
     assert brief("x") == "x" and len(brief("y" * 10**6)) < LONGEST_LINE + 100
     middle = ["y" * 5000 + one + "y" * 5000 for one in "ab"]
@@ -105,7 +112,7 @@ def test_without_other_ranks_nothing_is_announced() -> None:
 def _begin(
     pulse: Heartbeat, kind: str, given: object = (), step: int | None = None, line: int = 0, *, usual: bool
 ) -> None:
-    pulse.begin(CollectiveCall(pulse.now.number + 1, kind, "", given, step, ("train.py", line)), usual=usual)
+    pulse.begin_call(CollectiveCall(pulse.now.number + 1, kind, "", given, step, ("train.py", line)), usual=usual)
 
 
 @pytest.fixture

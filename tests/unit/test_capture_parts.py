@@ -211,45 +211,47 @@ class Switch:
 
 def test_the_version_of_the_module_as_it_is_now() -> None:
     kept, switches, batch = CapturedVersions(), [Switch() for _ in range(2)], (torch.zeros(4, 3),)
-    flat = FlatBatch.of(batch)
-    assert kept.look("train", flat, 4) is None and kept.difference("train") == ""
-    assert kept.first("train") is None
+    flat = FlatBatch.flatten(batch)
+    assert kept.look("train", flat, 4) is None and kept.changes_since_capture("train") == ""
+    assert kept.first_capture("train") is None
 
     def add(guards: Any, form: BatchForm) -> Version:
         return kept.add("train", Captured(None, {}, {}, form, None, True, guards=guards))  # type: ignore[arg-type]
 
-    form = BatchForm.of(batch, 4)
+    form = BatchForm.of_batch(batch, 4)
     first, second = add(switches[0], form), add(switches[1], form)
     assert kept.look("train", flat, 4) == (second, {"rows": 4}) and kept.look("evaluate", flat, 4) is None
     switches[1].on = False
-    assert kept.look("train", flat, 4) == (first, {"rows": 4}) and kept.difference("train") == ""
-    assert kept.look("train", FlatBatch.of((torch.zeros(4, 5),)), 4) is None
-    other = kept.alike("train", FlatBatch.of((torch.zeros(2, 5),)))
-    assert other is not None and other[0] is first and other[1].sizes(FlatBatch.of((torch.zeros(8, 9),))) == {
+    assert kept.look("train", flat, 4) == (first, {"rows": 4}) and kept.changes_since_capture("train") == ""
+    assert kept.look("train", FlatBatch.flatten((torch.zeros(4, 5),)), 4) is None
+    other = kept.alike("train", FlatBatch.flatten((torch.zeros(2, 5),)))
+    assert other is not None and other[0] is first and other[1].sizes(FlatBatch.flatten((torch.zeros(8, 9),))) == {
         "rows": 8, "length0": 9,
     }  # fmt: skip
     switches[0].on = False
-    assert kept.look("train", flat, 4) is None and kept.difference("train") == "scale is 2 and was 1"
-    assert kept.alike("train", FlatBatch.of((torch.zeros(2, 5),))) is None
+    assert kept.look("train", flat, 4) is None and kept.changes_since_capture("train") == "scale is 2 and was 1"
+    assert kept.alike("train", FlatBatch.flatten((torch.zeros(2, 5),))) is None
 
 
 def test_the_programs_that_were_used_last_are_kept() -> None:
     kept, batch = CapturedVersions(), (torch.zeros(4, 3),)
-    captured: Any = Captured(None, {}, {}, BatchForm.of(batch, 4), None, True)  # type: ignore[arg-type]
+    captured: Any = Captured(None, {}, {}, BatchForm.of_batch(batch, 4), None, True)  # type: ignore[arg-type]
     version = kept.add("train", captured)
     programs: list[Any] = [object() for _ in range(MAX_PROGRAMS + 1)]
     for rows, program in enumerate(programs[:MAX_PROGRAMS], 1):
-        kept.keep("train", version, {"rows": rows}, program)
+        kept.record("train", version, {"rows": rows}, program)
     assert version.get({"rows": 1}) is programs[0] and kept.latest("train") is programs[0] and not kept.forgotten()
-    kept.keep("train", version, {"rows": MAX_PROGRAMS + 1}, programs[MAX_PROGRAMS])
+    kept.record("train", version, {"rows": MAX_PROGRAMS + 1}, programs[MAX_PROGRAMS])
     assert kept.forgotten() == [programs[1]] and kept.forgotten() == []
     assert version.get({"rows": 2}) is None and version.get({"rows": 1}) is programs[0]
     single = kept.add("train", captured)
-    kept.keep("train", single, {"rows": 9}, programs[1])
+    kept.record("train", single, {"rows": 9}, programs[1])
     # one that has a program for its sizes
-    assert kept.look("train", FlatBatch.of((torch.zeros(9, 3),)), 9) == (single, {"rows": 9})
-    assert kept.look("train", FlatBatch.of((torch.zeros(8, 3),)), 8) == (version, {"rows": 8})
-    assert version.sizes(FlatBatch.of((torch.zeros(3, 3),)), 9) == {"rows": 9}  # the rows of one data rank of three
+    assert kept.look("train", FlatBatch.flatten((torch.zeros(9, 3),)), 9) == (single, {"rows": 9})
+    assert kept.look("train", FlatBatch.flatten((torch.zeros(8, 3),)), 8) == (version, {"rows": 8})
+    assert version.sizes(FlatBatch.flatten((torch.zeros(3, 3),)), 9) == {
+        "rows": 9
+    }  # the rows of one data rank of three
 
 
 def test_a_step_is_the_model_and_its_loss() -> None:
@@ -274,7 +276,7 @@ def test_a_trace_sees_what_is_read_and_puts_back_what_is_changed() -> None:
 
     trace = WatchedTrace({"": model}, (), ())
     with pytest.raises(CompileError, match="QN110"):
-        trace.run(forward, {}, refuse=True)
+        trace.run_forward(forward, {}, refuse=True)
     assert model.calls == [] and "scale" in {read.label for read in trace.reads.found}
 
 

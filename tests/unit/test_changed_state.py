@@ -16,7 +16,7 @@ from quintnet_compiler.capture.places import where_of
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.equivalence.module_training import ModuleTraining, own_errors
 from quintnet_compiler.passes.frontend.norm_rewrites import batch_norm
-from quintnet_compiler.runtime.state.changed_state import split_results, written
+from quintnet_compiler.runtime.state.changed_state import split_results, written_state
 
 from . import graphs
 
@@ -101,7 +101,7 @@ def test_the_end_of_a_step_makes_new_values_of_the_last_results() -> None:
 
 def test_values_are_written_in_place_or_put_in_place() -> None:
     there = {"a": torch.zeros(2), "b": torch.ones(2)}
-    now = written(
+    now = written_state(
         _program({"a": 1, "b": 2}, frozenset({"b"})), {"a": torch.full((2,), 5.0), "b": torch.zeros(2)}, there
     )
     assert now["a"] is there["a"] and there["a"].tolist() == [5, 5]
@@ -111,7 +111,7 @@ def test_values_are_written_in_place_or_put_in_place() -> None:
 def test_buffers_may_change_places() -> None:
     """The new value of one is the memory of the other."""
     there = {"a": torch.zeros(2), "b": torch.ones(2)}
-    written(_program({"a": 1, "b": 2}), {"a": there["b"], "b": there["a"]}, there)
+    written_state(_program({"a": 1, "b": 2}), {"a": there["b"], "b": there["a"]}, there)
     assert there["a"].tolist() == [1, 1] and there["b"].tolist() == [0, 0]
 
 

@@ -14,7 +14,7 @@ from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.capture.changes.assigned_data import place_data, put_data
 from quintnet_compiler.capture.changes.autocast import inline_where_off, regions
 from quintnet_compiler.capture.changes.changed_values import Tensors, keep_gradients
-from quintnet_compiler.capture.changes.memory import itself, same_memory, written
+from quintnet_compiler.capture.changes.memory import itself, same_memory, written_arguments
 from quintnet_compiler.capture.changes.no_grad import WITHOUT_GRADIENTS, without_switches
 from quintnet_compiler.capture.changes.saved_tensors import unchanged_since_saved
 from quintnet_compiler.capture.changes.stored_results import store
@@ -46,7 +46,7 @@ def test_what_is_read_after_a_change_has_the_gradient_of_the_parameter() -> None
     keep_gradients(exported)
     nodes = list(exported.graph.nodes)
     weight = nodes[0]
-    (change,) = [node for node in nodes if list(written(node))]
+    (change,) = [node for node in nodes if list(written_arguments(node))]
     assert change.target is aten.mul_.Tensor and same_memory(change) is change.args[0]
     (start,) = [node for node in nodes if node.target is after_gradients and node.args == (weight, [])]
     (says,) = [node for node in nodes if node.target is declare_gradient]
@@ -93,7 +93,7 @@ def test_memory_of_views_copies_and_operators_in_place() -> None:
     product, add_, copied, out = _named(graph, "mul", "add_", "reshape", "mul_1")
     assert itself(add_).target is operator.getitem and same_memory(itself(add_)) is product
     assert same_memory(copied) is None, "that of a transposed matrix makes a copy"
-    assert list(written(out)) == [out.kwargs["out"]] and same_memory(out) is out.kwargs["out"]
+    assert list(written_arguments(out)) == [out.kwargs["out"]] and same_memory(out) is out.kwargs["out"]
 
 
 def test_what_is_computed_without_gradients_is_read_behind_detach() -> None:

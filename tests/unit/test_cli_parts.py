@@ -22,7 +22,7 @@ from quintnet_compiler.cli.dump import dump
 from quintnet_compiler.cli.estimate import estimate
 from quintnet_compiler.cli.explain import explain
 from quintnet_compiler.cli.goodput import goodput
-from quintnet_compiler.cli.inputs.options import ProgramOptions, compiled, costs_of, parse_mesh, settings_of
+from quintnet_compiler.cli.inputs.options import ProgramOptions, build_program, costs_of, parse_mesh, settings_of
 from quintnet_compiler.cli.inputs.targets import from_config, load_target
 from quintnet_compiler.cli.measure import measure
 from quintnet_compiler.cli.plan import plan
@@ -88,19 +88,19 @@ def test_hugging_face_configurations(tmp_path: Path) -> None:
 
 def test_a_target_needs_a_mesh_or_a_plan_with_one() -> None:
     with pytest.raises(typer.BadParameter, match="give one, or a plan that has one"):
-        ProgramOptions.of(None, None)
-    program = compiled(TARGET, ProgramOptions.of("dp=2", None, 2))
+        ProgramOptions.from_arguments(None, None)
+    program = build_program(TARGET, ProgramOptions.from_arguments("dp=2", None, 2))
     assert program.mesh == Mesh(dp=2) and program.plan.microbatches == 2
 
 
 def test_decisions_are_set_by_name(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     Plan(mesh={"dp": 2}, zero=1, seed=3).save(file)
-    program = compiled(TARGET, ProgramOptions.of(None, file, None, ["zero=2", "microbatches=2"]))
+    program = build_program(TARGET, ProgramOptions.from_arguments(None, file, None, ["zero=2", "microbatches=2"]))
     assert program.mesh == Mesh(dp=2)
     assert (program.plan.zero, program.plan.seed, program.plan.microbatches) == (2, 3, 2)
     with pytest.raises(typer.BadParameter, match="says another number"):
-        ProgramOptions.of(None, file, 4, ["microbatches=2"])
+        ProgramOptions.from_arguments(None, file, 4, ["microbatches=2"])
     for text, told in (
         ("zero=4", "zero=4: zero is one of 0, 1, 2, 3"),
         ("zer=1", "there is no option 'zer'; did you mean zero"),

@@ -50,19 +50,22 @@ def test_what_torch_export_takes_stays_as_it_is() -> None:
 
 
 def test_a_result_is_put_together_again() -> None:
-    form, tensors = ResultForm.of({"x": X, "more": [Point(X + 1, "text"), None, 3]})
+    form, tensors = ResultForm.of_result({"x": X, "more": [Point(X + 1, "text"), None, 3]})
     assert len(tensors) == 2
     made = form.result([x * 2 for x in tensors], {}, {})
     assert torch.equal(made["x"], X * 2) and made["more"][1:] == [None, 3] and made["more"][0].y == "text"
     for result in ({"x": 1}, (X, object())):
         with pytest.raises(CompileError, match="QN101"):
-            ResultForm.of(result)
+            ResultForm.of_result(result)
 
 
 def test_objects_of_two_classes_differ_in_form() -> None:
-    first = BatchForm.of(FlatBatch.of((Point(X),)).batch, 4)
-    assert first.sizes(FlatBatch.of((Point(X[:2]),))) == {"rows": 2}
-    assert first.sizes(FlatBatch.of((Pair(X, None),))) is None and first.sizes(FlatBatch.of((Point(X, 1),))) is None
+    first = BatchForm.of_batch(FlatBatch.flatten((Point(X),)).batch, 4)
+    assert first.sizes(FlatBatch.flatten((Point(X[:2]),))) == {"rows": 2}
+    assert (
+        first.sizes(FlatBatch.flatten((Pair(X, None),))) is None
+        and first.sizes(FlatBatch.flatten((Point(X, 1),))) is None
+    )
 
 
 def test_what_ranks_must_have_in_common_of_an_object() -> None:

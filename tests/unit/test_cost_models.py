@@ -49,7 +49,7 @@ from quintnet_compiler.ops.attention.ring_plan import ring_plan
 from quintnet_compiler.ops.collectives import ring_attention
 from quintnet_compiler.passes.frontend.normalize import Normalize
 from quintnet_compiler.schedules.kinds import one_f_one_b
-from quintnet_compiler.schedules.schedule import Op, chain, simulate
+from quintnet_compiler.schedules.schedule import Op, chain, earliest_spans
 
 from ..models import GPT, _llama, _tokens
 from .graphs import linear
@@ -280,7 +280,7 @@ def test_1f1b_recurrence_equals_the_simulated_schedule(stages: list[tuple[int, i
         return float(stages[action.stage][0 if action.op is Op.FORWARD else 1])  # type: ignore[attr-defined]
 
     schedule = one_f_one_b(len(stages), microbatches)
-    spans = simulate(schedule, chain(len(stages)), seconds)
+    spans = earliest_spans(schedule, chain(len(stages)), seconds)
     end = max(span.end for row in spans for span in row)
     assert one_f_one_b_seconds([Stage(f, b) for f, b in stages], microbatches) == pytest.approx(end)
 

@@ -79,7 +79,7 @@ def _call(
 
 
 def _read(to: GraphBuilder, x: fx.Node, indices: Indices) -> fx.Node | None:
-    counted = CountedRows.of(to, x, indices)
+    counted = CountedRows.from_indices(to, x, indices)
     return None if counted is None else counted.read()
 
 
@@ -103,7 +103,7 @@ def test_what_is_written(name: str, adds: bool) -> None:
         put = torch.full_like(put, 3.0)
 
     def written(to: GraphBuilder, x: fx.Node, indices: Indices, put: fx.Node) -> fx.Node | None:
-        counted = CountedRows.of(to, x, indices)
+        counted = CountedRows.from_indices(to, x, indices)
         return None if counted is None else counted.written(put, adds=adds)
 
     found, indices, made = _call(name, written, x, put)
@@ -124,7 +124,7 @@ def test_a_number_is_written_into_all_places() -> None:
 
 
 def _of(to: GraphBuilder, x: fx.Node, *indices: fx.Node | None) -> CountedRows | None:
-    return CountedRows.of(to, x, indices)
+    return CountedRows.from_indices(to, x, indices)
 
 
 def test_what_does_not_count_its_dim_is_left_as_it_is() -> None:

@@ -31,10 +31,10 @@ from quintnet_compiler.passes.stages.fastest_cut import SEND_PENALTY, UNEVEN_PEN
 from quintnet_compiler.passes.stages.stage_loads import EMPTY_STAGE_SECONDS, StageLoads, collectives
 from quintnet_compiler.passes.stages.step_clock import StepClock
 from quintnet_compiler.schedules.kinds import Generator, gpipe, one_f_one_b, zero_bubble_h1
-from quintnet_compiler.schedules.schedule import Action, Op, Schedule, chain, simulate, with_transfers
+from quintnet_compiler.schedules.schedule import Action, Op, Schedule, chain, earliest_spans, with_transfers
 from quintnet_compiler.schedules.synthesis import StageTimes
 from quintnet_compiler.simulation.priced import ProgramPrices
-from quintnet_compiler.simulation.run import simulate as simulate_events
+from quintnet_compiler.simulation.run import simulate_schedule as simulate_events
 from quintnet_compiler.simulation.work import Given
 from quintnet_compiler.strategies.rule_book import RuleBook
 
@@ -97,7 +97,7 @@ def test_cut_equals_brute_force(kind: str, num_stages: int, make: Generator) -> 
         def send(source: int, target: int) -> float:
             return float(loads.sends[int(source > target), starts[min(source, target)]])
 
-        lines = simulate(schedule, chain(num_stages), lambda action: times[action.stage].of(action.op), send)
+        lines = earliest_spans(schedule, chain(num_stages), lambda action: times[action.stage].time_of(action.op), send)
         work = np.array([one.forward + one.input + one.weight for one in times])
         uneven = 1 + UNEVEN_PENALTY * work.var() / work.mean() ** 2
         empty = sum(loads.reads[a] == loads.reads[b] for a, b in edges)
@@ -196,7 +196,7 @@ def test_stages_are_priced_before_there_is_a_backward_as_after(kind: str) -> Non
     for stage, found in enumerate(stage_times(program._primary().program.source.local.staged, Roofline())):
         for op in (Op.FORWARD, Op.BACKWARD):
             simulated = _prices(program).work(Action(op, stage, 0)).device
-            assert found.of(op) == pytest.approx(simulated, rel=0.08 if stage < 3 else 0.2), (stage, op)
+            assert found.time_of(op) == pytest.approx(simulated, rel=0.08 if stage < 3 else 0.2), (stage, op)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=4, tp=2), Mesh(pp=4, cp=2)], ids=["tp", "cp"])

@@ -112,7 +112,7 @@ def test_a_message_is_waited_for_once() -> None:
     for x in (first, second, first):
         assert comm.arrived(x, 0) is x and waited == [2]
     (third,) = comm.gather_early([torch.zeros(2)], "dp", [0], [1], 0)
-    comm.settle()  # nobody read it
+    comm.wait_for_gathers()  # nobody read it
     assert waited == [2, 1] and comm.arrived(third, 0) is third
 
 

@@ -13,7 +13,7 @@ from quintnet_compiler.equivalence.drawn_blocks import drawn_batch, with_values
 from quintnet_compiler.equivalence.module_copy import module_copy
 from quintnet_compiler.equivalence.module_step import Owner, module_step
 from quintnet_compiler.equivalence.reference import differs
-from quintnet_compiler.equivalence.swapped_values import double, rounded
+from quintnet_compiler.equivalence.swapped_values import double, rounded_otherwise
 
 
 def _owner(model: nn.Module) -> Owner:
@@ -40,7 +40,7 @@ def test_values_are_swapped_and_put_back() -> None:
     with double(_owner(model)):
         assert model.weight.dtype == torch.float64 and model.weight.grad is None
     assert torch.equal(model.weight, before) and model.weight.grad is gradient
-    with rounded(_owner(model)):
+    with rounded_otherwise(_owner(model)):
         off = (model.weight.detach() / before - 1).abs()
         assert 0 < float(off.max()) <= 2 * torch.finfo(torch.float32).eps
     assert torch.equal(model.weight, before)
@@ -127,6 +127,6 @@ def test_a_difference_is_raised_on_every_rank(monkeypatch: pytest.MonkeyPatch) -
     other.judge(lambda: error)
     assert other._found is None
     with pytest.raises(CompileError) as told:
-        other.hear(Heard(verdict._written(error)))  # type: ignore[arg-type]
+        other.raise_error_of_any_rank(Heard(verdict._written(error)))  # type: ignore[arg-type]
     assert told.value.where == error.where and told.value.fix == "look"
-    other.hear(Heard(""))  # type: ignore[arg-type]
+    other.raise_error_of_any_rank(Heard(""))  # type: ignore[arg-type]

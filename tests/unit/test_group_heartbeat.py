@@ -20,7 +20,7 @@ from quintnet_compiler.compat.distributed import PrefixStore, TCPStore, store_of
 from quintnet_compiler.runtime.launch import group_heartbeat
 from quintnet_compiler.runtime.launch.board import Board
 from quintnet_compiler.runtime.launch.faults import number_space
-from quintnet_compiler.runtime.launch.heartbeat import VERDICT, beats, here
+from quintnet_compiler.runtime.launch.heartbeat import VERDICT, beats, current_heartbeat
 from quintnet_compiler.runtime.launch.inside_launcher import Neighbours
 from quintnet_compiler.runtime.launch.rank_status import RankStatus, read_rows
 
@@ -57,17 +57,17 @@ def _in_its_own_context(body: Callable[[], None]) -> None:
 
 def test_one_heartbeat_that_says_how_it_ends(at_exit: list[Callable[[], None]], tmp_path: Path) -> None:
     def body() -> None:
-        assert here() is None and not beats()
+        assert current_heartbeat() is None and not beats()
         for _ in range(2):
             group_heartbeat.watch_group()
-        pulse = here()
+        pulse = current_heartbeat()
         assert pulse is not None and len(at_exit) == 1 and beats()
         assert [one.name.partition("-")[0] for one in tmp_path.iterdir()] == ["quintnet"]
         store = _store()
         rows = read_rows(store, range(2))  # the other rank has not come yet: nobody waits for it
         assert rows[0].pid == os.getpid() and rows[0].space == number_space() and rows[1] == RankStatus()
         at_exit[0]()
-        assert read_rows(store, [0])[0].finished and here() is None and not beats()
+        assert read_rows(store, [0])[0].finished and current_heartbeat() is None and not beats()
         assert store.get(VERDICT) == b"" and not [*tmp_path.iterdir()]
 
     _in_its_own_context(body)
@@ -88,12 +88,12 @@ def test_an_error_of_this_rank_is_told(at_exit: list[Callable[[], None]], monkey
 def test_it_ends_with_its_group(at_exit: list[Callable[[], None]]) -> None:
     def body() -> None:
         group_heartbeat.watch_group()
-        pulse = here()
+        pulse = current_heartbeat()
         assert pulse is not None
         pulse.verdict = ""
         dist.destroy_process_group()
         pulse.thread.join(5)
-        assert not beats() and here() is None
+        assert not beats() and current_heartbeat() is None
 
     _in_its_own_context(body)
 
@@ -101,7 +101,7 @@ def test_it_ends_with_its_group(at_exit: list[Callable[[], None]]) -> None:
 def test_a_process_of_the_users_own_may_end_only_where_it_waits(at_exit: list[Callable[[], None]]) -> None:
     def body() -> None:
         group_heartbeat.watch_group()
-        pulse = here()
+        pulse = current_heartbeat()
         assert pulse is not None and not pulse.may_end and pulse._waits_in() is None
         pulse.inside = True
         assert pulse.may_end and pulse._waits_in() == pulse.now.number

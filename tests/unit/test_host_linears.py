@@ -53,8 +53,8 @@ def test_what_has_no_linear_layer_is_as_it_was() -> None:
 def test_programs_without_caches_run_as_they_were() -> None:
     kinds: Any = [SimpleNamespace(state={"x": SimpleNamespace(kind=kind)}) for kind in ("parameter", "cache")]
     linears = HostLinears()
-    assert linears.of(kinds[0], eager) is eager and linears.of(kinds[1], eager) in (eager, linears)
-    assert linears.of(kinds[1], len) is len  # type: ignore[arg-type, comparison-overlap]
+    assert linears.wrap(kinds[0], eager) is eager and linears.wrap(kinds[1], eager) in (eager, linears)
+    assert linears.wrap(kinds[1], len) is len  # type: ignore[arg-type, comparison-overlap]
 
 
 needs_onednn = pytest.mark.skipif(not packs(torch.float32), reason="this PyTorch has no oneDNN")

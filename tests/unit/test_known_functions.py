@@ -48,8 +48,8 @@ def test_a_function_with_other_names_and_sites_is_known() -> None:
     known, ran = KnownFunctions({}, (), lambda name: False), list[str]()
     first, second = _pair(4), _pair(4)
     a, b = _function(["x", "y"], 3), _function(["u", "v"], 7)
-    made, peaks = known.run(a, first, [first[0]], (), None, lambda: _run(a, first, ran))
-    again, same = known.run(b, second, [second[0]], (), None, lambda: _run(b, second, ran))
+    made, peaks = known.run_once(a, first, [first[0]], (), None, lambda: _run(a, first, ran))
+    again, same = known.run_once(b, second, [second[0]], (), None, lambda: _run(b, second, ran))
     assert len(ran) == 1 and peaks == same == PEAKS
     assert _looks(first, made) == _looks(second, again)
     assert not {storage_key(x) for x in (*first, *made)} & {storage_key(x) for x in (*second, *again)}
@@ -71,5 +71,5 @@ def test_what_a_function_depends_on_tells_it_apart() -> None:
         ),  # two arguments that are one
     ]
     for known, some, lent, *away in cases:
-        known.run(graph, some, lent, tuple(away), None, lambda some=some: _run(graph, some, ran))  # type: ignore[misc]
+        known.run_once(graph, some, lent, tuple(away), None, lambda some=some: _run(graph, some, ran))  # type: ignore[misc]
     assert len(ran) == len(cases)

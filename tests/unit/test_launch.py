@@ -27,7 +27,7 @@ from quintnet_compiler.runtime.execute import malloc
 from quintnet_compiler.runtime.launch import board, faults, run_folder, sending, smoke, world
 from quintnet_compiler.runtime.launch.faults import RankError, Scene, stopped
 from quintnet_compiler.runtime.launch.forwarding import Forwarding
-from quintnet_compiler.runtime.launch.inside_launcher import Neighbours, meet
+from quintnet_compiler.runtime.launch.inside_launcher import Neighbours, agree_on_attempt
 from quintnet_compiler.runtime.launch.launch import Places
 from quintnet_compiler.runtime.launch.preemption import Preempted
 from quintnet_compiler.runtime.launch.rank_status import (
@@ -35,10 +35,10 @@ from quintnet_compiler.runtime.launch.rank_status import (
     described,
     differ,
     first_line,
+    format_value,
     of_communication,
     place,
     read_rows,
-    shown,
 )
 from quintnet_compiler.runtime.transport import gloo_threads
 
@@ -120,7 +120,7 @@ def test_ranks_that_were_given_something_else() -> None:
 
 def test_batches_as_people_read_them() -> None:
     batch = (torch.zeros(2, 3), {"mask": True, "n": 4}, ["x"])
-    assert shown(described(batch)) == "(float32[2, 3], {mask: True, n: int}, (x))"
+    assert format_value(described(batch)) == "(float32[2, 3], {mask: True, n: int}, (x))"
 
 
 def test_errors_of_communication() -> None:
@@ -139,7 +139,10 @@ def test_the_users_line_in_a_stack() -> None:
         'Thread 0x0000000000000011 (most recent call first):\n  File "/home/me/other.py", line 1 in g\n'
     )
     assert place(stacks, 0x10) == (True, "/home/me/train.py:12 in main")
-    assert place(stacks, 0x11) == (False, "/home/me/other.py:1 in g") and place(stacks, 0x12) == (False, "")
+    assert place(stacks, 0x11) == (False, "/home/me/other.py:1 in g") and place(stacks, 0x12) == (
+        False,
+        "",
+    )
 
 
 # -- what is sent
@@ -290,10 +293,10 @@ def test_neighbours_count_looks_in_silence(tmp_path: Path) -> None:
 
 def test_an_attempt_gets_a_name_of_its_own() -> None:
     store = HashStore()
-    found = [meet(store, 0, 1, 5.0) for _ in range(2)]
+    found = [agree_on_attempt(store, 0, 1, 5.0) for _ in range(2)]
     assert found[0] != found[1] and all(name.startswith("quintnet/") for name in found)
     with pytest.raises(RunError, match="ranks did not come: 1"):
-        meet(store, 0, 2, 0.0)
+        agree_on_attempt(store, 0, 2, 0.0)
 
 
 # -- where ranks can be
@@ -303,18 +306,18 @@ def test_a_place_is_left_out_after_two_faults_until_it_was_gone() -> None:
     there = {0, 1, 2}
     places = Places(3, 2, lambda: there)
     places.blame({2})
-    assert places.now() == [0, 1, 2]
+    assert places.available() == [0, 1, 2]
     places.blame({2})
-    assert places.now() == [0, 1]
+    assert places.available() == [0, 1]
     places.blame({1})
     places.blame({1})
-    assert places.now() == [0, 1]  # two are needed
+    assert places.available() == [0, 1]  # two are needed
     there -= {2}
-    assert places.now() == [0, 1]
+    assert places.available() == [0, 1]
     there |= {2}
-    assert places.now() == [0, 1, 2]
+    assert places.available() == [0, 1, 2]
     with pytest.raises(CompileError, match=r"QN108.*\n?.*available returned \[0, 3\]"):
-        Places(3, 1, lambda: [0, 3]).now()
+        Places(3, 1, lambda: [0, 3]).available()
 
 
 def test_too_few_places_are_waited_for(capfd: pytest.CaptureFixture[str]) -> None:

@@ -24,9 +24,9 @@ def test_other_layouts_are_others(other: str, place: int) -> None:
     first = [torch.zeros(4, 3), torch.ones(4, 3)]
     second: list[Tensor] = [OTHERS[other] if i == place else x for i, x in enumerate(first)]
     assert found.get(first) is None
-    mine = found.put(first, [])  # what was made may be empty
+    mine = found.store(first, [])  # what was made may be empty
     assert found.get([x + 1 for x in first]) is mine and found.get(second) is None
-    its = found.put(second, ["second"])
+    its = found.store(second, ["second"])
     for args, made in ((second, its), (first, mine), (first, mine), (second, its)):
         assert found.get(args) is made
     assert len(found) == 2 and list(found) == [mine, its]
@@ -36,5 +36,5 @@ def test_other_layouts_are_others(other: str, place: int) -> None:
 
 def test_parameters_are_laid_out_as_their_values() -> None:
     found: ByLayout[str] = ByLayout()
-    found.put([torch.zeros(2)], "made")
+    found.store([torch.zeros(2)], "made")
     assert found.get([torch.nn.Parameter(torch.zeros(2))]) == "made"

@@ -31,7 +31,7 @@ from quintnet_compiler.equivalence.verify import Comparison, coarsest_of
 from quintnet_compiler.huggingface.parallel_plan import generic
 from quintnet_compiler.huggingface.registries import traced_as_few_nodes
 from quintnet_compiler.ir.builder import aten
-from quintnet_compiler.passes.autodiff.recompute_cut import cut
+from quintnet_compiler.passes.autodiff.recompute_cut import cheapest_cut
 from quintnet_compiler.passes.sharding.fold_blocks import FoldBlocks
 from quintnet_compiler.reports.calibrate import CalibrationEffort
 from quintnet_compiler.runtime.execute.comm import Comm
@@ -193,9 +193,9 @@ def test_what_is_made_again_is_the_cheapest_cut() -> None:
     with to.at(a, backward=True):
         to.call(aten.mul.Tensor, a, b)
     size = 64 * 64 * 4 + 1
-    cheap = cut([h, a, b], lambda node: math.inf if node is h else 1e-12, 1.0)
+    cheap = cheapest_cut([h, a, b], lambda node: math.inf if node is h else 1e-12, 1.0)
     assert (cheap.again, cheap.bytes) == ({a, b}, size)  # h is kept alone, and both are made again of it
-    dear = cut([h, a, b], lambda node: 1e3, 1e-9)
+    dear = cheapest_cut([h, a, b], lambda node: 1e3, 1e-9)
     assert (dear.again, dear.bytes) == (frozenset(), 2 * size)
 
 
@@ -206,8 +206,8 @@ def test_what_of_others_is_held_anyway_costs_nothing() -> None:
     with to.at(a, backward=True):
         to.call(aten.neg.default, a)
     # h, which is not of the block, would be kept instead of a: that takes as many bytes
-    assert cut([a], lambda node: 1e-12, 1.0).again == set()
-    assert cut([a], lambda node: 1e-12, 1.0, {h}).again == {a}
+    assert cheapest_cut([a], lambda node: 1e-12, 1.0).again == set()
+    assert cheapest_cut([a], lambda node: 1e-12, 1.0, {h}).again == {a}
 
 
 def test_equal_blocks_are_folded() -> None:
@@ -325,7 +325,7 @@ def test_the_calibration_that_was_measured_is_written(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("rows", "text"), [(8, ""), (4, "the first batch had 8 rows")])
 def test_a_number_of_rows_is_named_where_it_changed(rows: int, text: str) -> None:
-    form: Any = SimpleNamespace(difference=lambda _first: "")
+    form: Any = SimpleNamespace(difference_from=lambda _first: "")
     first: Any = SimpleNamespace(form=form, only_rows=8)
     assert _difference(form, first, rows).startswith(text) and bool(_difference(form, first, rows)) is bool(text)
 

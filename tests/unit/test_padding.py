@@ -56,7 +56,7 @@ def test_every_index_is_on_one_rank(size: int, kind: Shard, ranks: int, chunk: i
         (where,) = slices.positions((size,), (kind,), (ranks,), (i,))
         assert torch.equal(where + 1, part)  # -1: padding, which is 0
         if (kind.parts, kind.unit) == (1, 1):
-            true = TruePart.of((size,), (kind,), (Axis("tp", ranks, "model"),), {"tp": i})
+            true = TruePart.on_rank((size,), (kind,), (Axis("tp", ranks, "model"),), {"tp": i})
             assert true.of_padded(part).tolist() == mine.tolist() == (true.positions[0] + 1).tolist()
             chunks = torch.chunk(x, ranks)
             assert mine.tolist() == (chunks[i].tolist() if i < len(chunks) else [])

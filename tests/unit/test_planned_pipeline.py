@@ -8,7 +8,7 @@ import pytest
 
 from quintnet_compiler.planner.pipeline import StageWork, least_seconds, min_saved, pipeline
 from quintnet_compiler.schedules.kinds import SCHEDULES
-from quintnet_compiler.schedules.schedule import Op, chain, most_held, simulate
+from quintnet_compiler.schedules.schedule import Op, chain, earliest_spans, most_held
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)]
 KINDS += [("zb-v", 2), ("dualpipe-v", 2)]
@@ -36,7 +36,7 @@ def test_seconds_and_bytes_are_those_of_the_whole_schedule(name: str, virtual: i
                 (Op.BACKWARD_WEIGHT, one.weight),
             )
         }
-        lines = simulate(schedule, chain(len(stages)), lambda action, t=times: t[action.stage, action.op])
+        lines = earliest_spans(schedule, chain(len(stages)), lambda action, t=times: t[action.stage, action.op])
         found = pipeline(name, ranks, microbatches, virtual, stages)
         whole = max(line[-1].end for line in lines)
         assert found.seconds == pytest.approx(whole, rel=5e-3 if microbatches > 4 * ranks else 1e-9)

@@ -24,7 +24,7 @@ from quintnet_compiler.planner.places import Place, placement
 from quintnet_compiler.planner.report import PlanReport
 from quintnet_compiler.planner.search import Rejected, SearchResult
 from quintnet_compiler.planner.stage_units import ParameterGroup, StageUnit, Widths
-from quintnet_compiler.planner.stages import Slices, cut, parameter_groups, send_seconds, stage_work
+from quintnet_compiler.planner.stages import Slices, cut_units, parameter_groups, send_seconds, stage_work
 from quintnet_compiler.schedules.kinds import SCHEDULES
 
 ONE = Layout(1, 1, 1, 1, 1, 1, 8, "all_gather", (), "1f1b", 1, "none", 0, ("dp",))
@@ -121,20 +121,20 @@ def test_the_most_promising_that_is_likely_to_fit_comes_first() -> None:
 def test_stages_are_balanced_and_begin_where_blocks_do() -> None:
     units = [_unit(""), _unit("a"), _unit(""), _unit("b"), _unit("c")]
     layout = replace(ONE, pp=2)
-    first, second = cut(units, layout, COSTS)
+    first, second = cut_units(units, layout, COSTS)
     assert len(first) == 3 and second[0].begin == "b"  # 3 + 2 units; no stage begins at the one without a name
-    assert [stage[0].begin for stage in cut(units, layout, COSTS, ["c"])] == ["", "c"]
+    assert [stage[0].begin for stage in cut_units(units, layout, COSTS, ["c"])] == ["", "c"]
     with pytest.raises(CompileError, match="5 stages, where the model can begin 4"):
-        cut(units, replace(ONE, pp=5), COSTS)
+        cut_units(units, replace(ONE, pp=5), COSTS)
     with pytest.raises(CompileError, match="x lies inside a block"):
-        cut(units, layout, COSTS, ["x"])
+        cut_units(units, layout, COSTS, ["x"])
 
 
 def test_a_send_is_priced_by_the_links_between_its_ranks_and_is_no_work() -> None:
     cluster = ClusterCosts(Cluster("h100", nodes=2))
     units = [_unit(name, received=2**26 if name == "c" else 2**20) for name in "abcdefgh"]
     layout = replace(ONE, pp=4, tp=4)  # two places in each node
-    stages = cut(units, layout, cluster)
+    stages = cut_units(units, layout, cluster)
     assert [len(stage) for stage in stages] == [2, 2, 2, 2]  # although less crosses elsewhere
     near, far = (send_seconds(units[0], cluster, layout.mesh, way) for way in ((0, 1), (1, 2)))
     assert near == cluster.send_seconds(2**20, 0, 4) < far == cluster.send_seconds(2**20, 4, 8)

@@ -33,8 +33,8 @@ class Traced:
     def __init__(self, draws_in: range) -> None:
         self.model, self.traces, self.draws_in = nn.Linear(2, 2), 0, draws_in
 
-    def run(self) -> int:
-        return WatchedTrace({"": self.model}, (), ()).run(self._forward, {}, refuse=True)
+    def run_forward(self) -> int:
+        return WatchedTrace({"": self.model}, (), ()).run_forward(self._forward, {}, refuse=True)
 
     def _forward(self) -> int:
         if self.traces in self.draws_in:
@@ -47,21 +47,21 @@ class Traced:
 def test_numbers_that_another_thread_draws_are_not_forwards() -> None:
     for draws in range(MAX_TRIES):
         before = random.getstate()
-        assert Traced(range(draws)).run() == draws + 1  # of the trace in which nobody drew
+        assert Traced(range(draws)).run_forward() == draws + 1  # of the trace in which nobody drew
         assert random.getstate() == before
 
 
 @pytest.mark.usefixtures("beside")
 def test_numbers_that_forward_draws_are_refused() -> None:
     with pytest.raises(quintnet.CompileError, match="draws random numbers in Python") as raised:
-        Traced(range(100)).run()
+        Traced(range(100)).run_forward()
     assert raised.value.code == "QN110" and "another thread" in raised.value.fix
 
 
 def test_alone_the_first_draw_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     with pytest.raises(quintnet.CompileError, match="QN110") as raised:
-        Traced(range(1)).run()
+        Traced(range(1)).run_forward()
     assert "thread" not in raised.value.fix
 
 

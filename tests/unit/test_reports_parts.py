@@ -17,7 +17,7 @@ from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.dump.code_view import stages_code
 from quintnet_compiler.dump.communication import exchanges, moved_bytes, schedule_document, transfer_bytes
 from quintnet_compiler.dump.compare import compare_folders, compare_plans
-from quintnet_compiler.dump.drawing import boxes, dot, edges, svg
+from quintnet_compiler.dump.drawing import boxes, dot, draw_boxes, edges
 from quintnet_compiler.dump.fold import fold
 from quintnet_compiler.dump.folder import hashes_of, manifest, ranks_files, write_files
 from quintnet_compiler.dump.model_graph import operators, units
@@ -26,7 +26,7 @@ from quintnet_compiler.dump.pass_view import passes_view
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ops.collectives import COLLECTIVES, reduce_scatter, wait
 from quintnet_compiler.reports.explain import Explanation
-from quintnet_compiler.reports.explain_gradient import prove
+from quintnet_compiler.reports.explain_gradient import prove_gradients
 from quintnet_compiler.reports.program_tensors import picture_of, picture_of_state
 from quintnet_compiler.reports.tensor_picture import picture_of_types
 from quintnet_compiler.schedules.kinds import one_f_one_b
@@ -111,7 +111,7 @@ def test_a_graph_of_blocks(compiled: CompiledProgram) -> None:
     assert (0, 1) in arrows and all(a < b for a, b in arrows)
     text = dot(drawn, arrows)
     assert text.startswith("digraph model {") and 'label="stage 1"' in text and text.count("->") == len(arrows)
-    assert ElementTree.fromstring(str(svg(drawn, arrows))).tag.endswith("svg")
+    assert ElementTree.fromstring(str(draw_boxes(drawn, arrows))).tag.endswith("svg")
     assert counted(1, "rank") == "1 rank" and counted(2, "rank") == "2 ranks"
 
 
@@ -144,7 +144,7 @@ def test_who_holds_what() -> None:
 
 def test_why_a_gradient_is_right(compiled: CompiledProgram) -> None:
     program = compiled._primary().program
-    text = prove(program, "blocks.0.up.weight")
+    text = prove_gradients(program, "blocks.0.up.weight")
     assert "blocks.0.up.weight" in text and "tp: S(0)" in text
     assert picture_of_state(program, "blocks.0.up.weight").types["tp"] == "S(0)"
     with pytest.raises(CompileError, match=r"did you mean blocks\.0\.up\.weight"):
@@ -171,9 +171,9 @@ def test_seconds_are_pixels() -> None:
 
 def test_a_timeline_is_drawn_saved_and_read(tmp_path: Path) -> None:
     timeline = _timeline()
-    picture = chart.svg(timeline)
+    picture = chart.timeline_svg(timeline)
     assert ElementTree.fromstring(picture).tag.endswith("svg") and "rank 0  ×2" in picture
-    assert "bubble 25.0%" in picture and "<html" in chart.page(timeline)
+    assert "bubble 25.0%" in picture and "<html" in chart.timeline_page(timeline)
     timeline.save(tmp_path / "step.json")
     assert read_timeline(tmp_path / "step.json") == timeline
     document = json.loads(timeline.to_json())
@@ -187,7 +187,7 @@ def test_lanes_go_from_the_innermost_axis_to_all_ranks() -> None:
     axes = ("all", "dp+tp", "dp", "pp", "tp")
     events = tuple(Event(0.0, 1.0, "sum", "g", -1, -1, axis) for axis in axes)
     timeline = Timeline("a step", "1f1b", 1, 8, 1.0, (RankTimeline(0, {"dp": 0}, 8, events, 1.0, 0.0, {}),))
-    lanes = re.findall(r'text-anchor="end">([a-z+]+)<', chart.svg(timeline))
+    lanes = re.findall(r'text-anchor="end">([a-z+]+)<', chart.timeline_svg(timeline))
     assert lanes[:5] == ["tp", "dp", "pp", "dp+tp", "all"]
 
 

@@ -103,7 +103,7 @@ def test_runs_come_to_their_ranks_and_return(ranks: int, seed: int) -> None:
 
     def everyone(which: Tensor) -> dict[int, tuple[Tensor, Tensor, int]]:
         world = LocalWorld(Mesh(cp=ranks), ("here",))
-        return world.run({rank: lambda t: one(t, which) for rank in range(ranks)})
+        return world.run_ranks({rank: lambda t: one(t, which) for rank in range(ranks)})
 
     for rank, (there, back, met) in everyone(plan).items():
         places = [at for run in plan[rank].tolist() for at in range(2 * run, 2 * run + 2)]

@@ -18,7 +18,7 @@ from quintnet_compiler.checks.strategies import Reading
 from quintnet_compiler.checks.tables import CONVERSIONS
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.sharding import I, P, R, S
-from quintnet_compiler.core.slices import join, pad, stack, take, unstack
+from quintnet_compiler.core.slices import join, pad, slice_of_rank, stack, unstack
 from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ir.program import Axis, Strategy
 from quintnet_compiler.ops.collectives import all_gather, all_reduce, lower_conversion, reduce_scatter
@@ -125,7 +125,7 @@ def test_conversions_are_those_of_the_passes_and_transposes_go_back() -> None:
 
 def test_slices() -> None:
     x = torch.arange(12)
-    parts = [take(x, 0, 3, 2, rank) for rank in range(2)]
+    parts = [slice_of_rank(x, 0, 3, 2, rank) for rank in range(2)]
     assert parts[1].tolist() == [2, 3, 6, 7, 10, 11] and torch.equal(join(parts, 0, 3), x)
     assert torch.equal(stack(x, 0, 3, 2), torch.stack(parts)) and torch.equal(unstack(torch.stack(parts), 0, 3), x)
     assert pad(parts[0], 0, 3, 2, 0).tolist() == [0, 1, 0, 0, 4, 5, 0, 0, 8, 9, 0, 0]

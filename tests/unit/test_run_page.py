@@ -146,7 +146,7 @@ def test_a_logger_does_not_write_into_a_line_that_was_cut(tmp_path: Path) -> Non
 def test_an_axis_has_two_to_seven_ticks_around_its_values(low: float, high: float) -> None:
     axis = StepAxis.of_values(low, high)
     assert 2 <= len(axis.ticks) <= 7 and axis.low <= low <= high <= axis.high
-    places = [axis.place(x) for x in axis.ticks]
+    places = [axis.pixel(x) for x in axis.ticks]
     assert places == sorted(places, reverse=True) and len(set(places)) == len(places)
 
 

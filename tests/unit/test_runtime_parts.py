@@ -33,7 +33,7 @@ from quintnet_compiler.runtime.state.module_parameters import (
     local_of,
     whole_parameter,
 )
-from quintnet_compiler.runtime.state.same_values import EVERY, ValueDifference, due
+from quintnet_compiler.runtime.state.same_values import EVERY, ValueDifference, compares_batch
 from quintnet_compiler.runtime.state.true_part import TruePart
 
 
@@ -73,7 +73,7 @@ def test_a_bad_step_halves_the_scale_and_good_ones_double_it() -> None:
     scale.update(Run(), False)  # without a scale nothing is learned
     assert scale.scale == 8.0
     program = SimpleNamespace(precision=SimpleNamespace(scale=None))
-    assert scale.run(program, how) is how  # type: ignore[arg-type]
+    assert scale.with_scale(program, how) is how  # type: ignore[arg-type]
 
 
 def test_slices_of_a_gradient_by_rank() -> None:
@@ -89,11 +89,11 @@ def test_slices_of_a_gradient_by_rank() -> None:
 def test_gradients_are_handed_over_and_added_to_those_there_are() -> None:
     parameter, gradient = nn.Parameter(torch.zeros(2)), torch.zeros(2)
     hand = HandOver([parameter], [gradient])
-    assert hand.take() is None and not hand.kept
+    assert hand.take_gradients() is None and not hand.kept
     gradient.copy_(torch.tensor([1.0, 2.0]))
     hand.give(None)
     assert parameter.grad is gradient
-    old = hand.take()  # the step before is not over: its gradients stay
+    old = hand.take_gradients()  # the step before is not over: its gradients stay
     assert parameter.grad is None
     gradient.fill_(5)
     seen: list[Tensor] = []
@@ -135,7 +135,7 @@ def test_digests_tell_bits_shapes_and_dtypes_apart() -> None:
 
 
 def test_when_batches_are_compared_and_what_is_told() -> None:
-    assert [run for run in range(1, 250) if due(run)] == [1, 2, 4, 8, 16, 32, 64, EVERY, 2 * EVERY]
+    assert [run for run in range(1, 250) if compares_batch(run)] == [1, 2, 4, 8, 16, 32, 64, EVERY, 2 * EVERY]
     told = str(ValueDifference("parameter", ((0, 1, 3), (2,)), ["a", "b"]))
     assert "2" in told and told.endswith("parameters a, b")
 
@@ -157,7 +157,7 @@ def test_whole_parameters_offer_what_parts_do() -> None:
 
 
 def test_other_things_than_whole_tensors_are_stored_as_they_are() -> None:
-    part = StoredPart((4,), (), (), (), TruePart.of((4,), (), (), {}))
+    part = StoredPart((4,), (), (), (), TruePart.on_rank((4,), (), (), {}))
     assert part("text", None) == "text"  # type: ignore[arg-type]
     x = torch.ones(3)
     assert part(x, None) is x  # type: ignore[arg-type]

@@ -10,13 +10,13 @@ from torch.optim import optimizer as torch_optimizer
 
 from quintnet_compiler.runtime.state.digests import device_digests
 from quintnet_compiler.runtime.state.optimizer_settings import OptimizerSettings
-from quintnet_compiler.runtime.state.same_state import due
+from quintnet_compiler.runtime.state.same_state import compares_state
 
 
 def test_ranks_compare_after_2_4_8_steps_and_then_at_the_interval() -> None:
-    assert [run for run in range(1, 320) if due(run, 100)] == [2, 4, 8, 16, 32, 64, 100, 200, 300]
-    assert [run for run in range(6) if due(run, 1)] == [2, 3, 4, 5]
-    assert not any(due(run, 0) for run in range(300))
+    assert [run for run in range(1, 320) if compares_state(run, 100)] == [2, 4, 8, 16, 32, 64, 100, 200, 300]
+    assert [run for run in range(6) if compares_state(run, 1)] == [2, 3, 4, 5]
+    assert not any(compares_state(run, 0) for run in range(300))
 
 
 def test_settings_are_those_of_optimizers_that_change_a_parameter() -> None:

@@ -39,7 +39,7 @@ from quintnet_compiler.schedules.schedule import (
     StageEdge,
     bubble,
     chain,
-    simulate,
+    earliest_spans,
     with_transfers,
 )
 
@@ -130,7 +130,9 @@ def test_zero_bubbles_are_a_third_of_1f1b_or_less() -> None:
     plain, h1, v = (make(4, 8) for make in (one_f_one_b, zero_bubble_h1, zero_bubble_v))
     idle = {}
     for schedule, unit in ((plain, 2.0), (h1, 2.0), (v, 1.0)):  # the V's stages are half as long
-        lines = simulate(schedule, chain(schedule.num_stages), lambda a, u=unit: u * (2 if a.op is Op.BACKWARD else 1))
+        lines = earliest_spans(
+            schedule, chain(schedule.num_stages), lambda a, u=unit: u * (2 if a.op is Op.BACKWARD else 1)
+        )
         assert {sum(span.end - span.start for span in line) for line in lines} == {48.0}
         idle[schedule.name] = max(line[-1].end for line in lines) - 48.0
     assert idle == {"1f1b": 18.0, "zb-h1": 6.0, "zb-v": 3.0}
@@ -162,7 +164,7 @@ def test_dualpipe_with_forward_and_backward_as_one_has_the_published_bubble(chun
         together = [sum(len(unit) == 2 for unit in row) for row in rows]
         assert together == [2 * more + p + rank + 1 - (rank == p - 1) for rank in range(p)]
         lengths = [[{2: both}.get(len(u), 2 * chunk if u[0].op is Op.BACKWARD else chunk) for u in row] for row in rows]
-        end = _together(rows, lengths, Flow.of(edges, 2 * p))
+        end = _together(rows, lengths, Flow.from_edges(edges, 2 * p))
         assert end - min(map(sum, lengths)) == pytest.approx((p - 1) * (both + 2 * chunk - 3 * chunk))
 
 
@@ -199,7 +201,7 @@ def test_forwards_alone_never_wait_for_ever_and_overlap(placement: tuple[int, ..
     edges = (*chain(len(placement)), *([StageEdge(0, len(placement) - 1)] if len(placement) > 2 else []))
     for m in range(1, 9):
         lowered = with_transfers(forward_only(placement, m), edges)
-        lines = simulate(lowered, edges, lambda action: 1.0)
+        lines = earliest_spans(lowered, edges, lambda action: 1.0)
         assert sum(len(line) for line in lines) == len(placement) * m
         # from the first microbatch's arrival to the last one's, the busiest rank hardly waits
         v = len(placement) // (1 + max(placement))
@@ -304,7 +306,7 @@ def test_each_stage_reduces_as_soon_as_its_gradients_are_sent(name: str) -> None
 
 
 def test_sending_after_and_receiving_before_use_deadlocks_when_transfers_block() -> None:
-    schedule, flow = one_f_one_b(4, 8), Flow.of(chain(4), 4)
+    schedule, flow = one_f_one_b(4, 8), Flow.from_edges(chain(4), 4)
     rows: list[tuple[Action, ...]] = []
     for row in schedule.actions:
         naive: list[Action] = []
@@ -338,7 +340,7 @@ def test_lowering_takes_compute_actions_and_known_stages_only() -> None:
 def test_simulation_names_what_never_starts() -> None:
     schedule = Schedule("stuck", 1, (0, 1), (parse("0B0 0F0"), parse("1F0 1B0")))
     with pytest.raises(ScheduleError, match=r"rank 0 at 0B0, rank 1 at 1F0(?s:.*)0  0B0  <-- here"):
-        simulate(schedule, chain(2), lambda action: 1.0)
+        earliest_spans(schedule, chain(2), lambda action: 1.0)
     with pytest.raises(ScheduleError, match="takes no time"):
         bubble(gpipe(2, 1), chain(2), forward=0, backward=0)
 
@@ -464,7 +466,7 @@ def oracle(schedule: Schedule, edges: tuple[StageEdge, ...], *, rendezvous: bool
     A transfer that blocks is one node that both ranks share. One that does not is a post on either side, and
     an arrival after both that the compute action waits for; then the posts of a channel must pair in order.
     """
-    flow, after = Flow.of(edges, schedule.num_stages), defaultdict[object, set[object]](set)
+    flow, after = Flow.from_edges(edges, schedule.num_stages), defaultdict[object, set[object]](set)
     posts: defaultdict[object, dict[bool, list[object]]] = defaultdict(lambda: {True: [], False: []})
     for rank, row in enumerate(schedule.actions):
 

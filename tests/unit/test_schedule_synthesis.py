@@ -9,7 +9,7 @@ import pytest
 from quintnet_compiler.schedules.check import verify_schedule
 from quintnet_compiler.schedules.kinds import SCHEDULES
 from quintnet_compiler.schedules.schedule import ScheduleError, chain, with_transfers
-from quintnet_compiler.schedules.synthesis import StageTimes, seconds, synthesized
+from quintnet_compiler.schedules.synthesis import StageTimes, makespan, synthesized
 
 
 def _uneven(dice: random.Random, count: int) -> list[StageTimes]:
@@ -28,10 +28,10 @@ def test_no_named_schedule_is_faster_in_the_same_memory(seed: int) -> None:
         except ScheduleError:
             continue
         if max(verify_schedule(with_transfers(one, edges), edges)) <= limit:
-            named.append(seconds(one, times))
+            named.append(makespan(one, times))
     found = synthesized(times, p, m, max_live=limit)
     verify_schedule(with_transfers(found, edges), edges, max_live=limit)
-    assert all(seconds(found, times) <= other for other in named)
+    assert all(makespan(found, times) <= other for other in named)
     busiest = max(
         m
         * sum(
@@ -39,7 +39,7 @@ def test_no_named_schedule_is_faster_in_the_same_memory(seed: int) -> None:
         )
         for r in range(p)
     )
-    assert seconds(found, times) >= busiest * (1 - 1e-12)
+    assert makespan(found, times) >= busiest * (1 - 1e-12)
     assert synthesized(times, p, m, max_live=limit) == found
 
 
@@ -50,15 +50,15 @@ def test_uneven_stages_gain() -> None:
         dice = random.Random(seed)
         p, m = dice.choice([3, 4, 6]), dice.choice([4, 8])
         times = _uneven(dice, 2 * p)
-        best = min(seconds(SCHEDULES[name](p, m, 2), times) for name in ("zb-v", "interleaved", "gpipe"))
-        shares.append(seconds(synthesized(times, p, m), times) / best)
+        best = min(makespan(SCHEDULES[name](p, m, 2), times) for name in ("zb-v", "interleaved", "gpipe"))
+        shares.append(makespan(synthesized(times, p, m), times) / best)
     assert sum(shares) / len(shares) < 0.97
 
 
 def test_even_stages_are_the_zero_bubble_schedule() -> None:
     for p, m in ((2, 4), (4, 8)):
         found = synthesized([StageTimes(1, 1, 1)] * (2 * p), p, m, max_live=2 * p)
-        assert seconds(found, [StageTimes(1, 1, 1)] * (2 * p)) == 6 * m + p - 1
+        assert makespan(found, [StageTimes(1, 1, 1)] * (2 * p)) == 6 * m + p - 1
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])

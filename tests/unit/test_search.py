@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quintnet_compiler.planner.search import SearchResult, Wanted, search
+from quintnet_compiler.planner.search import SearchResult, Wanted, search_layouts
 
 MEMORY = 100.0
 
@@ -83,7 +83,7 @@ class Space:
             patience=patience,
             spent=lambda: float(len(self.tried)),
         )
-        return search(self, self.price, self, wanted)
+        return search_layouts(self, self.price, self, wanted)
 
 
 @st.composite

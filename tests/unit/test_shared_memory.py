@@ -69,9 +69,9 @@ def test_memory_is_used_again_where_one_end_puts_and_the_other_takes() -> None:
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     source, target = (MemoryLink(one, 60.0, both=False) for one in pair)  # who puts does not wait
     for number in range(10):
-        source.put(torch.full((2,), float(number)))
-        source.put(torch.full((3,), float(-number)))
-        first, second = (target.take((size,), torch.float32, torch.sum) for size in (2, 3))
+        source.send_tensor(torch.full((2,), float(number)))
+        source.send_tensor(torch.full((3,), float(-number)))
+        first, second = (target.receive_next((size,), torch.float32, torch.sum) for size in (2, 3))
         assert float(second()) == -3.0 * number and float(first()) == 2.0 * number
     assert len(source.own) == 2 and not target.own
     for one in pair:
@@ -90,7 +90,7 @@ def test_who_looked_in_vain_looks_less_often_until_a_message_is_there(ends: Ends
     with pytest.raises(dist.DistError, match="timed out"):
         late()
     assert ends[0].polls == MAX_POLLS // 2
-    ends[1].put(torch.ones(1))
+    ends[1].send_tensor(torch.ones(1))
     late()
     assert ends[0].polls == MAX_POLLS
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import quintnet
 from quintnet import CompiledProgram, CompileError, Faults, Mesh, textbook
-from quintnet_compiler.core.errors import told
+from quintnet_compiler.core.errors import describe_value
 from quintnet_compiler.textbook.given import check_programs
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**5000
@@ -41,7 +41,7 @@ NO_COSTS = ["h100", "", 0, 1.0, True, False, NAN, (), [], {}, quintnet.Cluster, 
 
 def _name(given: object) -> str:
     """Without addresses: processes that share tests must give them equal names."""
-    return re.sub(r" at 0x\w+", "", told(given))
+    return re.sub(r" at 0x\w+", "", describe_value(given))
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def _refused(argument: str, given: Any, **arguments: Any) -> str:
 @pytest.mark.parametrize("given", NO_FACTORS, ids=_name)
 def test_no_factor(given: Any) -> None:
     for faults, name in ((Faults({1: given}), "slow_ranks"), (Faults({}, {(0, 1): given}), "slow_links")):
-        assert "such as 1.5" in _refused(name, told(given), faults=faults)
+        assert "such as 1.5" in _refused(name, describe_value(given), faults=faults)
 
 
 @pytest.mark.parametrize("given", FACTORS, ids=_name)
@@ -99,19 +99,19 @@ def test_a_mesh_of_one_rank_has_no_links() -> None:
 
 @pytest.mark.parametrize("given", NO_MAPPINGS, ids=_name)
 def test_no_mapping(given: Any) -> None:
-    assert "slow_ranks={0: 1.5}" in _refused("slow_ranks", told(given), faults=Faults(given))
-    assert "slow_links={(0, 1): 1.5}" in _refused("slow_links", told(given), faults=Faults({}, given))
+    assert "slow_ranks={0: 1.5}" in _refused("slow_ranks", describe_value(given), faults=Faults(given))
+    assert "slow_links={(0, 1): 1.5}" in _refused("slow_links", describe_value(given), faults=Faults({}, given))
 
 
 @pytest.mark.parametrize("given", NO_FAULTS, ids=_name)
 def test_no_faults(given: Any) -> None:
     """What is false in Python is not taken for none."""
-    assert "quintnet.Faults(slow_ranks={0: 1.5})" in _refused("faults", told(given), faults=given)
+    assert "quintnet.Faults(slow_ranks={0: 1.5})" in _refused("faults", describe_value(given), faults=given)
 
 
 @pytest.mark.parametrize("given", NO_COSTS, ids=_name)
 def test_no_costs(given: Any) -> None:
-    assert 'quintnet.Cluster("h100")' in _refused("costs", told(given), costs=given)
+    assert 'quintnet.Cluster("h100")' in _refused("costs", describe_value(given), costs=given)
 
 
 def test_a_cluster_with_too_few_devices() -> None:

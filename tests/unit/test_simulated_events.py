@@ -17,7 +17,9 @@ from quintnet_compiler.simulation.work import ActionWork, Given, WorkPart
 
 def _ends(transfer: float, rows: list[RankGroup], cores: int | None = None) -> list[float]:
     schedule = with_transfers(one_f_one_b(2, 2), chain(2), hoist=0)
-    lines = Engine(schedule, Flow.of(chain(2), 2), rows, Given(1.0, 2.0, transfer_seconds=transfer, cores=cores)).run()
+    lines = Engine(
+        schedule, Flow.from_edges(chain(2), 2), rows, Given(1.0, 2.0, transfer_seconds=transfer, cores=cores)
+    ).run_actions()
     return [line.spans[-1].end for line in lines]
 
 

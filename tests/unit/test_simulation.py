@@ -16,17 +16,17 @@ from quintnet import Mesh
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.schedules.kinds import SCHEDULES, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
 from quintnet_compiler.schedules.schedule import Action, Op, Schedule, ScheduleError, chain, with_transfers
-from quintnet_compiler.schedules.schedule import simulate as simulate_plainly
+from quintnet_compiler.schedules.schedule import earliest_spans as simulate_plainly
 from quintnet_compiler.schedules.sends import arrived_sends
 from quintnet_compiler.simulation.faults import Faults
-from quintnet_compiler.simulation.run import Setting, simulate
+from quintnet_compiler.simulation.run import Setting, simulate_schedule
 from quintnet_compiler.simulation.timeline import Event, RankTimeline, Timeline
 from quintnet_compiler.simulation.work import Given
 
 
 def run(schedule: Schedule, durations: Given | None = None, setting: Setting | None = None) -> Timeline:
     edges = chain(schedule.num_stages)
-    return simulate(with_transfers(schedule, edges), edges, durations or Given(), setting)
+    return simulate_schedule(with_transfers(schedule, edges), edges, durations or Given(), setting)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
@@ -153,7 +153,7 @@ def test_what_never_starts_is_named() -> None:
     parse = lambda text: tuple(map(Action.parse, text.split()))  # noqa: E731
     schedule = Schedule("stuck", 1, (0, 1), (parse("0RB0<1 0B0 0F0 0SF0>1"), parse("1RF0<0 1F0 1B0 1SB0>0")))
     with pytest.raises(ScheduleError, match="rank 0 at 0B0, rank 1 at 1F0"):
-        simulate(schedule, chain(2), Given())
+        simulate_schedule(schedule, chain(2), Given())
 
 
 def test_thousands_of_ranks_are_a_few_rows_and_runs_are_alike() -> None:

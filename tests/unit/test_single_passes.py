@@ -26,7 +26,7 @@ from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.driver.pipeline import PIPELINE, PassSetting, Request
 from quintnet_compiler.equivalence.dry_run import check_ranks
-from quintnet_compiler.ir.invariants import verify
+from quintnet_compiler.ir.invariants import verify_invariants
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.printer import code_text, program_text
 from quintnet_compiler.ir.program import (
@@ -130,7 +130,7 @@ def test_what_computes_in_16_bits() -> None:
 def test_a_search_finds_a_legal_program_that_the_invariants_accept() -> None:
     made, nodes = linear()
     sharded = ChooseSharding((DP,), RuleBook(RULES), Roofline())(made)
-    verify(sharded)
+    verify_invariants(sharded)
     assert sharded.produced(nodes["x"]) == (S(0),) and sharded.produced(nodes["loss"]) == (P,)
     stored = ShardParameters(1, ("dp",), {})(sharded)
     assert (stored.produced(nodes["w"]) == (S(0),) and storing_axes(stored) == [0]) or storing_axes(stored)
@@ -152,7 +152,7 @@ def _price(work: list[float]) -> Any:
 
 def test_ranks_have_local_shapes_and_conversions_are_nodes() -> None:
     local = _local()
-    verify(local)
+    verify_invariants(local)
     shapes = {node.name: shape(node) for node in local.graph.nodes if node.op != "output"}
     assert shapes["w"] == (4, 3) and shapes["x"] == (8, 3) and shapes["linear"] == (8, 4)
     check_types(local, RuleBook(RULES))
@@ -172,7 +172,7 @@ def test_the_types_check_notices_a_wrong_strategy() -> None:
 def test_the_backward_follows_from_the_types() -> None:
     differentiate = Differentiate(True)
     made = differentiate(_local())
-    verify(made)
+    verify_invariants(made)
     check_backward(made, True, differentiate.templates)
     (gradient,) = made.gradients.values()
     assert shape(gradient) == (4, 3) and gradient.target is torch.ops.aten.mm.default
@@ -214,7 +214,7 @@ def test_communication_starts_early_where_something_hides_it() -> None:
 
 def test_code_of_every_rank_is_checked_and_runs_on_shapes() -> None:
     program = GenerateRanks(Mesh(tp=2), one_f_one_b(1, 1))(_differentiated())
-    verify(program)
+    verify_invariants(program)
     check_code(program)
     check_slices(program)
     check_ranks(program)

@@ -34,7 +34,7 @@ from quintnet_compiler.features.text_generation.sampling import Ends, Sampling, 
 from quintnet_compiler.ir.codegen_allowlist import check_source
 from quintnet_compiler.ir.cost_protocol import CostModel, RankCosts
 from quintnet_compiler.ir.expectations import Expectations
-from quintnet_compiler.ir.invariants import verify
+from quintnet_compiler.ir.invariants import verify_invariants
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.plan_options import ExpectationOptions, PlanOptions, decided, lists_options, read_options
 from quintnet_compiler.ir.program import ShardedProgram, StagedProgram, Strategy
@@ -159,13 +159,13 @@ def test_what_generated_code_may_be() -> None:
 
 def test_invariants_name_the_node() -> None:
     made, nodes = linear(features=3)
-    verify(made)
+    verify_invariants(made)
     strategy = {node: (Strategy((I, I), (S(1, 2),)),) for node in (nodes["w"], nodes["y"])}
     with pytest.raises(CompileError, match=r"w of \(4, 3\) cannot be S\(1,2\)"):
-        verify(ShardedProgram(made, (TP,), strategy))
+        verify_invariants(ShardedProgram(made, (TP,), strategy))
     sharded = ShardedProgram(made, (), {})
     with pytest.raises(CompileError, match="sum_1 in stage 0 reads stage 1"):
-        verify(StagedProgram(sharded, 2, {nodes["y"]: 1, nodes["loss"]: 0}))
+        verify_invariants(StagedProgram(sharded, 2, {nodes["y"]: 1, nodes["loss"]: 0}))
 
 
 def test_blocks_of_a_graph() -> None:

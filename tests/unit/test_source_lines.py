@@ -11,14 +11,14 @@ from torch import fx
 from quintnet_compiler.checks.source import check_source_slices
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.ir.codegen_allowlist import check_source
-from quintnet_compiler.passes.codegen.source_lines import WIDTH, in_lines, written
+from quintnet_compiler.passes.codegen.source_lines import WIDTH, body_lines, in_lines
 
 aten = torch.ops.aten
 
 
 def test_slices_are_written_as_indices() -> None:
     call = "y = torch.ops.aten.slice.Tensor"
-    found = written(
+    found = body_lines(
         [f"{call}(x, {args})" for args in ("0, 2, 5", "2, 0, 9, 2", "1, 3, 9223372036854775807", "-1, 0, 5")]
     )
     assert found == ["y = x[2:5]", "y = x[:, :, 0:9:2]", "y = x[:, 3:]", f"{call}(x, -1, 0, 5)"]
@@ -27,14 +27,14 @@ def test_slices_are_written_as_indices() -> None:
 @pytest.mark.parametrize("args", [(0, 2, 5), (1, 0, 3), (2, 1, 4, 2), (1, 2, 2**63 - 1), (0, 0, 4)])
 def test_an_index_gives_what_the_operator_gives(args: tuple[int, ...]) -> None:
     x = torch.arange(4 * 5 * 6).reshape(4, 5, 6)
-    [text] = written([f"y = torch.ops.aten.slice.Tensor(x, {', '.join(map(str, args))})"])
+    [text] = body_lines([f"y = torch.ops.aten.slice.Tensor(x, {', '.join(map(str, args))})"])
     y, expected = eval(text.removeprefix("y = "), {"x": x}), aten.slice.Tensor(x, *args)
     assert torch.equal(y, expected) and y.stride() == expected.stride() and y.data_ptr() == expected.data_ptr()
 
 
 def test_long_tuples_take_several_lines() -> None:
     names = [f"value_{i}" for i in range(30)]
-    [text] = written([f"return ({', '.join(names)})"])
+    [text] = body_lines([f"return ({', '.join(names)})"])
     assert max(map(len, text.splitlines())) <= WIDTH + 4 and text.splitlines()[0] == "return ("
     assert ast.dump(ast.parse(in_lines(names))) == ast.dump(ast.parse(f"({', '.join(names)})"))
     assert isinstance(ast.parse(in_lines(["x"]), mode="eval").body, ast.Tuple)

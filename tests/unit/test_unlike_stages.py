@@ -19,7 +19,7 @@ from quintnet_compiler.planner.stage_units import ParameterGroup, StageUnit, Wid
 from quintnet_compiler.planner.unlike_stages import unlike_starts
 from quintnet_compiler.schedules.kinds import SCHEDULES
 from quintnet_compiler.schedules.schedule import chain, with_transfers
-from quintnet_compiler.simulation.run import simulate
+from quintnet_compiler.simulation.run import simulate_schedule
 from quintnet_compiler.simulation.work import Given
 
 PAIR = Layout(1, 1, 1, 2, 1, 8, 1, "all_gather", (), "1f1b", 1, "none", 0, ("dp",))
@@ -54,7 +54,7 @@ def _simulated(layout: Layout, places: list[Place], starts: tuple[int, ...]) -> 
     times = Given(each("forward"), both, {stage: both[stage] - weight[stage] for stage in both}, weight, placement=home)
     stages = chain(len(home))
     plain = SCHEDULES[layout.schedule](layout.pp, layout.microbatches, layout.virtual_stages)
-    return simulate(with_transfers(plain, stages), stages, times).seconds
+    return simulate_schedule(with_transfers(plain, stages), stages, times).seconds
 
 
 def test_a_stage_has_as_many_blocks_as_its_device_is_fast() -> None:

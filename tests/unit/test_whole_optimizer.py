@@ -126,10 +126,13 @@ def test_an_update_is_compared_with_that_of_a_plain_copy() -> None:
     assert [update.parameter for update in updates] == [small, other]
     assert updates[1].after.tolist() == [0.75] * 3 and small.tolist() == [1.0, 1.0]
     inner.step()
-    assert [update.difference() for update in updates] == ["", ""]
+    assert [update.describe_difference() for update in updates] == ["", ""]
     with torch.no_grad():
         other.sub_(0.1)
-    assert "changed by at most 0.35, and a plain copy with an optimizer of its own by 0.25" in updates[1].difference()
+    assert (
+        "changed by at most 0.35, and a plain copy with an optimizer of its own by 0.25"
+        in updates[1].describe_difference()
+    )
 
     def both(parameters: list[nn.Parameter]) -> optim.Optimizer:
         first, second = parameters
@@ -156,5 +159,5 @@ def test_muon_is_asked_for_whole_matrices(monkeypatch: pytest.MonkeyPatch, split
 def test_small_updates_are_compared_beside_large_parameters() -> None:
     before = torch.ones(3)
     parameter = torch.nn.Parameter(before + 5e-5)
-    assert PlainUpdate(parameter, before, before + 1e-5).difference()  # smaller than 1e-4 of the parameter
-    assert not PlainUpdate(parameter, before, before + 5e-5).difference()
+    assert PlainUpdate(parameter, before, before + 1e-5).describe_difference()  # smaller than 1e-4 of the parameter
+    assert not PlainUpdate(parameter, before, before + 5e-5).describe_difference()

@@ -16,7 +16,7 @@ import quintnet
 from quintnet_compiler.cli import app
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.hardware import HARDWARE
-from quintnet_compiler.planner.workload import Goal, Workload, long_time, rounded, tokens_of
+from quintnet_compiler.planner.workload import Goal, Workload, four_digits, long_time, tokens_of
 
 from ..models import CASES, GPT
 
@@ -69,8 +69,8 @@ def test_a_goal_is_a_number_above_0(number: Any) -> None:
 
 
 def test_numbers_for_people() -> None:
-    assert [rounded(x) for x in (0, 0.00012345, 1.5)] == ["0", "0.0001234", "1.500"]
-    assert [rounded(x) for x in (12345.6, 99999.9)] == ["12,350", "100,000"]
+    assert [four_digits(x) for x in (0, 0.00012345, 1.5)] == ["0", "0.0001234", "1.500"]
+    assert [four_digits(x) for x in (12345.6, 99999.9)] == ["12,350", "100,000"]
     assert (long_time(5400), long_time(86400 * 24.13)) == ("1.5 hours", "24.1 days")
 
 

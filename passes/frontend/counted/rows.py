@@ -41,13 +41,13 @@ class _Places:
     counted: tuple[tuple[int, ...] | None, ...]
 
     @property
-    def rows(self) -> list[int]:
+    def row_factors(self) -> list[int]:
         """Return the factors that the index of some dim counts, in order."""
         return sorted(factor for dim in self.counted if dim for factor in dim)
 
     @property
     def others(self) -> list[int]:
-        return [factor for factor in range(len(self.sizes)) if factor not in self.rows]
+        return [factor for factor in range(len(self.sizes)) if factor not in self.row_factors]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class CountedRows:
     places: _Places
 
     @classmethod
-    def of(cls, builder: GraphBuilder, x: fx.Node, indices: Sequence[fx.Node | None]) -> CountedRows | None:
+    def from_indices(cls, builder: GraphBuilder, x: fx.Node, indices: Sequence[fx.Node | None]) -> CountedRows | None:
         """Return the lookup, or None if no index counts a whole dim of ``x`` or one is a mask."""
         used = [index for index in indices if index is not None]
         if any(value(index).dtype in (torch.bool, torch.uint8) for index in used):
@@ -154,8 +154,8 @@ class CountedRows:
 
     def _spread(self, held: fx.Node) -> fx.Node:
         """Emit the same rows for all places, if every index counts."""
-        rest, places = list(shape(held)[len(self.places.rows) :]), self.places
-        thin = [size if factor in places.rows else 1 for factor, size in enumerate(places.sizes)]
+        rest, places = list(shape(held)[len(self.places.row_factors) :]), self.places
+        thin = [size if factor in places.row_factors else 1 for factor, size in enumerate(places.sizes)]
         return self._expanded(self.builder.reshape(held, [*thin, *rest]), [*places.sizes, *rest])
 
     def _gathered(self, held: fx.Node, index: fx.Node, *, first: bool) -> fx.Node:
@@ -164,7 +164,7 @@ class CountedRows:
         The first time in each row, once for every other place; after that in each place.
         """
         places = self.places
-        rows = places.rows if first else list(range(len(places.sizes)))
+        rows = places.row_factors if first else list(range(len(places.sizes)))
         others = places.others if first else []
         behind = list(shape(held)[len(rows) + 1 :])
         index = self._index(index, rows, others, behind)
@@ -196,17 +196,17 @@ class CountedRows:
         put = self._permuted(put, [*range(at, at + count), *range(at), *range(at + count, count + len(rest))])
         put = self.builder.reshape(put, [*places.sizes, *rest])
         behind = range(len(places.sizes), len(places.sizes) + len(rest))
-        return self._permuted(put, [*places.rows, *places.others, *behind])
+        return self._permuted(put, [*places.row_factors, *places.others, *behind])
 
     def _placed(self, held: fx.Node, put: fx.Node, indices: Sequence[fx.Node], *, adds: bool) -> fx.Node:
         """Emit ``held`` [*rows, *dims of ``indices``, *others] with ``put`` written into it."""
-        call, rows = self.builder.call, len(self.places.rows)
+        call, rows = self.builder.call, len(self.places.row_factors)
         if not indices:
             others = list(range(rows, rows + len(self.places.others)))
             put = call(aten.sum.dim_IntList, put, others, False) if others else put
             return call(aten.add.Tensor, held, put) if adds else put
         behind = list(shape(held)[rows + 1 :])
-        index = self._index(indices[0], self.places.rows, self.places.others, behind)
+        index = self._index(indices[0], self.places.row_factors, self.places.others, behind)
         if len(indices) > 1:  # read what is there, write into that, and put it back
             current = call(aten.gather.default, held, rows, index)
             current = self.builder.reshape(current, [*shape(held)[:rows], *behind])

@@ -10,7 +10,7 @@ from ...core.errors import CompileError
 from ...ops.catalog import op_spec
 from ...ops.define import define_operator
 from ..places import where_of
-from .memory import itself, same_memory, written
+from .memory import itself, same_memory, written_arguments
 
 aten = torch.ops.aten
 # while forward is traced; ``place_data`` makes it a copy
@@ -66,7 +66,7 @@ def _differs(nodes: list[fx.Node], place: int, memory: dict[fx.Node, fx.Node]) -
     old, new, tensor = memory[x], memory[value], itself(x.args[0])
     later = nodes[place + 1 :]
     read = {source for user in later for source in user.all_input_nodes}
-    writes = {memory[source] for user in later for source in written(user)}
+    writes = {memory[source] for user in later for source in written_arguments(user)}
     views = {n for n in nodes[:place] if memory[n] is old and itself(n) is not tensor}
     others = {n for n in read if memory[n] is new}
     return new.op == "placeholder" or bool(views & read) or bool(others and writes & {old, new})
@@ -74,6 +74,8 @@ def _differs(nodes: list[fx.Node], place: int, memory: dict[fx.Node, fx.Node]) -
 
 def _whole(node: fx.Node) -> fx.Node:
     """Return the tensor that a value is the whole of, through ``detach`` and in-place operators."""
-    while (source := same_memory(node)) is not None and (op_spec(node).detaches == "of its own" or [*written(node)]):
+    while (source := same_memory(node)) is not None and (
+        op_spec(node).detaches == "of its own" or [*written_arguments(node)]
+    ):
         node = source
     return node

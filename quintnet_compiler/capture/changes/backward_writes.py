@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from ...core.errors import CompileError
 from ...ops.derivatives.user_derivatives import of_tangents
 from ..places import where_of
-from .memory import same_memory, statistics, written
+from .memory import same_memory, statistics, written_arguments
 
 BACKWARD = "quintnet_backward"  # key of a node's meta: the number of the derivative that computes it
 
@@ -77,7 +77,7 @@ class _Uses:
 
 
 def _changed(node: fx.Node) -> Iterator[fx.Node]:
-    yield from written(node)
+    yield from written_arguments(node)
     yield from statistics(node)
 
 

@@ -34,7 +34,7 @@ class CachedResults:
 
     @classmethod
     def of_process(cls) -> CachedResults:
-        return cls({x: x.cache_info().misses for x in _FOUND.now()})
+        return cls({x: x.cache_info().misses for x in _FOUND.current_functions()})
 
     def kept_from(self, trace: Callable[[], Result]) -> Callable[[], Result]:
         """Return ``trace``, extended to clear functions that keep some of its results."""
@@ -63,7 +63,7 @@ class _CachedFunctions:
         self.functions: WeakSet[_Cached[Any]] = WeakSet()
         self.others, self.turn = -1, threading.Lock()
 
-    def now(self) -> list[_Cached[Any]]:
+    def current_functions(self) -> list[_Cached[Any]]:
         with self.turn:
             references = _references()
             if references - len(self.functions) != self.others or not _counted():

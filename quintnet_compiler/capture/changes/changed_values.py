@@ -33,7 +33,7 @@ from ...ops.catalog import op_spec
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ..places import where_of
 from .autocast import regions
-from .memory import same_memory, written
+from .memory import same_memory, written_arguments
 from .no_grad import WITHOUT_GRADIENTS
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ def keep_gradients(exported: ExportedProgram) -> None:
         CompileError: QN110 for a parameter with several places (torch cannot remove in-place operators then).
     """
     _in_autocast(exported.graph_module)
-    if not any(True for node in exported.graph.nodes for _ in written(node)):
+    if not any(True for node in exported.graph.nodes for _ in written_arguments(node)):
         return
     names = exported.graph_signature.inputs_to_parameters
     of = {n: exported.state_dict[names[n.name]] for n in exported.graph.nodes if n.name in names}
@@ -64,7 +64,7 @@ def keep_gradients(exported: ExportedProgram) -> None:
                 )
     if not tensors.unseen:
         return
-    replaced = _Rewriter(exported.graph, tensors).run()
+    replaced = _Rewriter(exported.graph, tensors).rewrite_graph()
     for spec in exported.graph_signature.output_specs:
         spec.arg.name = replaced.get(spec.arg.name, spec.arg.name)
     exported.graph.eliminate_dead_code()
@@ -92,7 +92,7 @@ def _in_autocast(gm: fx.GraphModule) -> None:
                     fix="change it before or after that region",
                 )
         if tensors.unseen:
-            _Rewriter(body.graph, tensors).run()
+            _Rewriter(body.graph, tensors).rewrite_graph()
             body.recompile()
 
 
@@ -148,7 +148,7 @@ class Tensors:
                 continue
             flows = WITHOUT_GRADIENTS not in node.meta and any(self.tensor[x] in grown for x in node.all_input_nodes)
             flows = flows and op_spec(node).detaches != "in place"
-            targets = list(written(node))
+            targets = list(written_arguments(node))
             if targets:
                 places = dict.fromkeys(self.memory[x] for x in targets)
                 self.writes[node] = MappingProxyType({m: self._write(m, targets, grown, flows) for m in places})
@@ -203,7 +203,7 @@ class _Rewriter:
     now: dict[fx.Node, fx.Node] = field(default_factory=dict)  # by tensor or view: its node since the last write
     meta: dict[fx.Node, Any] = field(default_factory=dict)  # by memory: of the operator that wrote last
 
-    def run(self) -> Mapping[str, str]:
+    def rewrite_graph(self) -> Mapping[str, str]:
         """Rewrite the graph; return the new names of its results that have other nodes."""
         tensors, out = self.tensors, self.graph.output_node()
         named = {x: x.name for x in out.all_input_nodes}
@@ -222,7 +222,7 @@ class _Rewriter:
     def _replaced_inputs(self, node: fx.Node, writes: Mapping[fx.Node, Write]) -> dict[fx.Node, fx.Node]:
         """Return new nodes for inputs whose memory was written to, and for those that ``node`` writes to."""
         memory = self.tensors.memory
-        targets = [x for x in written(node) if memory[x] in writes]
+        targets = [x for x in written_arguments(node) if memory[x] in writes]
         replaced: dict[fx.Node, fx.Node] = {}
         with self.graph.inserting_before(node):
             for x in node.all_input_nodes:
@@ -282,7 +282,7 @@ class _Rewriter:
     def _copied(self, x: fx.Node, of: Callable[[fx.Node], fx.Node]) -> fx.Node:
         """Return the same view as ``x`` of another value."""
         source = self.tensors.source[x]
-        if list(written(x)):
+        if list(written_arguments(x)):
             return of(source)
         if is_getitem(x):
             views_node = x.args[0]

@@ -11,7 +11,7 @@ from ...compat.torch import OpOverload, pytree, schema, storage_key
 from ...core.annotations import is_getitem
 
 
-def written(node: fx.Node) -> Iterator[fx.Node]:
+def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the arguments that an operator writes to."""
     if not isinstance(node.target, OpOverload) or not schema(node.target).is_mutable:
         return
@@ -33,12 +33,12 @@ def same_memory(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or (call is node and not isinstance(node.target, OpOverload)):
         return None
     keys = _keys(node)
-    return next((x for x in (*written(call), *call.all_input_nodes) if keys & _keys(x)), None)
+    return next((x for x in (*written_arguments(call), *call.all_input_nodes) if keys & _keys(x)), None)
 
 
 def itself(node: fx.Node) -> fx.Node:
     """Return the tensor that an in-place operator changes and returns, or ``node`` itself."""
-    while list(written(node)) and (source := same_memory(node)) is not None:
+    while list(written_arguments(node)) and (source := same_memory(node)) is not None:
         node = source
     return node
 

@@ -12,7 +12,7 @@ from ...compat.torch import version, without_torch_function
 from ...compat.torch_func import nodes_of_trace
 from ...core.errors import CompileError, Where
 from ..places import where_of
-from .memory import written
+from .memory import written_arguments
 
 _CHANGED = "has been modified by an inplace operation"
 
@@ -28,7 +28,7 @@ def unchanged_since_saved(modules: Iterable[tuple[str, nn.Module]]) -> Callable[
 
     def check(loss: Tensor) -> None:
         nodes = nodes_of_trace()
-        writes = [node for node in nodes if any(written(node))]
+        writes = [node for node in nodes if any(written_arguments(node))]
         if (nodes and not writes) or not torch.is_grad_enabled() or (operator := _saved_before_a_change(loss)) is None:
             return
         with without_torch_function():

@@ -26,7 +26,7 @@ from ...compat.torch import OpOverload, pytree
 from ...core.errors import CompileError
 from ...ops.catalog import op_spec
 from ..derivatives.checkpoints import ASSIGNED, CHECKPOINTS, Checkpoint, Checkpoints, bodies
-from .memory import same_memory, statistics, written
+from .memory import same_memory, statistics, written_arguments
 from .no_grad import WITHOUT_GRADIENTS
 
 aten = torch.ops.aten
@@ -41,9 +41,9 @@ def run_again(exported: ExportedProgram, checkpoints: Checkpoints) -> None:
     """
     graph, signature = exported.graph, exported.graph_signature
     checkpoint_nodes = bodies(graph, checkpoints)
-    if not checkpoint_nodes or not any([*written(node), *statistics(node)] for node in graph.nodes):
+    if not checkpoint_nodes or not any([*written_arguments(node), *statistics(node)] for node in graph.nodes):
         return
-    memory = _TracedMemory.of(graph)
+    memory = _TracedMemory.of_graph(graph)
     parameters = signature.inputs_to_parameters
     names = {key: name.removeprefix("model.") for key, name in (signature.inputs_to_buffers | parameters).items()}
     inputs = [node for node in graph.nodes if node.op == "placeholder" and node.name in parameters]
@@ -63,7 +63,7 @@ class _TracedMemory:
     writers: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
 
     @classmethod
-    def of(cls, graph: fx.Graph) -> _TracedMemory:
+    def of_graph(cls, graph: fx.Graph) -> _TracedMemory:
         memory = cls()
         for node in graph.nodes:
             memory.add(node)
@@ -76,7 +76,7 @@ class _TracedMemory:
             return
         for x in node.all_input_nodes:
             self.users[self.root[x]].append(node)
-        for x in (*written(node), *statistics(node)):
+        for x in (*written_arguments(node), *statistics(node)):
             self.writers[self.root[x]].append(node)
 
 
@@ -121,7 +121,7 @@ class _SecondRun:
 
     def _assigned(self, inside: Collection[fx.Node]) -> list[fx.Node]:
         """Return the writes of tensors by which the body replaces buffers: forward makes them at its end."""
-        writes = [node for node in self.graph.nodes if ASSIGNED in node.meta and list(written(node))]
+        writes = [node for node in self.graph.nodes if ASSIGNED in node.meta and list(written_arguments(node))]
         mine = [node for node in writes if any(self.memory.root[x] in inside for x in node.all_input_nodes)]
         if mine and self.checkpoint.options.stops and not self.checkpoint.reentrant:
             self._refuse(
@@ -151,7 +151,7 @@ class _SecondRun:
         Raises:
             CompileError: QN105 if gradients or random numbers of the second run would differ.
         """
-        root, norms, targets = self.memory.root, statistics(node), list(written(node))
+        root, norms, targets = self.memory.root, statistics(node), list(written_arguments(node))
         overwritten = targets if op_spec(node).overwrites else []
         whole = [x for x in overwritten if root[x] is x]
         read = [x for x in node.all_input_nodes if x not in norms and x not in whole]
@@ -184,7 +184,7 @@ class _SecondRun:
             drawn = self.graph.call_function(aten.clone.default, (node,))
         drawn.meta = {**node.meta, "val": torch.empty_like(node.meta["val"]), WITHOUT_GRADIENTS: True}
         self.memory.add(drawn)
-        targets = list(written(node))
+        targets = list(written_arguments(node))
         with self.graph.inserting_after(place):
             if targets:
                 copy = self.graph.call_function(aten.copy_.default, (self._second(targets[0]), drawn))
@@ -228,7 +228,7 @@ def _grown(memory: _TracedMemory, trained: Collection[fx.Node]) -> set[fx.Node]:
         flows = flows and node.op == "call_function" and _differentiable(node)
         if flows and any(x in grown for x in node.all_input_nodes):
             grown.add(node)
-            grown.update(memory.root[x] for x in written(node))
+            grown.update(memory.root[x] for x in written_arguments(node))
     return grown
 
 

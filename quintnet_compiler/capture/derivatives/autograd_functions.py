@@ -67,7 +67,7 @@ def _constant(x: Any) -> Any:
     return x.detach() if needs_gradient(x) else x
 
 
-def follow(
+def trace_function(
     function: Any,
     args: tuple[Any, ...],
     named: Mapping[str, Any],
@@ -92,7 +92,7 @@ def follow(
     constants = tuple(_constant(x) for x in args)
     for x, constant in zip(args, constants, strict=True):
         if constant is not x:
-            inner.stand_in(constant, x)
+            inner.treat_as(constant, x)
     result = _run_forward(function, ctx, constants, {key: _constant(x) for key, x in named.items()})
     outputs = result if isinstance(result, tuple) else (result,)
     if any(all(x is not out for out in outputs) for x in ctx.dirty_tensors):

@@ -66,7 +66,7 @@ class Checkpoints:
         self.every: list[Checkpoint] = []
         self.open: list[Checkpoint] = []
 
-    def begin(self, options: CheckpointOptions, where: Where, *, reentrant: bool) -> Checkpoint:
+    def open_checkpoint(self, options: CheckpointOptions, where: Where, *, reentrant: bool) -> Checkpoint:
         """Open a checkpoint."""
         graph = graph_of_trace()
         checkpoint = Checkpoint(len(self.every), graph, where, options, reentrant, len(graph.nodes), sequence_number())
@@ -74,7 +74,7 @@ class Checkpoints:
         self.open.append(checkpoint)
         return checkpoint
 
-    def end(self) -> None:
+    def close_checkpoint(self) -> None:
         """Close the innermost checkpoint, and mark the nodes that its second run computes."""
         checkpoint = self.open.pop()
         checkpoint.end = sequence_number()

@@ -45,16 +45,16 @@ class InnerGradients(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.begin()
+        self.begin_trace()
 
-    def begin(self) -> None:
+    def begin_trace(self) -> None:
         """Begin a trace; two traces of one forward are equal."""
         self.accumulated: list[list[tuple[Tensor, Tensor]]] = []  # of each backward that is traced now
         self.numbers: Iterator[int] = itertools.count()
         self.starts: dict[int, tuple[Tensor, Tensor]] = {}  # a leaf, and the node at which it became one
         self.originals: dict[int, tuple[Tensor, Tensor]] = {}  # a detached input of a Function, and the input
 
-    def stand_in(self, detached: Tensor, original: Tensor) -> None:
+    def treat_as(self, detached: Tensor, original: Tensor) -> None:
         """Treat ``detached`` as ``original`` if its gradient is asked for."""
         self.originals[id(detached)] = detached, original
 

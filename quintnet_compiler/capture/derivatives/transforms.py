@@ -40,7 +40,7 @@ def transforms_followed() -> Iterator[None]:
     Raises:
         CompileError: QN105 for ``torch.no_grad`` or ``torch.autograd.grad`` inside one.
     """
-    with transforms_by(_Transforms().run, for_this_thread):
+    with transforms_by(_Transforms().run_transform, for_this_thread):
         yield
 
 
@@ -48,7 +48,7 @@ class _Transforms:
     def __init__(self) -> None:
         self.inside = False
 
-    def run(self, transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_transform(self, transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``transform(*args, **kwargs)``; the outermost one becomes plain operators."""
         if self.inside or not recording():
             return transform(*args, **kwargs)

@@ -40,7 +40,7 @@ from ...core.replaced import for_this_thread
 from ..places import OWN
 from ..step_module import StepModule
 from ..watched_trace import user_line
-from .autograd_functions import Joined, follow, follow_hook
+from .autograd_functions import Joined, follow_hook, trace_function
 from .checkpoints import Checkpoints, line_of_checkpoint
 from .inner_gradients import InnerGradients, Linked
 from .module_hooks import ModuleHooks
@@ -82,13 +82,13 @@ def user_derivatives(step: StepModule, inner: InnerGradients, *, trained: bool) 
         options = options_of(hooks) if recording() else None
         save: Callable[[Tensor], Tensor] = _same
         if options is not None:
-            save = finder.checkpoints.begin(options, line_of_checkpoint(), reentrant=False).save
+            save = finder.checkpoints.open_checkpoint(options, line_of_checkpoint(), reentrant=False).save
         enter(torch.autograd.graph.saved_tensors_hooks(save, _same))  # gradients in forward do not run parts again
 
     def saved(hooks: torch.autograd.graph.saved_tensors_hooks, *error: Any) -> None:
         leave(hooks, *error)
         if recording() and options_of(hooks) is not None:
-            finder.checkpoints.end()
+            finder.checkpoints.close_checkpoint()
 
     with (
         functions_applied_by(for_this_thread(finder.apply, usual)),
@@ -221,7 +221,7 @@ class DerivativeFinder:
         self.checkpoints.function()
         number = self.number()
         absent = functools.partial(self.absent, number)
-        return follow(function, args, kwargs, number, absent, self.settle, self.refuse, self.inner)
+        return trace_function(function, args, kwargs, number, absent, self.forbid_changes, self.refuse, self.inner)
 
     def _checkpointed(self, function: Any, preserve: bool, *args: Any) -> Any:
         """Return what a reentrant checkpoint computes; if no argument needs a gradient, nothing inside gets one."""
@@ -230,20 +230,20 @@ class DerivativeFinder:
             with torch.set_grad_enabled(grad):
                 return function(*args)
         options = CheckpointOptions(stops=False, same_numbers=preserve, selective=False)
-        self.checkpoints.begin(options, line_of_checkpoint(), reentrant=True)
+        self.checkpoints.open_checkpoint(options, line_of_checkpoint(), reentrant=True)
         try:
             # what is returned as it was given has a node of its own in autograd's graph
             inputs = {id(x) for x in args}
             return pytree.tree_map_only(Tensor, lambda x: x.view_as(x) if id(x) in inputs else x, function(*args))
         finally:
-            self.checkpoints.end()
+            self.checkpoints.close_checkpoint()
 
-    def settle(self, x: Tensor, what: str) -> None:
+    def forbid_changes(self, x: Tensor, what: str) -> None:
         """Record that ``x`` must not change in place from now on."""
         self.settled.append((x, version(x), what, Where("", user_line(sys._getframe(), OWN))))
 
     def refuse(self, what: str) -> NoReturn:
-        raise CompileError("QN105", f"{what} would not be part of the program", where=self.here())
+        raise CompileError("QN105", f"{what} would not be part of the program", where=self.current_place())
 
     def refuse_kept(self, function: type) -> NoReturn:
         name = function.__name__
@@ -257,7 +257,7 @@ class DerivativeFinder:
         message = f"a hook of a module's backward {what}: it would not be part of the program"
         raise CompileError("QN105", message, where=Where(_path(name), _line(hook)))
 
-    def here(self) -> Where:
+    def current_place(self) -> Where:
         """Return the module and the line of the user's code that is being traced."""
         source = ""
         for line in reversed(traceback.extract_stack()):

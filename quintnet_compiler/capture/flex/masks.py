@@ -106,17 +106,17 @@ class _MaskReader:
             for equal, least in (parts, parts[::-1]):
                 if _op(equal) is operator.eq and _op(least) is operator.ge and _is(least.args[1], 0):
                     ids, bounded = self._ids(equal), least.args[0]
-                    if any(side.same(bounded, turned=False) for side in _sides(equal)):
+                    if any(side.is_term(bounded, turned=False) for side in _sides(equal)):
                         return ids
             for query, key in (parts, parts[::-1]):
-                if query.reads <= {"b", "q"} and query.same(key):
+                if query.reads <= {"b", "q"} and query.is_term(key):
                     return torch.where(self._values(query, "q").bool(), 0, -1)
         return None
 
     def _ids(self, equal: IndexTerm) -> Tensor:
         """Return the ids in an equality of the same function of a query and of a key."""
         query, key = _sides(equal)
-        if not (query.reads <= {"b", "q"} and query.same(key)):
+        if not (query.reads <= {"b", "q"} and query.is_term(key)):
             raise NotFollowed("an equality of two different functions of a query and a key")
         if self.queries != self.keys:
             raise NotFollowed("ids of as many queries as keys only")

@@ -61,7 +61,7 @@ class IndexTerm:
             return values
         return self.op(*(_at(x, index) for x in self.args))
 
-    def same(self, other: Any, *, turned: bool = True) -> bool:
+    def is_term(self, other: Any, *, turned: bool = True) -> bool:
         """Return whether it is ``other``, with the index of a query in place of that of a key if ``turned``."""
         if not isinstance(other, IndexTerm) or len(self.args) != len(other.args):
             return False
@@ -75,7 +75,7 @@ CONSTANTS = frozenset({Tensor.new_ones, Tensor.new_zeros})  # what torch's and_m
 
 def _same(a: Any, b: Any, turned: bool) -> bool:
     if isinstance(a, IndexTerm):
-        return a.same(b, turned=turned)
+        return a.is_term(b, turned=turned)
     if isinstance(a, tuple):
         return isinstance(b, tuple) and len(a) == len(b) and all(_same(x, y, turned) for x, y in zip(a, b, strict=True))
     if isinstance(a, Tensor) or isinstance(b, Tensor):

@@ -127,7 +127,7 @@ class ProgramOptions:
     plan: Plan
 
     @classmethod
-    def of(
+    def from_arguments(
         cls, mesh: str | None, plan: Path | None, microbatches: int | None = None, settings: list[str] | None = None,
         precision: str | None = None,
     ) -> ProgramOptions:  # fmt: skip
@@ -147,7 +147,7 @@ class ProgramOptions:
         return cls(parse_mesh(mesh) if mesh is not None else Mesh(**decided.mesh), decided.changed(changes))
 
 
-def compiled(target: str, options: ProgramOptions, device: str | None = None) -> CompiledProgram:
+def build_program(target: str, options: ProgramOptions, device: str | None = None) -> CompiledProgram:
     """The program of a target; for ``device``, or where its model is.
 
     Raises:

@@ -40,7 +40,7 @@ def in_parts(captured: Captured) -> Captured:
             "the loss is a sum over rows is not seen",
             fix=f"write x.shape[0] in place of len(x); or {FIX}",
         )
-    return _Split.of(captured).finished()
+    return _Split.of_captured(captured).finished()
 
 
 @dataclass
@@ -54,7 +54,7 @@ class _Split:
     cut: dict[fx.Node, int] = field(default_factory=dict)  # nodes that are parts
 
     @classmethod
-    def of(cls, captured: Captured) -> _Split:
+    def of_captured(cls, captured: Captured) -> _Split:
         rows = next(symbol for symbol, name in captured.symbols.items() if name == ROWS)
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}

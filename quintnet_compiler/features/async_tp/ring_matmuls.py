@@ -76,7 +76,7 @@ def matmul_reduce_scatter(
     arriving: Callable[[], list[Tensor]] | None = None
     for step in range(circle.size):
         owner = (circle.index - 1 - step) % circle.size
-        total = _sum([slices.take(x, dim, parts, circle.size, owner) for x in xs], factors)
+        total = _sum([slices.slice_of_rank(x, dim, parts, circle.size, owner) for x in xs], factors)
         if arriving is not None:
             total += arriving()[0]
         if step < circle.size - 1:

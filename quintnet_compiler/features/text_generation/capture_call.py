@@ -77,7 +77,7 @@ def capture_call(model: nn.Module, shapes: Sequence[Shape], pools: int, page: in
         return _logits(model, ids, places.clamp(min=0), attend)[:, -1]
 
     batch = (ids, table, ids, *caches)
-    form = BatchForm.of(batch, rows)
+    form = BatchForm.of_batch(batch, rows)
     captured = capture(model, batch, want="outputs", training=False, trained=False, call=call, form=form)
     inputs = [node for node in captured.graph.nodes if node.op == "placeholder" and node.meta[LEAF].kind == "input"]
     for index, node in enumerate(inputs[NUM_INPUTS:]):

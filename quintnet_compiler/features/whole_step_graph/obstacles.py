@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.torch import schema, schema_or_none
-from ...core.annotations import facts, known
+from ...core.annotations import facts, has_facts
 from ...ir.distributed_program import DistributedProgram, RankProgram
 from ...ops.attention.operator import IDS
 from ...ops.catalog import name_of, op_spec
@@ -74,7 +74,7 @@ def _is_on_host(node: fx.Node, device: torch.device) -> bool:
     Attention may return what its dropout began with on the host, which nobody reads.
     """
     ours = getattr(node.target, "namespace", None) == "quintnet"
-    if device.type == "cpu" or not known(node) or not (ours or op_spec(node).casts):
+    if device.type == "cpu" or not has_facts(node) or not (ours or op_spec(node).casts):
         return False
     value = facts(node).value
     return any(x.device.type == "cpu" for x in ((value,) if isinstance(value, Tensor) else value))

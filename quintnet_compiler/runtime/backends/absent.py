@@ -28,7 +28,7 @@ class AbsentBackend(WholeState):
     """The module's own tensors, where they are: on the CPU, or without values on the meta device."""
 
     def __init__(self, program: DistributedProgram, tensors: Mapping[str, Tensor], gpu: AbsentGpu) -> None:
-        self.gpu, self.scaler, self.tensors = gpu, LossScale.of(program), dict(tensors)
+        self.gpu, self.scaler, self.tensors = gpu, LossScale.initial(program), dict(tensors)
         self.unset = {name for name, x in tensors.items() if x.is_meta}
         names = {name for name, spec in program.state.items() if spec.kind == "parameter"}
         self.parameters = {n: x for n, x in tensors.items() if n in names and isinstance(x, nn.Parameter)}

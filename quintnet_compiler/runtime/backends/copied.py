@@ -31,7 +31,7 @@ class ProgramTensors:
         return {n: spec for n, spec in self.program.state.items() if spec.kind == "parameter" and n in names}
 
 
-def copied(target: ProgramTensors, source: ProgramTensors) -> int:
+def copy_values(target: ProgramTensors, source: ProgramTensors) -> int:
     """Give ``target`` the values of ``source``, rounded to its dtypes, and return the bytes that this rank received.
 
     Raises:

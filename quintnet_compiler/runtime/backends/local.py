@@ -24,10 +24,10 @@ from ..execute.interpreter_trace import Watch
 from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
 from ..execute.whole_steps import step_function
-from ..state.changed_state import split_results, written
+from ..state.changed_state import split_results, written_state
 from ..state.grad_handoff import HandOver, Old
 from ..state.gradients import too_many_gradients
-from ..state.module_parameters import Slots, WholeTensor, check_fits, like, moved, whole_parameter
+from ..state.module_parameters import Slots, WholeTensor, check_fits, like, move_tensor, whole_parameter
 from ..state.state import new_caches, part_of
 from ..transport.local import LocalTransport, LocalWorld
 from .backend import Caches, Ready, clip, gradients_of, home_of, new_constants, refuse_unset, running_on, total_norm
@@ -56,7 +56,7 @@ class LocalBackend(WholeState):
         engine: Engine = eager,
         slots: Slots | None = None,
     ) -> None:
-        self.mesh, self.device, self.engine, self.scaler = mesh, device, engine, LossScale.of(program)
+        self.mesh, self.device, self.engine, self.scaler = mesh, device, engine, LossScale.initial(program)
         self.linears = HostLinears()
         self.slots, self.specs = slots, program.state
         self.worlds: dict[int, _LocalRanks] = {}
@@ -66,7 +66,7 @@ class LocalBackend(WholeState):
         for name in [*(name for name in program.state if name in tensors), *tensors.keys() - program.state.keys()]:
             self._take(name, tensors[name], self.specs.get(name))
         if slots is not None:
-            slots.put({**self.tensors, **self.parameters})
+            slots.replace_tensors({**self.tensors, **self.parameters})
 
     def _take(self, name: str, x: Tensor, spec: StateSpec | None) -> None:
         """Read this tensor of the module from now on."""
@@ -77,7 +77,7 @@ class LocalBackend(WholeState):
             self.tensors[name] = SHIPPED.empty_like(x, device=self.device)
         else:
             if spec is not None and spec.kind == "buffer":
-                x = moved(x, self.device)
+                x = move_tensor(x, self.device)
             self.tensors[name] = x.detach().to(self.device)
 
     def _follow_module(self) -> None:
@@ -114,11 +114,11 @@ class LocalBackend(WholeState):
             )
         self._follow_module()
         refuse_unset(self.unset, program)
-        how = self.scaler.run(program, how)
+        how = self.scaler.with_scale(program, how)
         # here and not in each rank: ranks take turns in one thread, and would undo each other's mode
         with torch.no_grad(), running_on(self.device):
             ready = self._world(program, how.train)
-            old = ready.handover.take() if how.train else None
+            old = ready.handover.take_gradients() if how.train else None
             if how.train and ready.handover.kept:
                 del self.worlds[id(program)]
                 ready = self._world(program, how.train)
@@ -126,7 +126,7 @@ class LocalBackend(WholeState):
                 outputs = self._run_ranks(ready, inputs, how, watch, caches or {}, recorder)
             except RunError:
                 if old is not None:
-                    ready.handover.put(old)
+                    ready.handover.set_gradients(old)
                 raise
             if how.train:
                 self.scaler.update(how, finite=all(good for _, good in outputs.values()))
@@ -142,7 +142,7 @@ class LocalBackend(WholeState):
     def _hand_over(self, ready: _LocalRanks, program: DistributedProgram, old: Old | None) -> None:
         """Give parameters the gradients of a step, or none if it is skipped."""
         if self.scaler.skipped:
-            ready.handover.put(repeat(None))
+            ready.handover.set_gradients(repeat(None))
         else:
             self._join(ready, program)
             ready.handover.give(old)
@@ -162,13 +162,13 @@ class LocalBackend(WholeState):
             rank: self._rank(ready, rank, inputs, how, observer, caches.get(rank, {}), recorder)
             for rank, observer in enumerate(watches)
         }
-        return ready.world.run(functions)
+        return ready.world.run_ranks(functions)
 
     def _write(self, program: DistributedProgram, new: Mapping[str, Tensor]) -> None:
         """Keep the new values of buffers and parameters."""
         if program.stored:
             self.linears.changed()
-        now = written(program, new, self.tensors) if new else {}
+        now = written_state(program, new, self.tensors) if new else {}
         assigned = {name: x for name, x in now.items() if name in program.captured.assigned}
         self.tensors |= assigned
         if self.slots is not None and assigned:
@@ -254,7 +254,7 @@ class LocalBackend(WholeState):
         for rank in range(self.mesh.size):
             part, transport = program.rank(rank), world.transport(rank)
             store = gradient_store(program, part, transport, device, self.engine) if train else None
-            engine = self.linears.of(program, self.engine)
+            engine = self.linears.wrap(program, self.engine)
             executor = Executor(program, part, transport, device, store, engine)
             ranks.append(Ready(program, executor, store, step_function(executor)))
             state.append(

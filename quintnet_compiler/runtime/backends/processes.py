@@ -31,11 +31,11 @@ from ..execute.whole_steps import step_function
 from ..launch.calls import next_label
 from ..launch.consistency import SAME_SCRIPT, agree, tell
 from ..state.buckets import reduced_axes, scattered_axes
-from ..state.changed_state import split_results, written
+from ..state.changed_state import split_results, written_state
 from ..state.grad_handoff import HandOver
 from ..state.gradients import shared_by, too_many_gradients
 from ..state.local_values import StageGradient, StoredPart, whole_number
-from ..state.module_parameters import Slots, check_fits, local_of, moved, retire
+from ..state.module_parameters import Slots, check_fits, local_of, move_tensor, retire
 from ..state.optimizer_settings import OptimizerSettings
 from ..state.same_state import SameState, Saved
 from ..state.same_values import EVERY, SameValues
@@ -68,7 +68,7 @@ class ProcessBackend:
         compare_every: int = EVERY,
     ) -> None:
         self.mesh, self.device, self.engine, self.linears = mesh, device, engine, HostLinears()
-        self.scaler = LossScale.of(program)
+        self.scaler = LossScale.initial(program)
         self.unset = {name for name, x in tensors.items() if x.is_meta}
         if dist.get_world_size() != mesh.size:
             raise RunError(
@@ -98,7 +98,7 @@ class ProcessBackend:
         self.buffers: dict[str, Tensor] = {}  # the module's own, which are whole on every rank
         self.parameters: dict[str, nn.Parameter] = {}
         self._take_all(tensors)
-        self.values.keep(self.state, self.parameters)
+        self.values.remember_parts(self.state, self.parameters)
         self.same = SameState(mesh, device, compare_every, OptimizerSettings(self.parameters))
 
     def _tune(self) -> None:
@@ -110,14 +110,14 @@ class ProcessBackend:
         """Keep this rank's parts of these tensors, and leave nothing else of the module's parameters."""
         new = {name: self._take(x, self.specs[name]) for name, x in tensors.items() if name in self.specs}
         if self.slots is not None:
-            self.slots.put(new)
+            self.slots.replace_tensors(new)
 
     def _take(self, x: Tensor, spec: StateSpec) -> Tensor:
         """Return the tensor that replaces ``x`` in the module."""
         name = spec.name
         if spec.kind != "parameter":
             if spec.kind == "buffer" and not x.is_meta:
-                x = moved(x, self.device)
+                x = move_tensor(x, self.device)
                 self.buffers[name] = x.detach()
                 self.state[name] = part_of(self.buffers[name], spec.sharding, self.axes, self.place)
                 return x
@@ -165,7 +165,7 @@ class ProcessBackend:
         return self.state[spec.name].copy_(mine)
 
     def _true_part(self, spec: StateSpec) -> TruePart:
-        return TruePart.of(spec.shape, spec.sharding, self.axes, self.place)
+        return TruePart.on_rank(spec.shape, spec.sharding, self.axes, self.place)
 
     def cuts(self) -> dict[str, StoredPart]:
         """Return which part of each parameter this rank has."""
@@ -211,12 +211,12 @@ class ProcessBackend:
         self._follow_module()
         refuse_unset(self.unset, program)
         with running_on(self.device):
-            ready, how = self._ready(program, inputs, how), self.scaler.run(program, how)
+            ready, how = self._ready(program, inputs, how), self.scaler.with_scale(program, how)
             self._compare(program, how)
         own_inputs = self._own_inputs(program, inputs, local=how.local)
         state = {**self.state, **self.padded, **(caches or {}).get(self.transport.rank, {})}
         with torch.no_grad(), running_on(self.device):
-            old = ready.handover.take() if how.train else None
+            old = ready.handover.take_gradients() if how.train else None
             if how.train:
                 self._free_gradients(program)
             if how.train and ready.handover.kept:
@@ -225,11 +225,11 @@ class ProcessBackend:
                 results, good = ready.step(state, own_inputs, how, recorder=recorder)
             except RunError:
                 if old is not None:
-                    ready.handover.put(old)
+                    ready.handover.set_gradients(old)
                 raise
             if how.train:
                 self.scaler.update(how, finite=good)
-                ready.handover.put(repeat(None)) if self.scaler.skipped else ready.handover.give(old)
+                ready.handover.set_gradients(repeat(None)) if self.scaler.skipped else ready.handover.give(old)
             results, new = split_results(program, results, self.buffers)
             self._write(program, new)
         return results
@@ -243,7 +243,7 @@ class ProcessBackend:
     def _compare(self, program: DistributedProgram, how: Run) -> None:
         """Raise QN404 if ranks hold different values, which is compared from time to time."""
         if not how.train:
-            self.same.hear()
+            self.same.finish_comparison()
             return
         random = f"seed {how.seed}, step {how.step}, loss scale {self.scaler.scale}"
         self.same.look(program, lambda: {**self.state, **self.buffers}, random, f"before step {how.step}")
@@ -268,7 +268,7 @@ class ProcessBackend:
         there = {**self.buffers, **{name: self.state[name] for name in parts}}
         if parts:
             self.linears.changed()
-        now = written(program, {**buffers, **parts}, there) if new else {}
+        now = written_state(program, {**buffers, **parts}, there) if new else {}
         assigned = {name: x for name, x in now.items() if name in program.captured.assigned}
         if self.slots is not None and assigned:
             self.slots.assign(assigned)
@@ -284,7 +284,7 @@ class ProcessBackend:
         self.specs = {**self.specs, **new}
         if self.slots is not None:
             self.slots.add_state(new)
-        self.values.keep({name: self.state[name] for name in new})
+        self.values.remember_parts({name: self.state[name] for name in new})
 
     def forget(self, program: DistributedProgram) -> None:
         self.ready.pop(id(program), None)
@@ -381,7 +381,7 @@ class ProcessBackend:
         ready = self.ready.get(id(program))
         if ready is None:
             agree({"program": program.text}, self.device)
-            self.values.require(program, inputs, self.state, local=how.local)
+            self.values.require_same(program, inputs, self.state, local=how.local)
             self.transport.add_groups(_groups(program, self.mesh))
             self.transport.connect(connections_of(program.schedule, self.mesh))
             self._tune()
@@ -401,7 +401,7 @@ class ProcessBackend:
         if self.mesh["pp"] > 1:  # without a loop, whose variable would be one more reference when they are counted
             deque(map(setattr, gradients, repeat("__class__"), repeat(StageGradient)), maxlen=0)
         handover = HandOver([self.parameters[name] for name in settled], gradients)
-        executor = Executor(program, part, self.transport, self.device, store, self.linears.of(program, self.engine))
+        executor = Executor(program, part, self.transport, self.device, store, self.linears.wrap(program, self.engine))
         return _Process(program, executor, store, step_function(executor), handover)
 
 

@@ -68,7 +68,7 @@ class Home:
     def __reduce__(self) -> tuple[Any, ...]:
         return _nobody, ()  # a copy of the module is nobody's
 
-    def join(self, slots: Slots) -> Backend:
+    def backend_for(self, slots: Slots) -> Backend:
         """Return the backend with the parameters, for a further program that reads ``slots``.
 
         Raises:
@@ -86,12 +86,12 @@ class Home:
         return self.backend
 
     def leave(self, tensors: Mapping[str, Tensor]) -> None:
-        """Undo :func:`settle`: modules get these whole parameters."""
+        """Undo :func:`attach_split_parameters`: modules get these whole parameters."""
         self.closed = True
         for handle in self.handles:
             handle.remove()
         old = self.slots.tensors
-        self.slots.put({n: nn.Parameter(x, requires_grad=old[n].requires_grad) for n, x in tensors.items()})
+        self.slots.replace_tensors({n: nn.Parameter(x, requires_grad=old[n].requires_grad) for n, x in tensors.items()})
         for root in self.slots.modules.values():
             for module in root.modules():
                 module.__dict__.pop(_HOME, None)
@@ -128,7 +128,7 @@ def refuse_split(tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def settle(slots: Slots, primary: Any, backend: Backend) -> None:
+def attach_split_parameters(slots: Slots, primary: Any, backend: Backend) -> None:
     """Give modules the hooks of split parameters, and record the program that split them."""
     cuts = backend.cuts()
     if not cuts:

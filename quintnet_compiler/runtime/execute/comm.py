@@ -99,7 +99,7 @@ class Comm:
             self.under_way.pop(id(x))[1]()
         return x
 
-    def settle(self) -> None:
+    def wait_for_gathers(self) -> None:
         """Wait for all-gathers that nothing has read, so that their memory may be reused."""
         for _, wait in self.under_way.values():
             wait()
@@ -115,7 +115,7 @@ class Comm:
 
     def shard_slice(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         """Return this rank's slice of a value that is replicated over the axis."""
-        return slices.take(x, dim, parts, self.mesh[axis], self.coordinate[axis])
+        return slices.slice_of_rank(x, dim, parts, self.mesh[axis], self.coordinate[axis])
 
     def shard_pad(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         """Return the transpose of ``shard_slice``: zeros at the slices of other ranks."""

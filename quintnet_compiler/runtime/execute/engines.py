@@ -53,7 +53,7 @@ class Inductor:
     def __call__(self, module: GeneratedModule, name: str) -> Function:
         if module not in self.functions:
             parts = split(module.graph, pure=self.graphs is not None)
-            self.functions[module] = Stepper.of(module.graph, parts, lambda s: self._run(s, name))
+            self.functions[module] = Stepper.from_parts(module.graph, parts, lambda s: self._run(s, name))
         return self.functions[module]
 
     def of_parameters(self, module: GeneratedModule, name: str) -> Function:
@@ -73,12 +73,12 @@ class Inductor:
             return self._kernel(f"{sizes} {segment.module.code}", segment, name)
 
         if module not in self.functions:
-            self.functions[module] = Stepper.of(graph, split(graph, apart=True), kernel)
+            self.functions[module] = Stepper.from_parts(graph, split(graph, apart=True), kernel)
         return self.functions[module]
 
     def _run(self, segment: Segment, name: str) -> Function:
         kernel = self._kernel(segment.module.code, segment, name)
-        return kernel if self.graphs is None else self.graphs.of(kernel, segment.module, name)
+        return kernel if self.graphs is None else self.graphs.wrap_kernel(kernel, segment.module, name)
 
     def _kernel(self, key: str, segment: Segment, name: str) -> CompiledSegment:
         return self.kernels.setdefault(key, CompiledSegment(segment.module, name, self.warned))
@@ -112,12 +112,12 @@ class CompiledSegment:
             if len(self.variants) == MAX_VARIANTS:
                 self._warn(f"it met inputs of more than {MAX_VARIANTS} sizes")
                 return eager(self.module, self.name)(args)
-            run = self.variants.put(args, self._compiled(args))
+            run = self.variants.store(args, self._compiled(args))
         return run(args)
 
     def _compiled(self, args: Sequence[Tensor]) -> Function:
         try:
-            compile_segment = always_compiled if self.alone else compiled
+            compile_segment = always_compiled if self.alone else compile_fused
             return compile_segment(self.module, args) or self.module
         except Exception as error:  # of many types: no compiler, an operator without lowering, inductor's bugs
             self._warn(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
@@ -130,7 +130,7 @@ class CompiledSegment:
             warnings.warn(BackendWarning(text), stacklevel=2)
 
 
-def compiled(module: fx.GraphModule, args: Sequence[Tensor]) -> Function | None:
+def compile_fused(module: fx.GraphModule, args: Sequence[Tensor]) -> Function | None:
     """Return inductor's code for ``module`` on inputs of the layout of ``args``; None where nothing can be fused."""
     traced = traced_for_inductor(module, args, on_gpu=any(x.is_cuda for x in args))
     return _kernels_of(traced) if can_fuse(traced.graph) else None

@@ -164,13 +164,13 @@ class Executor:
             raise
         for send in list(self.sent):
             self._forget(send)
-        self.comm.settle()
+        self.comm.wait_for_gathers()
         if self.gradients is not None:
             self._require_gradients(self.gradients)
             self.gradients.settle()
         results = [self._settled(position) for position in range(len(self.program.results))]
         if self.on_host:  # finish copies to the host, so that callers may use parameters and gradients at once
-            self.comm.copies.settle()
+            self.comm.copies.wait_for_copies()
         for tensors in (self.whole, self.static, self.values, self.cotangents, self.results, self.carried):
             tensors.clear()
         verdict, self.verdict = self.verdict, None  # which holds memory
@@ -194,7 +194,7 @@ class Executor:
 
     def _slice(self, stage: StageProgram, name: str, cut: Slice, microbatch: int) -> Tensor:
         whole = self.whole[stage.index][cut.source]
-        return slices.take(whole, cut.dim, cut.parts, self.program.schedule.num_microbatches, microbatch)
+        return slices.slice_of_rank(whole, cut.dim, cut.parts, self.program.schedule.num_microbatches, microbatch)
 
     def _run(self, action: Action, label: str, dynamic: list[Tensor]) -> Sequence[Tensor]:
         self.comm.microbatch = action.microbatch

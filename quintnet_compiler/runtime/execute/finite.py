@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from ...compat.torch import pytree
 from ...compat.torch_codegen import SHIPPED
-from ...core.annotations import facts, is_float, known
+from ...core.annotations import facts, has_facts, is_float
 from ...core.errors import RunError
 from ...ir.distributed_program import DistributedProgram, StageProgram
 from .executor import Executor, Run
@@ -146,6 +146,6 @@ def _error(program: DistributedProgram, origin: Origin | None, worst: int, step:
     return RunError(
         "QN501",
         f"{head}\n  first bad value: {description}",
-        where=facts(node).where if known(node) else None,
+        where=facts(node).where if has_facts(node) else None,
         fix="see what goes into this operator: an epsilon, a wider dtype or a smaller learning rate may help",
     )

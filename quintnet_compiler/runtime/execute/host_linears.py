@@ -38,7 +38,7 @@ class HostLinears:
     constant: dict[int, Tensor] = field(default_factory=dict)
     packed: dict[int, Tensor] = field(default_factory=dict)
 
-    def of(self, program: DistributedProgram, engine: Engine) -> Engine:
+    def wrap(self, program: DistributedProgram, engine: Engine) -> Engine:
         """Return this engine for a ``program`` with caches whose ``engine`` is the eager one, else ``engine``."""
         generates = any(spec.kind == "cache" for spec in program.state.values())
         return self if engine is eager and generates and host_linear is not None else engine

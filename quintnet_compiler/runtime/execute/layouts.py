@@ -26,7 +26,7 @@ class _LayoutEntry(Generic[T]):
     cached: T
 
     @classmethod
-    def of(cls, args: Sequence[Tensor], cached: T) -> _LayoutEntry[T]:
+    def from_args(cls, args: Sequence[Tensor], cached: T) -> _LayoutEntry[T]:
         """Return the entry of ``cached`` for the layout of ``args``."""
         return cls([x.dtype for x in args], [tuple(x.shape) for x in args], [x.stride() for x in args], cached)
 
@@ -56,13 +56,13 @@ class ByLayout(Generic[T]):
             return self.last.cached
         cached = self.entries.get(_key(args))
         if cached is not None:
-            self.last = _LayoutEntry.of(args, cached)
+            self.last = _LayoutEntry.from_args(args, cached)
         return cached
 
-    def put(self, args: Sequence[Tensor], cached: T) -> T:
+    def store(self, args: Sequence[Tensor], cached: T) -> T:
         """Store ``cached`` for the layout of ``args``, and return it."""
         self.entries[_key(args)] = cached
-        self.last = _LayoutEntry.of(args, cached)
+        self.last = _LayoutEntry.from_args(args, cached)
         return cached
 
     def __len__(self) -> int:

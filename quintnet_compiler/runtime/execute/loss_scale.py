@@ -26,11 +26,11 @@ class LossScale:
     skipped: bool = False
 
     @classmethod
-    def of(cls, program: DistributedProgram) -> LossScale:
+    def initial(cls, program: DistributedProgram) -> LossScale:
         """Return the initial loss scale of a program, 1 where it has none."""
         return cls(program.precision.scale or 1.0)
 
-    def run(self, program: DistributedProgram, options: Run) -> Run:
+    def with_scale(self, program: DistributedProgram, options: Run) -> Run:
         """Return ``options`` with the loss scale, if the program has one; the step must then check for overflow."""
         scaled = options.train and program.precision.scale is not None
         return replace(options, scale=self.scale, check_finite=True) if scaled else options

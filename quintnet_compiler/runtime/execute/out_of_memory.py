@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 
 from torch import Tensor, fx
 
-from ...core.annotations import facts, known, size
+from ...core.annotations import facts, format_bytes, has_facts
 from ...core.errors import RunError, Where
 from .executor import Executor
 
@@ -47,9 +47,9 @@ def with_operator(error: BaseException, fault: RunError, executor: Executor, sta
     lines, where = [fault.message], fault.where
     if place is not None:
         request = _REQUESTED_MEMORY.search(str(error))
-        amount = "" if request is None else f", which asked for {request[1] or size(int(request[2]))}"
+        amount = "" if request is None else f", which asked for {request[1] or format_bytes(int(request[2]))}"
         lines.append(f"in `{place.code}`, {place.label}, microbatch {executor.comm.microbatch}{amount}")
-        if place.node is not None and known(place.node):
+        if place.node is not None and has_facts(place.node):
             where = facts(place.node).where
     return RunError(fault.code, "\n  ".join([*lines, *_alive(executor, state, place)]), where=where, fix=fault.fix)
 
@@ -105,8 +105,8 @@ class _LiveMemory:
     def lines(self) -> list[str]:
         """Return the text: sums by kind, and the largest tensors."""
         largest = sorted(self.tensors, key=lambda entry: -entry[0])[:NUM_NAMED_TENSORS]
-        sums = ", ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in self.kinds.items())
-        return [f"alive on this rank: {sums}", *(f"  {size(num_bytes)}: {name}" for num_bytes, name in largest)]
+        sums = ", ".join(f"{kind} {format_bytes(num_bytes)}" for kind, num_bytes in self.kinds.items())
+        return [f"alive on this rank: {sums}", *(f"  {format_bytes(num_bytes)}: {name}" for num_bytes, name in largest)]
 
 
 def _alive(executor: Executor, state: Mapping[str, Tensor], place: _Place | None) -> list[str]:
@@ -131,7 +131,7 @@ def _alive(executor: Executor, state: Mapping[str, Tensor], place: _Place | None
 def _sources(executor: Executor) -> dict[str, Where]:
     """Return the place in the user's source for each value, by its name."""
     graphs = [piece.module.graph for stage in executor.part.stages for piece in stage.pieces.values()]
-    return {n.name: facts(n).where for graph in graphs for n in graph.nodes if known(n) and n.op != "placeholder"}
+    return {n.name: facts(n).where for graph in graphs for n in graph.nodes if has_facts(n) and n.op != "placeholder"}
 
 
 def _named(name: str, sources: Mapping[str, Where]) -> str:

@@ -139,7 +139,7 @@ class Stepper:
     returns: tuple[int, ...]
 
     @classmethod
-    def of(
+    def from_parts(
         cls,
         graph: fx.Graph,
         parts: Sequence[fx.Node | Segment],

@@ -31,7 +31,7 @@ from .faults import Fault, RankError, Scene, gone, report, stopped, wait_for_kil
 from .forwarding import Forwarding
 from .heartbeat import GRACE, LOOK, PERIOD, SAVED, SAVES, VERDICT, Heartbeat
 from .preemption import Preempted
-from .rank_status import LONGEST_LINE, RankStatus, cut, read_rows
+from .rank_status import LONGEST_LINE, RankStatus, read_rows, shorten_middle
 from .run_folder import end_with_launcher, mark_fork_server_folder
 from .sending import LOOPBACK, importable_main, local_listener, packed, unpacked
 
@@ -123,7 +123,7 @@ class Attempt:
             for rank, slot in enumerate(self.slots):
                 ours, theirs = context.Pipe(duplex=False)
                 seat = Seat(rank, self.size, slot, max(self.slots) + 1, port, self.folder, method)
-                process = context.Process(target=work, args=(self.job, seat, theirs), daemon=True)
+                process = context.Process(target=run_job, args=(self.job, seat, theirs), daemon=True)
                 with importable_main():
                     process.start()
                 theirs.close()
@@ -153,7 +153,7 @@ class Attempt:
                 os.kill(self._pid(rank), signal.SIGKILL)
         wait_for_killed(list(self.processes))
 
-    def run(self, deadline: float) -> list[Any] | Fault:
+    def wait_for_results(self, deadline: float) -> list[Any] | Fault:
         """Return the results by rank, or the fault that ended the attempt."""
         first_sign: float | None = None
         if not self._started(deadline):
@@ -326,10 +326,10 @@ class Attempt:
         return f"rank {rank} saved step {self.store.get(SAVED).decode()}" if self.store.check([SAVED]) else ""
 
     def _tell(self, reason: str) -> None:
-        self.store.set(VERDICT, cut(reason, LONGEST_LINE))
+        self.store.set(VERDICT, shorten_middle(reason, LONGEST_LINE))
 
 
-def work(job: Job, seat: Seat, pipe: Connection) -> None:
+def run_job(job: Job, seat: Seat, pipe: Connection) -> None:
     """Run the job as a rank, in its process."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     size = str(seat.size)
@@ -354,7 +354,7 @@ def work(job: Job, seat: Seat, pipe: Connection) -> None:
                 pulse.finish()
     except BaseException as error:
         answer = report(seat.rank, error)
-    send(pipe, seat.rank, answer)
+    send_answer(pipe, seat.rank, answer)
     if not isinstance(answer, RankError):
         dist.destroy_process_group()
 
@@ -388,7 +388,7 @@ def _prepare(seat: Seat) -> None:
         tqdm.set_lock(threading.RLock())
 
 
-def send(pipe: Connection, rank: int, answer: Any) -> None:
+def send_answer(pipe: Connection, rank: int, answer: Any) -> None:
     """Send a rank's answer to the launching process."""
     try:
         data = packed(answer)

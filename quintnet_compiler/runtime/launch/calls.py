@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ...core.errors import QuintNetError
 from ..threads.turns import Turn
-from .heartbeat import CollectiveCall, Heartbeat, here
+from .heartbeat import CollectiveCall, Heartbeat, current_heartbeat
 from .rank_status import OTHERS, described, of_communication
 
 P = ParamSpec("P")
@@ -53,7 +53,7 @@ def running(
         InputError: QN102 on every rank, if they were given different batches.
         RunError: QN401 if another rank is in another call, QN402 if communication fails.
     """
-    pulse = here()
+    pulse = current_heartbeat()
     if pulse is None or pulse.inside:
         return contextlib.nullcontext()
     number = step if kind == "train" else None
@@ -73,7 +73,7 @@ def announced(name: str, label: str = "", given: Callable[[], Any] = tuple) -> c
         InputError: QN102 on every rank, if they were given something else.
         RunError: QN401 if another rank is in another call, QN402 if one does not come, or if communication fails.
     """
-    pulse = here()
+    pulse = current_heartbeat()
     if pulse is None or pulse.inside:
         return contextlib.nullcontext()
     return _together(
@@ -107,7 +107,7 @@ def next_label() -> str:
 
     All ranks set their programs up in one order, as they communicate in it.
     """
-    pulse = here()
+    pulse = current_heartbeat()
     if pulse is None:
         return ""
     pulse.programs += 1
@@ -116,7 +116,7 @@ def next_label() -> str:
 
 def frequent(name: str, label: str = "") -> contextlib.AbstractContextManager[None]:
     """As :func:`announced`, for what training does in each step: ranks wait for each other the first time only."""
-    pulse = here()
+    pulse = current_heartbeat()
     if pulse is None or pulse.inside:
         return contextlib.nullcontext()
     return _together(
@@ -129,7 +129,7 @@ def _together(pulse: Heartbeat, call: CollectiveCall, last: dict[Any, Any], *key
     """Run a call; ranks wait for each other where its arguments differ from the ``last`` ones of this ``key``."""
     pulse.inside = True
     try:
-        pulse.begin(call, usual=last.get(key) == call.given)
+        pulse.begin_call(call, usual=last.get(key) == call.given)
         last[key] = call.given
         try:
             yield

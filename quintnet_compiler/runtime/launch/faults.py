@@ -17,7 +17,7 @@ from pathlib import Path
 from ...core.errors import QuintNetError, RunError
 from .board import last_step
 from .disagreement import Disagreement, disagreement, said_of
-from .rank_status import LONGEST_LINE, RankStatus, cut, first_line, of_communication, some_ranks
+from .rank_status import LONGEST_LINE, RankStatus, first_line, of_communication, shorten_middle, some_ranks
 from .sending import LAUNCHES_AGAIN
 
 _AGAIN = "ranks import the script that launched them, and its import launches ranks again"
@@ -54,10 +54,12 @@ class RankError:
 def report(rank: int, error: BaseException) -> RankError:
     """Return the report of an error; to be called at once, so that it precedes the consequences elsewhere."""
     when = time.monotonic()
-    text = cut("".join(traceback.format_exception(error)), MAX_TEXT_CHARACTERS)
+    text = shorten_middle("".join(traceback.format_exception(error)), MAX_TEXT_CHARACTERS)
     coded = error if isinstance(error, QuintNetError) else None
     line = f"{coded.code} {coded.message}" if coded is not None else f"{type(error).__name__}: {first_line(error)}"
-    return RankError(rank, when, cut(line.splitlines()[0], LONGEST_LINE), text, of_communication(error), coded)
+    return RankError(
+        rank, when, shorten_middle(line.splitlines()[0], LONGEST_LINE), text, of_communication(error), coded
+    )
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,10 @@ class Scene:
     def certain(self) -> bool:
         """Return whether something explains itself; a ``distant`` error has its cause elsewhere."""
         direct = self.ended or self.stopped or any(not report.distant for report in self.reports)
-        return bool(direct or self.apart is not None)
+        return bool(direct or self.disagreement is not None)
 
     @cached_property
-    def apart(self) -> Disagreement | None:
+    def disagreement(self) -> Disagreement | None:
         """Return calls of ranks that can never meet: whatever else happened to these ranks is a consequence."""
         return disagreement(self.rows)
 
@@ -128,7 +130,7 @@ class Scene:
 
     def _disagreement(self) -> Fault | None:
         """Return the fault of ranks that are in calls that can never meet."""
-        if (apart := self.apart) is None:
+        if (apart := self.disagreement) is None:
             return None
         return self._fault(apart.code, apart.text, apart.ranks, apart.error.fix)
 
@@ -205,8 +207,8 @@ class Scene:
 
     def _fault(self, code: str, message: str, ranks: Sequence[int], fix: str) -> Fault:
         others = [f"rank {report.rank}: {report.line}" for report in self.reports if report.rank not in ranks]
-        if self.apart is not None:  # ranks that noticed, or read the verdict, say the same
-            same = f": {self.apart.code} ", self.apart.text
+        if self.disagreement is not None:  # ranks that noticed, or read the verdict, say the same
+            same = f": {self.disagreement.code} ", self.disagreement.text
             others = [line for line in others if not any(text in line for text in same)]
         lines = [message, *sorted(others)]
         files = sorted(self.stacks.glob("rank*.txt")) if self.stacks.exists() else []

@@ -25,8 +25,8 @@ from ...core.errors import InputError, QuintNetError, RunError, printable
 from .board import Board
 from .disagreement import disagreement, said_of
 from .faults import number_space
-from .rank_status import RankStatus, brief, differ, first_line, innermost, place, read_rows, shown, shown_line
-from .run_folder import keep
+from .rank_status import RankStatus, brief, differ, first_line, format_value, innermost, place, read_rows, shown_line
+from .run_folder import keep_folder
 
 PERIOD = 0.1  # seconds between two beats
 LOOK = 3  # beats between two looks at where the main thread is
@@ -137,7 +137,7 @@ class Heartbeat:
 
     # -- what the main thread calls
 
-    def begin(self, call: CollectiveCall, *, usual: bool) -> None:
+    def begin_call(self, call: CollectiveCall, *, usual: bool) -> None:
         """A call begins: the next one of this rank. Unless what it is given is ``usual``, ranks compare it.
 
         Raises:
@@ -356,7 +356,7 @@ class Heartbeat:
             line=shown_line(*now.line),
             inside=self.inside or (self.refused == now.number > 0 and not self.finished),
             step=self.step,
-            given=brief(shown(now.given)),
+            given=brief(format_value(now.given)),
             waiting=waiting,
             at=at,
             gave_up=self.gave_up,
@@ -372,7 +372,7 @@ class Heartbeat:
 current: ContextVar[Heartbeat | None] = ContextVar("quintnet_pulse", default=None)
 
 
-def here() -> Heartbeat | None:
+def current_heartbeat() -> Heartbeat | None:
     """Return the heartbeat of the calls of this thread, if there is one."""
     pulse = current.get()
     return None if pulse is None or pulse.over.is_set() else pulse
@@ -387,7 +387,7 @@ def dump_stacks(folder: Path, rank: int) -> None:
     """Every thread's stack, into a file of ``folder``, which stays; beside it torch's record of collectives, if it has
     one."""
     with contextlib.suppress(OSError):
-        keep(folder)
+        keep_folder(folder)
     with contextlib.suppress(OSError), (folder / f"rank{rank}.txt").open("w") as file:
         faulthandler.dump_traceback(file, all_threads=True)
     with contextlib.suppress(Exception):  # a record that cannot be had must not hide the stacks

@@ -59,11 +59,11 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
             results[dist.get_rank()] = job.call()
         return results
     patience = timedelta(seconds=job.patience)
-    launcher_store, prefix, rank = world.meet(patience)
+    launcher_store, prefix, rank = world.meeting_store(patience)
     while isinstance(launcher_store, PrefixStore):  # torchrun's, by a count of restarts on which nodes may not agree
         launcher_store = launcher_store.underlying_store
     shared = PrefixStore(prefix, launcher_store)
-    name = meet(shared, rank, size, job.patience)
+    name = agree_on_attempt(shared, rank, size, job.patience)
     silence = min(LONGEST_SILENCE, job.patience)
     preempted: Preempted | None = None
 
@@ -78,7 +78,7 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
         meeting = world.meeting()
         Guard(pulse, silence, f"{meeting.host}:{meeting.port}" if meeting else "the store").start()
         store = PrefixStore(f"{name}/group", shared)
-        accelerator = take_accelerator(world.place)
+        accelerator = take_accelerator(world.local_rank)
         dist.init_process_group(**accelerator, store=store, rank=rank, world_size=size, timeout=patience)
         try:
             with finished_saves(job.patience):
@@ -90,7 +90,7 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
                 raise
             raise pulse.cause(error) from error
         pulse.finish()
-        finish(store, rank, size)
+        finish_attempt(store, rank, size)
         dist.destroy_process_group()
     if preempted is not None:
         raise preempted
@@ -136,7 +136,7 @@ def torch_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(previous)
 
 
-def meet(store: Store, rank: int, size: int, patience: float) -> str:
+def agree_on_attempt(store: Store, rank: int, size: int, patience: float) -> str:
     """Return a name for this attempt, on which all its ranks agree; the names of earlier attempts are not read.
 
     The first rank proposes one, and confirms it to those that it has met, each by a number of its own. (A count of
@@ -168,7 +168,7 @@ def meet(store: Store, rank: int, size: int, patience: float) -> str:
         _wait(until, ["0"])
 
 
-def finish(store: Store, rank: int, size: int) -> None:
+def finish_attempt(store: Store, rank: int, size: int) -> None:
     """Wait until all ranks have come here. The first one may hold the store of all, and a rank that went would be taken
     for a silent one; until then heartbeats go on."""
     store.set(f"finished/{rank}", "")

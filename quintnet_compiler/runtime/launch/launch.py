@@ -127,7 +127,7 @@ class Places:
     suspects: set[int] = field(default_factory=set)
     left_out: set[int] = field(default_factory=set)
 
-    def now(self) -> list[int]:
+    def available(self) -> list[int]:
         """Return the places that are available.
 
         Raises:
@@ -156,7 +156,7 @@ class Places:
     def blame(self, at_fault: set[int]) -> None:
         """Ranks on these places were at fault."""
         twice = at_fault & self.suspects
-        if len(set(self.now()) - twice) < self.fewest:
+        if len(set(self.available()) - twice) < self.fewest:
             twice = set()
         self.left_out |= twice
         self.suspects = at_fault - twice
@@ -169,7 +169,7 @@ class Places:
             RunError: QN304 if there are not enough in time.
         """
         reported = False
-        while len(places := self.now()) < self.fewest:
+        while len(places := self.available()) < self.fewest:
             if not reported:
                 reported = True
                 text = f"places {places} are available, and at least {self.fewest} are needed: waiting"
@@ -189,8 +189,8 @@ def _attempts(job: Job, places: Places, restarts: int, timeout: float | None, si
     with run_folder(new_folder()) as folder:
         for number in itertools.count():
             slots = places.wait(deadline, signals)
-            with Attempt(job, slots, folder / f"attempt{number}", signals, places.now) as attempt:
-                outcome = attempt.run(deadline)
+            with Attempt(job, slots, folder / f"attempt{number}", signals, places.available) as attempt:
+                outcome = attempt.wait_for_results(deadline)
             if signals.first is not None:
                 return outcome
             if attempt.moves(outcome):
@@ -200,7 +200,7 @@ def _attempts(job: Job, places: Places, restarts: int, timeout: float | None, si
             restarted += 1
             places.blame({slots[rank] for rank in outcome.ranks})
             saved = outcome.saved or "no rank saved anything"
-            again = f"restart {restarted} of {restarts}, with {len(places.now())} ranks; {saved} after the fault"
+            again = f"restart {restarted} of {restarts}, with {len(places.available())} ranks; {saved} after the fault"
             message = f"{outcome.error}\n  {again}"
             warnings.warn(FaultWarning(message), stacklevel=3)
     raise AssertionError("the last attempt returns")

@@ -103,7 +103,7 @@ class Started:
         return "TORCHELASTIC_RUN_ID" in self.environment
 
     @property
-    def place(self) -> int:
+    def local_rank(self) -> int:
         """The number of this process on its machine. A launcher that does not say it fills machines in order."""
         if self.launcher.local_rank in self.environment:
             return int(self.environment[self.launcher.local_rank])
@@ -122,7 +122,7 @@ class Started:
             return Meeting(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), "")
         return self.launcher.meeting(environment)
 
-    def meet(self, patience: timedelta | None = None) -> tuple[Any, str, int]:
+    def meeting_store(self, patience: timedelta | None = None) -> tuple[Any, str, int]:
         """Return a store where all processes of this job meet, a prefix of their names there, and this one's rank.
 
         torchrun's store is named by its count of restarts: each attempt has other names.
@@ -151,9 +151,9 @@ class Started:
         Raises:
             RunError: QN301 if the environment does not say where they meet, or if there are more than accelerators.
         """
-        store, prefix, rank = self.meet()
+        store, prefix, rank = self.meeting_store()
         named = PrefixStore(prefix, store) if prefix else store
-        dist.init_process_group(**take_accelerator(self.place), store=named, rank=rank, world_size=self.size)
+        dist.init_process_group(**take_accelerator(self.local_rank), store=named, rank=rank, world_size=self.size)
         atexit.register(_leave)
 
 

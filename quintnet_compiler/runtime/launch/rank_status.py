@@ -103,7 +103,8 @@ def brief(text: str) -> str:
     """A text that is short enough for the store, and differs where the long one does."""
     if len(text) <= LONGEST_LINE:
         return text
-    return f"{cut(text, LONGEST_LINE)} (SHA-256 {hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]})"
+    digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+    return f"{shorten_middle(text, LONGEST_LINE)} (SHA-256 {digest})"
 
 
 def described(x: Any) -> Any:
@@ -119,14 +120,14 @@ def described(x: Any) -> Any:
     return x if isinstance(x, (str, bool)) else type(x).__name__
 
 
-def shown(description: Any) -> str:
+def format_value(description: Any) -> str:
     """Format what :func:`described` returned for people."""
     if isinstance(description, tuple) and len(description) == 2 and isinstance(description[0], torch.dtype):
         return f"{str(description[0]).removeprefix('torch.')}{list(description[1])}"
     if isinstance(description, tuple):
-        return f"({', '.join(map(shown, description))})"
+        return f"({', '.join(map(format_value, description))})"
     if isinstance(description, Mapping):
-        return f"{{{', '.join(f'{name}: {shown(item)}' for name, item in description.items())}}}"
+        return f"{{{', '.join(f'{name}: {format_value(item)}' for name, item in description.items())}}}"
     return str(description)
 
 
@@ -141,7 +142,7 @@ def shown_line(file: str, number: int) -> str:
     return f"{file.removeprefix(os.getcwd() + os.sep)}:{number}" if file else ""
 
 
-def cut(text: str, most: int) -> str:
+def shorten_middle(text: str, most: int) -> str:
     """A text of at most about ``most`` characters: its middle is left out where it has more."""
     if len(text) <= most:
         return text
@@ -173,4 +174,4 @@ def innermost(stacks: str, thread: int) -> str:
 def first_line(error: BaseException) -> str:
     """Return the text of an error, without its place in gloo and without boilerplate."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return cut(re.sub(r"^\[\S*/gloo/\S*\] ", "", line).partition(". This is typically")[0], LONGEST_LINE)
+    return shorten_middle(re.sub(r"^\[\S*/gloo/\S*\] ", "", line).partition(". This is typically")[0], LONGEST_LINE)

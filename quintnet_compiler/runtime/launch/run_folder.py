@@ -42,7 +42,7 @@ def run_folder(folder: Path) -> Iterator[Path]:
         yield folder
     finally:
         with contextlib.suppress(OSError):  # others tidy it up, too
-            keep(folder)
+            keep_folder(folder)
             for file in folder.glob(f"**/{board.NAME}"):
                 file.unlink(missing_ok=True)
             for path in [*folder.iterdir(), folder]:
@@ -63,7 +63,7 @@ def remove_fork_server_folder() -> None:
     shutil.rmtree(get_temp_dir(), ignore_errors=True)
 
 
-def keep(folder: Path) -> None:
+def keep_folder(folder: Path) -> None:
     """Let a folder stay: somebody will read it."""
     (folder / MARK).unlink(missing_ok=True)
 
@@ -91,7 +91,7 @@ def _marked(folder: Path) -> int | None:
         fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         os.close(mark)
-        keep(folder)
+        keep_folder(folder)
         return None
     return mark
 

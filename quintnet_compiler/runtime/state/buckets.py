@@ -17,7 +17,7 @@ from ..transport.transport import Wait
 ALIGNMENT = 16  # bytes; kernels vectorize their reads and writes of views that begin at multiples of it
 
 
-def aligned(count: int, dtype: torch.dtype) -> int:
+def aligned_count(count: int, dtype: torch.dtype) -> int:
     """Return ``count`` elements, rounded up so that the next view is aligned."""
     step = max(1, ALIGNMENT // dtype.itemsize)
     return -(-count // step) * step
@@ -97,7 +97,7 @@ class Bucket:
             for name, x in self.views.items()
         }
 
-    def hold(self) -> None:
+    def allocate(self) -> None:
         """Allocate the buffer's memory again, for all views of it; only the gaps have values (zeros)."""
         if not self.stays:
             self.buffer.untyped_storage().resize_(self.buffer.nbytes)
@@ -105,7 +105,7 @@ class Bucket:
             gap.zero_()
         self.held = True
 
-    def release(self) -> None:
+    def free_buffer(self) -> None:
         """Free the buffer's memory, after the last use of its gradients."""
         if not self.stays:
             self.buffer.untyped_storage().resize_(0)
@@ -114,7 +114,7 @@ class Bucket:
     def stay(self) -> None:
         """Keep the buffer's memory, which is allocated if it has none."""
         if not self.held:
-            self.hold()
+            self.allocate()
         self.stays = True
 
 
@@ -170,7 +170,7 @@ def make_bucket(names: Sequence[str], program: DistributedProgram, rank: int, de
     ranks = [axis.size for axis in program.axes]
     shapes = {name: torch.Size(local_shape(spec.shape, spec.sharding, ranks)) for name, spec in specs.items()}
     sizes = {name: shape.numel() for name, shape in shapes.items()}
-    padded_sizes = [aligned(size, first.summed) for size in sizes.values()]
+    padded_sizes = [aligned_count(size, first.summed) for size in sizes.values()]
     buffer = torch.empty(len(peers) * sum(padded_sizes), dtype=first.summed, device=device)
     own = buffer.view(len(peers), sum(padded_sizes))[peers.index(rank)]
     slots: dict[str, Tensor] = {}

@@ -29,7 +29,9 @@ def split_results(
     return list(results[:num_outputs]), new
 
 
-def written(program: DistributedProgram, new: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def written_state(
+    program: DistributedProgram, new: Mapping[str, Tensor], current: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return the module's tensors after a step: the ``current`` ones, changed in place, or newly assigned ones."""
     assigned = program.captured.assigned
     memory = {storage_key(current[name]) for name in new}

@@ -44,14 +44,14 @@ class HandOver:
         """Return whether something else refers to one of the gradients, a view of it, or its memory."""
         return self._references() != self._own
 
-    def take(self) -> Old:
+    def take_gradients(self) -> Old:
         """Take the gradients from the parameters before a step, as copies that the step does not overwrite."""
         with without_torch_function():
             current = list(map(_GRAD, self.parameters))
         if all(map(is_, current, repeat(None))):
             return None
         old = [None if g is None else like(g.clone(), type(g)) for g in current]
-        self.put(repeat(None))
+        self.set_gradients(repeat(None))
         return old
 
     def give(self, old: Old) -> None:
@@ -60,10 +60,10 @@ class HandOver:
         The hooks are those that autograd calls after accumulating (``register_post_accumulate_grad_hook``).
         """
         if old is None:
-            self.put(self.gradients)
+            self.set_gradients(self.gradients)
         else:
             pairs = zip(old, self.gradients, strict=True)
-            self.put([g if previous is None else like(previous + g, type(g)) for previous, g in pairs])
+            self.set_gradients([g if previous is None else like(previous + g, type(g)) for previous, g in pairs])
         with without_torch_function():
             hooked = any(map(accumulation_hooks, self.parameters))
         if hooked:
@@ -71,7 +71,7 @@ class HandOver:
                 for hook in tuple((accumulation_hooks(parameter) or {}).values()):
                     hook(parameter)
 
-    def put(self, gradients: Iterable[Tensor | None]) -> None:
+    def set_gradients(self, gradients: Iterable[Tensor | None]) -> None:
         """Set every parameter's ``grad``."""
         with without_torch_function():
             deque(map(setattr, self.parameters, repeat("grad"), gradients), maxlen=0)

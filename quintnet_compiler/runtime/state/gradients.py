@@ -121,7 +121,7 @@ class GradientStore:
         self.idle = [bucket for bucket in self.buckets if not bucket.terms]
         for bucket in self.buckets if self.host else ():
             bucket.total = SHIPPED.zeros((), dtype=bucket.own.dtype, device=self.device)
-            bucket.release()
+            bucket.free_buffer()
 
     def _groups(self) -> list[list[str]]:
         """Return parameters whose gradients can share buckets, and count who accumulates them."""
@@ -197,15 +197,15 @@ class GradientStore:
         for bucket in self.buckets:
             bucket.wait = None
             bucket.left = bucket.terms
-            bucket.release()
+            bucket.free_buffer()
         for bucket in self.idle:
-            bucket.hold()
+            bucket.allocate()
             bucket.buffer.zero_()
 
     def release(self) -> None:
         """Free all memory until the next step, after the last use of the gradients."""
         for bucket in self.buckets:
-            bucket.release()
+            bucket.free_buffer()
         for copy in self.copies[0] if not self.stays else ():
             copy.untyped_storage().resize_(0)
 
@@ -248,7 +248,7 @@ class GradientStore:
     def _first(self, target: _Sum) -> None:
         target.step = self.step
         if not target.bucket.held:
-            target.bucket.hold()
+            target.bucket.allocate()
 
     def _count(self, bucket: Bucket) -> None:
         bucket.left -= 1
@@ -284,7 +284,7 @@ class GradientStore:
         if self.leaving is not None:
             bucket, wait = self.leaving
             wait()
-            bucket.release()
+            bucket.free_buffer()
             self.leaving = None
 
     def require_all(self) -> None:
@@ -313,7 +313,7 @@ class GradientStore:
         elif self.scale is not None:
             self._unscale([bucket.own for bucket in self.buckets], self.scale)
         if self.copies[0]:
-            self.outward.settle()
+            self.outward.wait_for_copies()
             for copy in self.copies[0] if not self.stays else ():
                 copy.untyped_storage().resize_(copy.nbytes)
             foreach_copy_(*self.copies)

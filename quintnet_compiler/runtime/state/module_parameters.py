@@ -96,13 +96,13 @@ def whole_parameter(x: Tensor, device: torch.device, *, trainable: bool, host: b
             memory = SHIPPED.empty_like(parameter, device=device)
         parameter = nn.Parameter(memory, requires_grad=parameter.requires_grad)
     else:
-        parameter = cast(nn.Parameter, pinned(parameter, device) if host else moved(parameter, device))
+        parameter = cast(nn.Parameter, pinned(parameter, device) if host else move_tensor(parameter, device))
     if type(parameter) is nn.Parameter:
         parameter.__class__ = WholeParameter
     return parameter
 
 
-def moved(x: Tensor, device: torch.device) -> Tensor:
+def move_tensor(x: Tensor, device: torch.device) -> Tensor:
     """Move a module's own tensor to another device.
 
     It stays the same object where PyTorch supports that, so that references to it (of an optimizer, for example) stay
@@ -112,7 +112,7 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
 
 
 def pinned(x: Tensor, device: torch.device) -> Tensor:
-    """Move a module's own tensor, as :func:`moved` does, to host memory from which ``device`` copies."""
+    """Move a module's own tensor, as :func:`move_tensor` does, to host memory from which ``device`` copies."""
     if x.device.type == "cpu" and (device.type in PLAIN or x.is_pinned()):
         return x
     return _with_memory(x, SHIPPED.empty_like(x, device="cpu", pin_memory=device.type not in PLAIN).copy_(x.data))
@@ -247,7 +247,7 @@ class Slots:
         yield from zip(self.names, self._owners, self._keys, strict=True)
 
     @property
-    def now(self) -> dict[str, Tensor]:
+    def current_tensors(self) -> dict[str, Tensor]:
         """Return the present tensors by name."""
         return {name: owner[key] for name, owner, key in self.places() if owner.get(key) is not None}
 
@@ -256,7 +256,7 @@ class Slots:
         """Return the tensors of the last look by name."""
         return dict(zip(self.names, self._seen, strict=True))
 
-    def put(self, tensors: Mapping[str, Tensor]) -> None:
+    def replace_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Put these parameters in the place of others, and these buffers in the place of those on other devices."""
         replaced: dict[int, nn.Parameter] = {}
         for name, owner, key in zip(self.names, self._owners, self._keys, strict=True):

@@ -24,7 +24,7 @@ class PlainUpdate:
     before: Tensor
     after: Tensor
 
-    def difference(self) -> str:
+    def describe_difference(self) -> str:
         """Return a message about the difference of the parameter from the copy; "" if it is rounding alone."""
         if not self.before.numel():
             return ""

@@ -50,7 +50,7 @@ def held(program: DistributedProgram, name: str) -> Held:
     for rank in range(program.mesh.size):
         coordinate = program.mesh.coordinate(rank)
         stores = coordinate.get("pp", 0) in homes
-        parts.append(TruePart.of(spec.shape, spec.sharding, program.axes, coordinate) if stores else None)
+        parts.append(TruePart.on_rank(spec.shape, spec.sharding, program.axes, coordinate) if stores else None)
     return parts
 
 

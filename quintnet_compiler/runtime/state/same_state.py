@@ -30,7 +30,7 @@ Saved = Future[Path | str] | Path | str | None
 Groups = tuple[tuple[int, ...], ...]
 
 
-def due(run: int, every: int) -> bool:
+def compares_state(run: int, every: int) -> bool:
     """Return whether ranks compare before training run ``run``, from 1: each ``every`` runs, and at 2, 4, 8 earlier."""
     if every <= 0 or run < 2:
         return False
@@ -79,9 +79,9 @@ class SameState:
         Raises:
             RunError: QN404 on every rank, if ranks held different values before an earlier run.
         """
-        self.hear()
+        self.finish_comparison()
         self.runs += 1
-        if not due(self.runs, self.every):
+        if not compares_state(self.runs, self.every):
             return
         compared = self._compared(program)
         own_tensors = tensors()
@@ -97,7 +97,7 @@ class SameState:
         work = dist.all_gather(rows, row, async_op=True)
         self.pending = _Sent(where, work, rows, row, kinds, compared, values, texts, self.newest)
 
-    def hear(self) -> None:
+    def finish_comparison(self) -> None:
         """Finish the pending comparison.
 
         Raises:

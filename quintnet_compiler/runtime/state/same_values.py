@@ -68,7 +68,7 @@ class ValueDifference:
         return f"{text}: {kind}{', '.join(self.names[:SHOWN])}{others}"
 
 
-def due(run: int) -> bool:
+def compares_batch(run: int) -> bool:
     """Return whether the batch of a program's run is compared: 1, 2, 4, ... 64, then every hundredth."""
     return run % EVERY == 0 if run >= EVERY else run & (run - 1) == 0
 
@@ -100,12 +100,12 @@ class SameValues:
         with_values = {name: x for name, x in tensors.items() if not x.is_meta}
         self.built |= zip(with_values, digests(with_values.values()), strict=True)
 
-    def keep(self, *mappings: Mapping[str, Tensor]) -> None:
+    def remember_parts(self, *mappings: Mapping[str, Tensor]) -> None:
         """Remember this rank's parts, so that later changes of them are noticed."""
         for tensors in mappings:
             self.kept += [(name, x, version(x)) for name, x in tensors.items()]
 
-    def require(
+    def require_same(
         self, program: DistributedProgram, inputs: Sequence[Tensor], parts: Mapping[str, Tensor], *, local: bool
     ) -> None:
         """Compare modules and batches; every rank calls this before the first run of ``program``.
@@ -142,7 +142,7 @@ class SameValues:
             if differences := pending.differences():
                 raise _error(differences, pending.where, self.mesh)
         run = self.runs[id(program)] = self.runs[id(program)] + 1
-        if due(run):
+        if compares_batch(run):
             row = torch.tensor(digests(inputs, MAX_ELEMENTS), dtype=torch.int64, device=self.device)
             rows = [SHIPPED.empty_like(row) for _ in range(dist.get_world_size())]
             work = dist.all_gather(rows, row, async_op=True)

@@ -23,7 +23,7 @@ class TruePart:
     positions: tuple[Tensor, ...]
 
     @classmethod
-    def of(
+    def on_rank(
         cls, shape: Sequence[int], sharding: Sharding, axes: Sequence[Axis], coordinate: Mapping[str, int]
     ) -> TruePart:
         """Return the part of a tensor of global ``shape`` on the rank at ``coordinate``."""

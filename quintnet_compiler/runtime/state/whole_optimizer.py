@@ -126,7 +126,9 @@ class WholeOptimizer(torch.optim.Optimizer):
         state = torch.get_rng_state()
         self.inner.step()
         drawn = not SHIPPED.equal(state, torch.get_rng_state())
-        own_message = _DRAWN if drawn else next((text for update in updates if (text := update.difference())), "")
+        own_message = (
+            _DRAWN if drawn else next((text for update in updates if (text := update.describe_difference())), "")
+        )
         message = next((text for text in self._tensors.told(own_message) if text), "")
         if message:
             raise RunError("QN113", message, fix=f"{_FIX}; or train without tp, pp and zero, with the optimizer itself")

@@ -241,7 +241,7 @@ class Turns:
     all: WeakSet[LocalTurn] = field(default_factory=WeakSet)
     waits: Waits = field(default_factory=Waits)
 
-    def of(self, parts: Collection[object]) -> LocalTurn | LocalTurns:
+    def lock_for(self, parts: Collection[object]) -> LocalTurn | LocalTurns:
         """Return the lock of programs that read ``parts``: a new one, or the locks of all programs that share some."""
         with self.guard:
             turns: set[LocalTurn] = {turn for x in parts if (turn := self.by_part.get(x)) is not None}
@@ -275,7 +275,7 @@ def turn_of(modules: Sequence[nn.Module]) -> LocalTurn | LocalTurns:
     for part in (part for module in modules for part in module.modules()):
         tensors = [x for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
         parts |= {id(x): x for x in (part, *tensors)} if tensors else {}
-    return _turns().of(parts.values())
+    return _turns().lock_for(parts.values())
 
 
 def all_turns(*turns: Turn) -> Turn:

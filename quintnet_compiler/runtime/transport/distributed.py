@@ -22,7 +22,7 @@ from .collectives import Native, collectives, pending
 from .connections import Connection, Connections
 from .groups import mesh_of_groups, new_group
 from .narrow import as_bytes, moved_as_bytes
-from .shared_memory import fits
+from .shared_memory import link_can_send
 from .transport import Pending, Wait
 
 T = TypeVar("T")
@@ -237,7 +237,7 @@ class DistributedTransport:
         group = self.axis[axis]
         if dim == to_dim:  # the same dim in other parts: rare
             whole = self._all_gather(x, axis, dim, parts, at, later=later)
-            return lambda: slices.take(whole(), to_dim, to_parts, group.size, group.rank)
+            return lambda: slices.slice_of_rank(whole(), to_dim, to_parts, group.size, group.rank)
         outgoing = slices.stack(x, to_dim, to_parts, group.size).contiguous()
         moved = group.all_to_all(outgoing, SHIPPED.empty_like(outgoing), later)
         return lambda: slices.unstack(moved(), dim, parts)
@@ -298,8 +298,8 @@ class DistributedTransport:
 
     def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
         x, connection = x.contiguous(), Connection(channel, self.rank, to)
-        if (link := self.connections.link[connection]) is not None and fits(x.shape, x.dtype, x.device):
-            link.put(x)
+        if (link := self.connections.link[connection]) is not None and link_can_send(x.shape, x.dtype, x.device):
+            link.send_tensor(x)
             return lambda: x
         work = dist.isend(as_bytes(x), to, group=self.connections.group[connection])
 
@@ -312,8 +312,8 @@ class DistributedTransport:
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
         device, connection = self._device(), Connection(channel, source, self.rank)
-        if (link := self.connections.link[connection]) is not None and fits(shape, dtype, device):
-            return link.take(shape, dtype, torch.clone)
+        if (link := self.connections.link[connection]) is not None and link_can_send(shape, dtype, device):
+            return link.receive_next(shape, dtype, torch.clone)
         x = torch.empty(shape, dtype=dtype, device=device)
         work = dist.irecv(as_bytes(x), source, group=self.connections.group[connection])
 

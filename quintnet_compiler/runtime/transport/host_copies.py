@@ -57,7 +57,7 @@ class HostCopies:
         target = SHIPPED.empty_like(x, device=device)
         return self._copied(target, x, target.device, "in")
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Have the host wait for all copies."""
         for stream in self.streams.values():
             stream.synchronize()

@@ -92,7 +92,7 @@ class LocalWorld:
             self.transports[rank] = LocalTransport(self, rank)
         return self.transports[rank]
 
-    def run(self, functions: Mapping[int, Callable[[LocalTransport], Any]]) -> dict[int, Any]:
+    def run_ranks(self, functions: Mapping[int, Callable[[LocalTransport], Any]]) -> dict[int, Any]:
         """Run ``functions[rank](transport)`` of every rank, in lockstep, and return their results by rank.
 
         Where some ranks of the mesh are absent, the others stand for them in sums.
@@ -198,7 +198,7 @@ def _scatter(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:
     for meeting in meetings[1:]:
         total = total + meeting.tensor
     dim, parts = meetings[0].detail
-    return [slices.take(total, dim, parts, len(meetings), index).clone() for index in wanted]
+    return [slices.slice_of_rank(total, dim, parts, len(meetings), index).clone() for index in wanted]
 
 
 def _by_meaning(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:

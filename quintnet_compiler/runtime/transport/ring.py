@@ -49,7 +49,7 @@ class Ring(Circle):
     tiles: AttentionTiles
     runs: Sequence[Runs]
 
-    def blocks(self, owner: int, ids: Ids, of: int | None = None) -> Iterator[tuple[int, int, Block]]:
+    def unmasked_blocks(self, owner: int, ids: Ids, of: int | None = None) -> Iterator[tuple[int, int, Block]]:
         """Yield the blocks of this rank's queries (or of rank ``of``) and ``owner``'s keys that are not masked.
 
         Each comes with the indices of its runs of queries and keys.
@@ -70,11 +70,11 @@ class Ring(Circle):
         2
         """
         for step in reversed(range(1, self.size)):
-            if any(True for i in range(self.size) for _ in self.blocks((i - step) % self.size, ids, i)):
+            if any(True for i in range(self.size) for _ in self.unmasked_blocks((i - step) % self.size, ids, i)):
                 return step + 1
         return 1
 
-    def parts(self, x: Tensor, owner: int | None = None) -> Sequence[Tensor]:
+    def split_runs(self, x: Tensor, owner: int | None = None) -> Sequence[Tensor]:
         """Return ``x``, of this rank or of ``owner``, split into its runs."""
         sizes = [count for _, count in self.runs[self.index if owner is None else owner]]
         return SHIPPED.split(x, sizes, POSITIONS)
@@ -91,14 +91,14 @@ def ring_forward(ring: Ring, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     q, k, v = inputs.q, inputs.k, inputs.v
     ids = inputs.ids
     travelling = [k, v]
-    queries = ring.parts(q)
+    queries = ring.split_runs(q)
     totals = [Total(x, v.shape[3]) for x in queries]
     steps = ring.steps(ids)
     for step in range(steps):
         coming = ring.passed(travelling) if step < steps - 1 else None
         owner = (ring.index - step) % ring.size
-        keys, values = (ring.parts(x, owner) for x in travelling)
-        for i, j, block in ring.blocks(owner, ids):
+        keys, values = (ring.split_runs(x, owner) for x in travelling)
+        for i, j, block in ring.unmasked_blocks(owner, ids):
             ring.tiles.forward(block, queries[i], keys[j], values[j], ids, totals[i])
         if coming is not None:
             travelling = coming()
@@ -112,8 +112,8 @@ def ring_backward(
     """Return the gradients of q, k and v. Those of keys and values are passed around with them, and to their owner."""
     q, k, v = inputs.q, inputs.k, inputs.v
     travelling = [k, v]
-    query_parts = list(zip(*(ring.parts(x) for x in (grad, q, out, lse)), strict=True))
-    query_grads = _zeros(ring.parts(q), widened(q.dtype))
+    query_parts = list(zip(*(ring.split_runs(x) for x in (grad, q, out, lse)), strict=True))
+    query_grads = _zeros(ring.split_runs(q), widened(q.dtype))
     arriving: Callable[[], list[Tensor]] | None = None
     steps = ring.steps(inputs.ids)
     for step in range(steps):
@@ -141,9 +141,9 @@ def _key_value_grads(
 
     ``query_parts``: for each run of queries, the result's gradient, the queries, the result and its log-sum-exp.
     """
-    keys, values = (ring.parts(x, owner) for x in keys_and_values)
+    keys, values = (ring.split_runs(x, owner) for x in keys_and_values)
     key_grads, value_grads = (_zeros(parts, query_grads[0].dtype) for parts in (keys, values))
-    for i, j, block in ring.blocks(owner, ids):
+    for i, j, block in ring.unmasked_blocks(owner, ids):
         targets = query_grads[i], key_grads[j], value_grads[j]
         grad, q, out, lse = query_parts[i]
         ring.tiles.backward(block, grad, q, out, lse, keys[j], values[j], ids, targets)

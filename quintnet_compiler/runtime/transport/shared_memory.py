@@ -88,11 +88,11 @@ class MemoryLink:
         self.there: dict[int, tuple[int, int]] = {}  # announced and not taken: block and number of bytes
 
     def exchange(self, x: Tensor, read: Callable[[Tensor], Any]) -> Pending:
-        """Put ``x``, and take a tensor like it that the other end puts; see :meth:`put` and :meth:`take`."""
-        self.put(x)
-        return self.take(x.shape, x.dtype, read)
+        """Send ``x``, and receive a tensor like it: see :meth:`send_tensor` and :meth:`receive_next`."""
+        self.send_tensor(x)
+        return self.receive_next(x.shape, x.dtype, read)
 
-    def put(self, x: Tensor) -> None:
+    def send_tensor(self, x: Tensor) -> None:
         """Send ``x`` (contiguous, at most :data:`MAX_MESSAGE_BYTES` bytes), which may change afterwards."""
         size = max(MIN_BLOCK_BYTES, 1 << (x.nbytes - 1).bit_length())
         free, files = self.free.setdefault(size, []), []
@@ -107,7 +107,7 @@ class MemoryLink:
         self.own[block].view(x.shape, x.dtype).copy_(x)
         self._announce(block, x.nbytes, files)
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype, read: Callable[[Tensor], Any]) -> Pending:
+    def receive_next(self, shape: Sequence[int], dtype: torch.dtype, read: Callable[[Tensor], Any]) -> Pending:
         """Return a wait that calls ``read`` with the other end's next tensor, and returns its result.
 
         The tensor is valid during that call.
@@ -198,7 +198,7 @@ def _mapped(file: int) -> MessageBlock:
     return MessageBlock(torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8))
 
 
-def fits(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+def link_can_send(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a link can send such a tensor."""
     return device.type == "cpu" and math.prod(shape) * dtype.itemsize <= MAX_MESSAGE_BYTES
 

@@ -69,7 +69,7 @@ class Graphs:
     warned: set[str] = field(default_factory=set)
     buffers: Buffers = field(default_factory=Buffers)
 
-    def of(self, kernel: Function, module: fx.GraphModule, name: str) -> Function:
+    def wrap_kernel(self, kernel: Function, module: fx.GraphModule, name: str) -> Function:
         """Return ``kernel``, compiled from ``module``, captured where that is possible and pays."""
         return GraphedSegment(kernel, module, name, self)
 
@@ -126,7 +126,7 @@ class GraphedSegment:
         elif observed.reason is not None:
             self._refuse(observed.reason)
         else:
-            self.layouts.put(inputs, [])
+            self.layouts.store(inputs, [])
         return results
 
     def _refuse(self, reason: str) -> None:
