@@ -49,7 +49,7 @@ class ExpertLoad:
     def expected(cls, expect: Expectations, hot: int, experts: int) -> ExpertLoad:
         """Build the load that ``expect`` says of a layer in which ``hot`` of ``experts`` are hot.
 
-        >>> ExpertLoad.of(Expectations(expert_imbalance=1.5), 2, 8)
+        >>> ExpertLoad.expected(Expectations(expert_imbalance=1.5), 2, 8)
         ExpertLoad(computed=1.5, sent=1.25)
         """
         stays = 0.0 if not hot else hot / experts if expect.hot_rows is None else expect.hot_rows

@@ -41,6 +41,7 @@ def expert_loads(graph: fx.Graph, copies: ExpertCopies | None, expect: Expectati
     copied = {} if copies is None else copies.experts(graph)
     layers = [node for node in graph.nodes if node.op == "call_function" and op_spec(node).by_expert]
     loads = {
-        node: ExpertLoad.of(expect, len(copied.get(node, ())), shape(tensor_inputs(node)[2])[0]) for node in layers
+        node: ExpertLoad.expected(expect, len(copied.get(node, ())), shape(tensor_inputs(node)[2])[0])
+        for node in layers
     }
     return {node: load for node, load in loads.items() if load != ExpertLoad()}
