@@ -338,9 +338,9 @@ def lowered(program: ShardedProgram, rules: Mapping[Any, Rule]) -> Differentiate
     # what the passes InsertCommunication and Differentiate run
     lowering = _CommunicationLowering(StagedProgram(program, 1, dict.fromkeys(calls, 0)), dict(rules))
     lowering.padding.zeros = NoZeros()
-    tape = _Tape(lowering.run(), any(needs_grad(n) for n in calls), {})
+    tape = _Tape(lowering.lower_program(), any(needs_grad(n) for n in calls), {})
     tape.operators.templates = TRACES
-    return tape.run()
+    return tape.differentiate()
 
 
 # -- running
