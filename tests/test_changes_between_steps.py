@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -63,6 +65,36 @@ def _is_followed(holder: str, change: str, place: str, layout: str) -> None:
         assert refused.code in ("QN110", "QN112")  # a refusal is right, where it says what it is about
         return
     assert losses == pytest.approx(plain, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("held", "get", "message"),
+    [
+        ([itertools.count(1)], lambda h: next(h[0]), "the state of .*, a count"),
+        (random.Random(0), lambda h: h.random(), "the state of 'held', a Random"),
+        (ctypes.pointer(ctypes.c_double(1.5)), lambda h: h[0], "'held', a pointer"),
+    ],
+    ids=["an iterator in a list", "a generator of random numbers", "a pointer"],
+)
+def test_what_gives_another_value_each_time_is_refused(held: Any, get: Callable[[Any], float], message: str) -> None:
+    batch = (torch.randn(8, 6), torch.randint(0, 4, (8,)))
+    program = quintnet.compile(Net(held, get, float, inside=True), quintnet.Mesh(dp=2), loss_fn=F.cross_entropy)
+    with pytest.raises(quintnet.CompileError, match=message):
+        program.step(batch)
+
+
+def test_what_a_hook_or_a_partial_loss_reads_may_change() -> None:
+    held, batch = {"k": 1.5}, (torch.randn(8, 6), torch.randint(0, 4, (8,)))
+    model, loss_fn = (
+        Net(None, lambda h: 1.0, float, inside=True),
+        functools.partial(F.cross_entropy, label_smoothing=0.0),
+    )
+    model.linear.register_forward_hook(lambda module, inputs, outputs: outputs * held["k"])
+    program = quintnet.compile(model, quintnet.Mesh(tp=2), batch, loss_fn=loss_fn, check="off")
+    for change in (lambda: None, lambda: held.update(k=2.5), lambda: loss_fn.keywords.update(label_smoothing=0.3)):
+        change()
+        expected = float(loss_fn(model(batch[0]).detach(), batch[1]))
+        assert float(program.step(batch)) == pytest.approx(expected, abs=1e-5)
 
 
 def test_an_iterator_that_forward_reads_is_refused() -> None:

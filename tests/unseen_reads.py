@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import dataclasses
+import decimal
 import enum
 import functools
 import inspect
 import io
+import logging
 import operator
 import sys
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any
+from xml.etree.ElementTree import Element
 
 import numpy
 from torch import nn
@@ -174,6 +178,40 @@ def _named(k: float) -> Any:
     return read
 
 
+def _put_builtin(k: float) -> None:
+    builtins.quintnet_test_number = k  # type: ignore[attr-defined]
+
+
+def _by_builtin(h: Any) -> Any:
+    return quintnet_test_number  # type: ignore[name-defined]  # noqa: F821
+
+
+def _derive(parent: type, k: float) -> type:
+    KEPT.append(type("Child", (parent,), {"k": k, "__module__": __name__}))
+    return parent
+
+
+def _by_derived(h: Any) -> Any:
+    return sum(kind.k for kind in h.__subclasses__())
+
+
+def _language_field(k: float) -> Box:
+    box = Box(0)
+    box.__k__ = k  # type: ignore[attr-defined]
+    return box
+
+
+def _logger(k: float) -> logging.Logger:
+    logger = logging.getLogger("quintnet test")
+    logger.setLevel(int(k * 10))
+    return logger
+
+
+def _enabled(logger: logging.Logger) -> float:
+    return 1.0 + sum(logger.isEnabledFor(level) for level in (10, 20))
+
+
+KEPT: list[type] = []  # classes that only weak references would name
 UNSEEN_READS = {
     "__getattribute__ of object": Holder(Box, lambda h: object.__getattribute__(h, "k"), _put),
     "by another name": Holder(Box, lambda h: raw(h, "k"), _put),
@@ -246,6 +284,34 @@ UNSEEN_READS = {
     "text in memory": Holder(
         lambda k: io.StringIO(str(k)), lambda h: float(h.getvalue()), lambda h, v: (h.seek(0), h.write(str(v)))[0]
     ),
+    "an argument of an exception": Holder(
+        lambda k: ValueError([k]), lambda h: h.args[0][0], lambda h, v: h.args[0].__setitem__(0, v)
+    ),
+    "an attribute of an element of XML": Holder(
+        lambda k: Element("a", k=str(k)), lambda h: float(h.get("k")), lambda h, v: h.set("k", str(v))
+    ),
+    "the precision of a decimal context": Holder(
+        lambda k: decimal.Context(prec=int(k * 4)), lambda h: h.prec / 4, lambda h, v: setattr(h, "prec", int(v * 4))
+    ),
+    "a name of builtins": Holder(_put_builtin, _by_builtin, lambda h, v: _put_builtin(v)),
+    "the name of a class": Holder(
+        lambda k: setattr(OfClass, "__name__", str(k)),
+        lambda h: float(OfClass.__name__),
+        lambda h, v: setattr(OfClass, "__name__", str(v)),
+    ),
+    "derived classes": Holder(
+        lambda k: _derive(type("Parent", (), {"k": 0, "__module__": __name__}), k), _by_derived, _derive
+    ),
+    "a field with a name of the language": Holder(
+        _language_field, lambda h: h.__k__, lambda h, v: setattr(h, "__k__", v)
+    ),
+    "a logger": Holder(_logger, lambda h: _enabled(h), lambda h, v: _logger(v)),
+    "members of a WeakSet": Holder(
+        lambda k: (lambda box: {"box": box, "set": weakref.WeakSet([box])})(Box(k)),
+        lambda h: sum(box.k for box in h["set"]),
+        lambda h, v: _put(h["box"], v),
+    ),
+    "array.flat": Holder(lambda k: numpy.array([k]).flat, lambda h: float(h[0]), lambda h, v: h.base.fill(v)),
     "the name of a function": Holder(
         lambda k: _named(k), lambda h: float(h.__name__), lambda h, v: setattr(h, "__name__", str(v))
     ),

@@ -178,6 +178,7 @@ class StepModule(nn.Module):
         if second is None or second.changes or str(again.graph) != str(exported.graph):
             self.seen.refuse = True
             export()
+        self.seen.trace = first  # which read what the second found in a table that the first had filled
         return exported
 
     @property

@@ -17,14 +17,17 @@ from torch.overrides import TorchFunctionMode
 
 from ..compat.torch import FakeTensor, FunctionalTensor, is_functional, pytree, version
 from ..compat.torch_func import is_transformed
+from ..compat.torch_hooks import MODULE_HOOKS
 from ..core.errors import CompileError, Where
 from ..guards.attribute_reads import Read, Reads
-from ..guards.by_name import class_namespaces, constructors, spaces_by_name
+from ..guards.by_name import class_namespaces, constructors, is_users, spaces_by_name
 from ..guards.call_attributes import CallAttribute, call_attributes, made_in_calls
+from ..guards.class_facts import derived_classes
+from ..guards.compiled_state import is_iterator
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
 from ..guards.guards import Roots, TraceReads
 from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
-from ..guards.reach import is_iterator, is_observable
+from ..guards.reach import is_observable
 from .block_reuse import Unseen, UnseenUsed
 from .changes.assigned_data import put_data
 from .changes.refused_changes import changed_by_trace
@@ -123,6 +126,8 @@ class WatchedTrace:
         def restore() -> None:
             self.state.restore()
             generators.restore()
+            for kept in self.reads.positions.values():
+                kept.restore()
 
         try:
             with self.reads.recording():
@@ -131,10 +136,12 @@ class WatchedTrace:
                     self.of_calls = call_attributes(dict([*self.reads.modules, *self.roots.items()]))
                 result = watched()
             self.assigned = frozenset(self.state.write_buffers()) if buffers else frozenset()
-            changes = [*self.state.changes(), *generators.changes()]
+            moved = [kept.change() for kept in self.reads.positions.values() if kept.changed()]
+            changes = [*self.state.changes(), *moved, *generators.changes()]
             self.changes = [change for change in changes if change.put is not None]
             refused = changes if refuse else [change for change in changes if change.put is None]
             self._refuse_iterators()
+            self._refuse_pointers()
             by_others = tries > 1 and threading.active_count() > 1 and all(change.of_process for change in refused)
             if refused and not by_others:
                 restore()
@@ -167,6 +174,16 @@ class WatchedTrace:
                     fix="take the next value outside and pass it in the batch, or keep it in an attribute",
                 )
 
+    def _refuse_pointers(self) -> None:
+        """Raise CompileError QN110 for a pointer that the trace may have read: what is behind it cannot be compared."""
+        for label in self.reads.pointers:
+            raise CompileError(
+                "QN110",
+                f"the forward pass may read {label!r}, a pointer of ctypes; a program would not see that the memory "
+                "behind it changes",
+                fix="keep the numbers in an array of ctypes or of NumPy, or pass them in the batch",
+            )
+
     def _meet(self) -> None:
         for label, root in self.roots.items():
             for name, module in root.named_modules():
@@ -176,11 +193,20 @@ class WatchedTrace:
                 for value in (getattr(type(module), "forward", None), *vars(module).values()):
                     if isinstance(value, CALLED):
                         self.walk.follow(value, type(module))
+                self._meet_hooks(path, module)
         for function in self.functions:
             self.walk.follow(function)
+            self.variables.append(variable := Variable("loss_fn", "loss_fn", {"loss_fn": function}))
+            self.walk.variables.append(variable)
             self.reads.meet("loss_fn", getattr(function, "__self__", function))
             self.reads.meet("loss_fn", function)
         self._meet_by_name()
+
+    def _meet_hooks(self, path: str, module: nn.Module) -> None:
+        for kind in MODULE_HOOKS:
+            for hook in vars(module)[kind].values():
+                self.walk.follow(hook)
+                self.reads.meet(f"{path}.{kind}".lstrip("."), hook)
 
     def follow(self, *functions: Any) -> None:
         """Watch these derivatives, too, which are about to be called."""
@@ -219,6 +245,9 @@ class WatchedTrace:
         if "__class__" in self.walk.names or any(unset.name == "type" for unset in self.walk.unset):
             kinds = [kind for _, kind in spaces if isinstance(kind, type)]
             yield from ((kind.__name__, function) for kind in kinds for function in constructors(kind))
+        if "__subclasses__" in self.walk.names:
+            kinds = [kind for _, kind in spaces if isinstance(kind, type) and is_users(kind)]
+            yield from ((kind.__name__, kind) for kind in derived_classes(kinds))
         if self.walk.computes_names:
             namespaces = class_namespaces(spaces)
             yield from ((f"{label}.{name}", value) for label, space in namespaces for name, value in space.items())
@@ -269,6 +298,7 @@ class WatchedTrace:
             self.of_calls,
             list(self.reads.of_tensors.values()),
             list(self.values.values()),
+            self.reads.objects,
         )
 
 

@@ -23,7 +23,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 __all__ = [
     "FunctionBase",  # the class whose defaults tell which methods a Function has; instead: torch.autograd.Function's
-    "CALL_HOOKS", "MODULE_HOOKS", "GLOBAL_HOOKS", "GLOBAL_BACKWARD_HOOKS", "accumulation_hooks", "author_of",
+    "CALL_HOOKS", "MODULE_HOOKS", "STATE_DICT_PARTS",
+    "GLOBAL_HOOKS", "GLOBAL_BACKWARD_HOOKS", "accumulation_hooks", "author_of",
     "backward_hooks",
     "functions_applied_by", "have_no_hooks", "initialise_lazy", "initialised_by", "is_lazy_module", "made_before_calls",
     "make_again",
@@ -36,6 +37,9 @@ __all__ = [
 # one of the first kind, to refuse calls.
 CALL_HOOKS = "_forward_pre_hooks"
 MODULE_HOOKS = (CALL_HOOKS, "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+# What decides beside its tensors what is in a module's state_dict(), where forward asks for it; instead: nothing.
+STATE_DICT_PARTS = ("_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks")
 
 # Hooks of all modules, each kind one dict for the life of the process; instead: likewise.
 GLOBAL_BACKWARD_HOOKS: tuple[Mapping[int, Any], ...] = (

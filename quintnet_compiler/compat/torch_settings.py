@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch._functorch import config as functorch_config
-from torch.backends import mha
+from torch.backends import mha, opt_einsum
 from torch.fx.experimental import _config as shapes_config
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -80,6 +80,12 @@ _NAMED: dict[str, Callable[[], Any]] = {
     "fp16_bf16_reduction_math_sdp_allowed": torch._C._get_math_sdp_allow_fp16_bf16_reduction,
     "preferred_linalg_library": torch._C._get_linalg_preferred_backend,
     "preferred_blas_library": torch._C._get_blas_preferred_backend,
+    "is_anomaly_enabled": torch.is_anomaly_enabled,
+    "is_anomaly_check_nan_enabled": torch.is_anomaly_check_nan_enabled,
+    "fill_uninitialized_memory": torch._C._get_deterministic_fill_uninitialized_memory,
+    "opt_einsum": lambda: (opt_einsum.enabled, opt_einsum.strategy),
+    "get_swap_module_params_on_conversion": torch.__future__.get_swap_module_params_on_conversion,
+    "get_overwrite_module_params_on_conversion": torch.__future__.get_overwrite_module_params_on_conversion,
     "is_enabled": torch._C._check_sparse_tensor_invariants,
 }
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from .by_name import constructors, is_users, special_methods
-from .containers import fields_of, names_of
+from .compiled_state import Position, is_compiled, is_iterator, is_pointer
+from .containers import fields_of, names_of, reading_of
 from .function_reads import CALLED, METHODS_OF_C, functions_of, is_library_module, reads_for_user
-from .python_state import CODE, OWN, AttributeSnapshot
+from .python_state import CODE, OWN, AttributeSnapshot, space_of
 from .reach import RECORDS, is_observable, reachable
 
 _OF_ALL = ("__dict__", "__reduce_ex__", "__reduce__", "__getstate__")  # all attributes, as for copy.copy
@@ -55,7 +56,8 @@ class Reads:
     that is met; ``on_read``: after a read, when what it gave was met. After the trace: ``found``, the attributes that
     were read; ``missing``, those that were not there; ``whole``, the objects whose ``__dict__`` was read, of which all
     may have been read; ``modules``, those that were met first; ``spaces``, the classes and Python modules that were
-    met, and the classes of all objects; ``of_tensors``, by path, parameters and buffers that were asked for attributes.
+    met, and the classes of all objects; ``of_tensors``, by path, parameters and buffers that were asked for attributes;
+    ``positions``, of iterators and of generators of random numbers, by ``id``; ``pointers`` of ctypes, by label.
     """
 
     state: AttributeSnapshot
@@ -67,6 +69,8 @@ class Reads:
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     spaces: dict[int, tuple[str, Any]] = field(default_factory=dict)
     of_tensors: dict[str, tuple[TensorPlace, Tensor]] = field(default_factory=dict)
+    positions: dict[int, Position] = field(default_factory=dict)
+    pointers: dict[str, Any] = field(default_factory=dict)
     _all_whole: bool = False  # whether attributes may be read unseen
     _records: bool = True  # False while this class itself reads
     _modules: list[types.ModuleType] = field(default_factory=list)  # whose reads are recorded
@@ -75,6 +79,11 @@ class Reads:
     _classes: dict[type, tuple[bool, Any]] = field(
         default_factory=dict
     )  # whether it had a method of its own, and which
+
+    @property
+    def objects(self) -> list[tuple[str, Any]]:
+        """All objects that were met, with labels: their classes say what their special methods do."""
+        return list(self._labels.values())
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -92,8 +101,12 @@ class Reads:
 
     def _meet(self, label: str, value: Any) -> None:
         for path, child in reachable([(label, value)], self.is_whole, {}):
+            if id(child) not in self.positions and _has_position(child):
+                self.positions[id(child)] = Position.of(path, child)
             if isinstance(child, nn.Module):
                 self._meet_module(path, child)
+            elif is_pointer(child):
+                self.pointers[path] = child
             elif isinstance(child, type):
                 self._meet_space(path, child)
                 for function in constructors(child):
@@ -248,11 +261,16 @@ class Reads:
                 self._take_whole(self._labels[id(owner)][0], owner)
                 self.on_read()
             return
-        if name.startswith("__"):
+        if name.startswith("__") and space_of(owner, name) is None:  # of the language
             return
         self.found.append(Read(self._label(owner, name), owner, name))
         self.meet(self._label(owner, name), value)
         self.on_read()
+
+
+def _has_position(value: Any) -> bool:
+    """Return whether something may be taken of a value that is no container."""
+    return is_iterator(value) or (reading_of(value) is None and is_compiled(value))
 
 
 class _RecordedModule(types.ModuleType):

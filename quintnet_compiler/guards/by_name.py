@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -16,6 +17,7 @@ from .function_reads import is_library, is_library_module
 from .python_state import CODE, is_value
 
 _LIBRARY_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code may have made
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 # what Python looks up in the class of an object that is there, and not in the object
 _SPECIAL = frozenset(
@@ -57,7 +59,8 @@ _BY_LIBRARY = frozenset({"__dataclass_fields__", "_member_map_"})
 def spaces_by_name(roots: Iterable[tuple[str, Any]], names: Set[str]) -> list[NamedSpace]:
     """Return the modules and classes among ``roots``, and those in them, by the names that functions look up.
 
-    Of modules that belong to installed packages, functions and modules count alone; their classes do not count.
+    Of modules that belong to installed packages, functions, modules and plain data count alone, and of their classes
+    plain data.
     """
     pending, seen, spaces = list(roots), set[int](), list[NamedSpace]()
     while pending:
@@ -74,16 +77,18 @@ def spaces_by_name(roots: Iterable[tuple[str, Any]], names: Set[str]) -> list[Na
 def _of_module(label: str, module: types.ModuleType, names: Set[str]) -> list[NamedSpace]:
     space = vars(module)
     present = sorted(names & space.keys())
-    if not is_library_module(module):
+    if not is_library_module(module) or module is builtins:
         return [NamedSpace(label, space, tuple(present), frozenset(names - space.keys()))]
-    code = tuple(name for name in present if isinstance(space[name], _LIBRARY_CODE))
+    code = tuple(name for name in present if isinstance(space[name], _LIBRARY_CODE) or is_value(space[name]))
     return [NamedSpace(label, space, code, frozenset())] if code else []
 
 
 def is_users(kind: type) -> bool:
     """Return whether a class was not made by an installed package, by torch or by Python itself."""
-    module = sys.modules.get(kind.__module__)
-    return module is not None and (kind.__module__ == "__main__" or not is_library_module(module))
+    module = sys.modules.get(kind.__module__) or sys.modules.get(kind.__module__.partition(".")[0])
+    if module is None:  # of a file that was run without being imported
+        return bool(kind.__flags__ & _HEAP)
+    return kind.__module__ == "__main__" or not is_library_module(module)
 
 
 def special_methods(kind: type) -> Iterator[types.FunctionType]:
@@ -106,11 +111,17 @@ def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
 
 def _of_class(kind: type, names: Set[str]) -> list[NamedSpace]:
     bases = [base for base in kind.__mro__ if is_users(base)]
+    others = [base for base in kind.__mro__ if base.__flags__ & _HEAP and not is_users(base)]
     known = {name for base in kind.__mro__ for name in vars(base)}
     absent, looked_up = frozenset(names - known), names | _BY_LIBRARY
     return [
         NamedSpace(base.__name__, vars(base), tuple(sorted(looked_up & vars(base).keys())), absent) for base in bases
-    ]
+    ] + [_plain_data(base, names) for base in others]
+
+
+def _plain_data(kind: type, names: Set[str]) -> NamedSpace:
+    own = vars(kind)
+    return NamedSpace(kind.__name__, own, tuple(sorted(x for x in names & own.keys() if is_value(own[x]))), frozenset())
 
 
 def class_namespaces(spaces: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -7,11 +7,12 @@ import ctypes
 import functools
 import gc
 import io
+import mmap
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
 from operator import attrgetter, is_, methodcaller
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy
 from torch import nn
 
+from .compiled_state import CompiledData, objects_held
 from .python_state import MISSING, OWN, SlotFields, is_value, other_zero, shown, slot_names
 
 CachedFunction = functools._lru_cache_wrapper  # what functools.cache and lru_cache make
@@ -62,6 +64,10 @@ def _bound_to(method: Any) -> list[Any]:
     return [method.__self__]
 
 
+def _array_of(flat: Any) -> list[Any]:
+    return [flat.base]
+
+
 def _target(reference: weakref.ref[Any]) -> list[Any]:
     return [reference()]
 
@@ -100,6 +106,12 @@ def _own_fields(owner: Any) -> dict[str, Any]:
     return fields
 
 
+def _objects_and_fields(owner: Any) -> list[Any]:
+    return [*_named_fields(owner).values(), *objects_held(owner)]
+
+
+OBJECTS_HELD = ContainerReading(objects_held)
+OBJECTS_AND_FIELDS = ContainerReading(_objects_and_fields)
 _FIELDS = ContainerReading(methodcaller("values"), iter, _own_fields)
 _NAMED_FIELDS = ContainerReading(dict.values, dict.keys, _named_fields)
 
@@ -127,13 +139,15 @@ READINGS: dict[type, ContainerReading] = {
     types.MethodWrapperType: ContainerReading(_bound_to),
     functools.partial: ContainerReading(attrgetter("func", "args", "keywords")),
     ContextVar: ContainerReading(_context_value),
+    Context: ContainerReading(Context.values, Context.keys),
+    numpy.flatiter: ContainerReading(_array_of),
     weakref.ref: ContainerReading(_target),
     CachedFunction: ContainerReading(_kept_by),
 }
 # What holds numbers or text in memory of its own.
 _TEXTS = (io.StringIO, io.BytesIO)
 BUFFERS = (
-    *(numpy.ndarray, numpy.void, bytearray, array.array, memoryview, *_TEXTS),
+    *(numpy.ndarray, numpy.void, bytearray, array.array, memoryview, mmap.mmap, *_TEXTS),
     ctypes.Structure.__base__ or ctypes.Structure,  # of all data in C
 )
 
@@ -309,7 +323,7 @@ class ContainerGuards:
     """All containers, arrays and functions that keep their results that a trace may have read."""
 
     snapshots: Sequence[ContainerSnapshot]
-    others: Sequence[Numbers | Results]
+    others: Sequence[Numbers | Results | CompiledData]
 
     def hold(self) -> bool:
         """Return whether all of them hold what they held."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dis
 import functools
@@ -45,6 +46,7 @@ METHODS_OF_C = (types.WrapperDescriptorType, types.MethodWrapperType, types.Meth
 _FORMATS = ("format", "format_map")  # "{0.name}".format(x) reads an attribute
 _NAME = re.compile(r"[^\W\d]\w*")
 _KINDS = (types.BuiltinFunctionType, *METHODS_OF_C, types.ModuleType, type)
+_CONSTANTS = (bool, type(None), type(...), type(NotImplemented))
 _READ_ALL = ("globals", "eval", "exec")  # may read any variable of the function's module
 _PACKAGES = tuple({*site.getsitepackages(), site.getusersitepackages(), *STDLIB})
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # also those of another environment that is on the path
@@ -144,6 +146,10 @@ class Walk:
         if any(kind == "global" and name in _READ_ALL for name, kind in names):
             for name in list(function.__globals__):
                 self._global(name, function.__globals__)
+            everything = {"globals()": types.MappingProxyType(function.__globals__)}  # others may come to it
+            if id(function.__globals__) not in self._followed:
+                self._followed.add(id(function.__globals__))
+                self._variable(Variable("globals()", "globals()", everything))
         for name, kind in names:
             if kind == "global":
                 self._global(name, function.__globals__)
@@ -170,6 +176,8 @@ class Walk:
         elif (id(space), name) not in self._seen:
             self._seen.add((id(space), name))
             self.unset.append(Unset(name, space))
+            if name in vars(builtins) and not _is_of_builtins(vars(builtins)[name]):
+                self._variable(Variable(name, name, vars(builtins)))
 
     def _variable(self, variable: Variable) -> None:
         key = id(variable.space), variable.name
@@ -183,6 +191,12 @@ class Walk:
         self.variables.append(variable)
         if isinstance(value, (*CALLED, *_KINDS)):
             self.follow(value)
+
+
+def _is_of_builtins(value: Any) -> bool:
+    """Return whether a variable of ``builtins`` is one of Python's: a function, a class or a constant."""
+    module = value.__module__ if hasattr(value, "__module__") else type(value).__module__
+    return module in ("io", "_sitebuiltins") or isinstance(value, (types.BuiltinFunctionType, type, *_CONSTANTS))
 
 
 def computes_names(code: types.CodeType) -> bool:
@@ -243,11 +257,11 @@ def is_library(code: types.CodeType) -> bool:
 
 
 def reads_for_user(frame: types.FrameType | None) -> bool:
-    """Return whether code of the user's runs in ``frame``, or called what runs there and belongs to Python itself, as
-    ``copy.copy``."""
+    """Return whether neither torch nor this package runs in ``frame``, or called what runs there and belongs to Python
+    itself, as ``copy.copy``: other packages read for the user, as ``model_dump`` of pydantic."""
     while frame is not None and _is_of_python(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame is not None and not is_library(frame.f_code)
+    return frame is not None and not frame.f_code.co_filename.startswith((code_origin.TORCH, code_origin.PACKAGE))
 
 
 def _is_of_python(file: str) -> bool:

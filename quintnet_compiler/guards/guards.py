@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import types
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from ..compat.torch import version, without_torch_function
 from ..compat.torch_func import count_function_modes, default_device, function_modes
-from ..compat.torch_hooks import have_no_hooks
+from ..compat.torch_hooks import STATE_DICT_PARTS, have_no_hooks
 from ..compat.torch_settings import settings_named, switches_of_torch
 from .attribute_reads import Read, TensorPlace
 from .by_name import (
@@ -25,6 +26,7 @@ from .by_name import (
     torch_spaces,
 )
 from .call_attributes import CallAttribute
+from .class_facts import ClassFacts
 from .columns import (
     Absent,
     Constants,
@@ -42,7 +44,7 @@ from .columns import (
 from .containers import ContainerGuards, fields_of, names_of
 from .function_reads import Unset, Variable
 from .hooks import HookGuards, global_hooks, hook_guards
-from .python_state import Cell, SlotFields, is_simple
+from .python_state import Cell, is_simple, space_of
 from .reach import Unread, container_guards
 
 Roots = Sequence[tuple[str, nn.Module]]
@@ -65,7 +67,7 @@ class TraceReads:
     ``whole_classes``: whether all that these classes hold may have been read. ``modes``: see :func:`global_modes`.
     ``flags``: whether it matters which parameters require gradients. ``of_calls``: attributes that a call makes anew.
     ``of_tensors``: parameters and buffers of which attributes were read, and their places.
-    ``values``: tensors whose values became Python numbers.
+    ``values``: tensors whose values became Python numbers. ``objects``: all that were met.
     """
 
     roots: Roots
@@ -86,6 +88,7 @@ class TraceReads:
     of_calls: Sequence[CallAttribute] = ()
     of_tensors: Sequence[tuple[TensorPlace, Tensor]] = ()
     values: Sequence[Tensor] = ()
+    objects: Sequence[tuple[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,8 @@ def guards_of(source: TraceReads, unread: Mapping[int, Unread] = types.MappingPr
     plain, same = PlainValues.of(rows.plain), SameObjects(tuple(rows.same))
     read = functools.partial(switches_of_torch, settings_named(rows.names_of_functions()))
     reads = plain, same, rows.class_guards(), Modes(read, read()), rows.absent()
-    others = [guard for guard in (rows.registered(), Values.of(source.values)) if guard.compared]
+    own = (rows.registered(), Values.of(source.values), ClassFacts.of(source.spaces, source.names))
+    others = [guard for guard in own if guard.compared]
     return Guards(source, unread, same, (*reads, *others), containers, fixed)
 
 
@@ -229,8 +233,18 @@ class _Rows:
             self._missing(read)
         for variable in self.source.variables:
             self._variable(variable)
-        self.absences += [(unset.name, unset.space, unset.name) for unset in self.source.unset]
+        self._unset()
         self.same += [(place.path, place.space, place.name, tensor) for place, tensor in self.source.of_tensors]
+
+    def _unset(self) -> None:
+        """Collect the global variables that were not there, of which Python's own may have the names."""
+        self.absences += [(unset.name, unset.space, unset.name) for unset in self.source.unset]
+        of_python = vars(builtins)
+        for name in dict.fromkeys(unset.name for unset in self.source.unset):
+            if name in of_python:
+                self.same.append((name, of_python, name, of_python[name]))
+            else:
+                self.absences.append((name, of_python, name))
 
     def _whole(self, owner: Any) -> None:
         """Collect all attributes of an object of which any may have been read."""
@@ -283,7 +297,7 @@ class _Rows:
 
     def _owners(self) -> Iterable[tuple[str, Any]]:
         reads = ((read.label.rpartition(".")[0], read.owner) for read in (*self.source.reads, *self.source.missing))
-        yield from (row for row in reads if not isinstance(row[1], types.ModuleType))
+        yield from (row for row in (*reads, *self.source.objects) if not isinstance(row[1], types.ModuleType))
         yield from self._modules()
 
     def _compare(self, label: str, space: Any, name: Any, value: Any) -> None:
@@ -299,7 +313,7 @@ class _Rows:
 
     def _attribute(self, read: Read) -> None:
         owner, name = read.owner, read.name
-        space = _space_of(owner, name)
+        space = space_of(owner, name)
         if space is not None:
             self._compare(read.label, space, name, space[name])
             return
@@ -354,6 +368,8 @@ class _Rows:
         inner = vars(module)["_modules"]
         if inner:
             self.parts.append((label, inner))
+        if "state_dict" in self.source.names:
+            self.held += [(f"{label}.{name}".lstrip("."), vars(module)[name]) for name in STATE_DICT_PARTS]
         for kind in ("_parameters", "_buffers"):
             space = vars(module)[kind]
             self.plain += [(f"{label}.{name}".lstrip("."), space, name, None) for name, x in space.items() if x is None]
@@ -371,18 +387,6 @@ class _Rows:
 def _readable(owner: Any) -> Any:
     """Return what is compared of an object of which all may have been read: of a Python module, its variables."""
     return types.MappingProxyType(vars(owner)) if isinstance(owner, types.ModuleType) else owner
-
-
-def _space_of(owner: Any, name: str) -> Any:
-    """Return the namespace of an object's own that has a name; None if there is none."""
-    try:
-        fields = object.__getattribute__(owner, "__dict__")
-    except AttributeError:
-        fields = {}
-    if name in fields:
-        return fields
-    slots = SlotFields(owner)
-    return slots if name in slots else None
 
 
 def _parameters(label: str, module: nn.Module) -> list[tuple[str, Any, str]]:

@@ -77,6 +77,8 @@ def same(now: Any, then: Any) -> bool:
         return list(now) == list(then) and all(map(same, now.values(), then.values()))
     if isinstance(now, types.MethodType):
         return bool(now == then)
+    if isinstance(now, (set, frozenset)) and set(map(id, now)) == set(map(id, then)):
+        return True
     return is_plain(now) and (bool(now == then) or bool(now != now and then != then))
 
 
@@ -154,10 +156,10 @@ class Cell(MutableMapping[str, Any]):
 
 
 def slot_names(kind: type) -> tuple[str, ...]:
-    """Return the names of the attributes that a class keeps in slots, without those of the language."""
+    """Return the names of the attributes that a class keeps in slots."""
     bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
     members = ((name, x) for base in bases for name, x in vars(base).items())
-    return tuple(name for name, x in members if isinstance(x, types.MemberDescriptorType) and name[:2] != "__")
+    return tuple(name for name, x in members if isinstance(x, types.MemberDescriptorType))
 
 
 class SlotFields(MutableMapping[str, Any]):
@@ -192,6 +194,18 @@ class SlotFields(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
+
+
+def space_of(owner: Any, name: str) -> MutableMapping[str, Any] | None:
+    """Return the namespace of an object's own that has a name; None if there is none."""
+    try:
+        fields: dict[str, Any] = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        fields = {}
+    if name in fields:
+        return fields
+    slots = SlotFields(owner)
+    return slots if name in slots else None
 
 
 class Fields(MutableMapping[str, Any]):
@@ -248,7 +262,7 @@ class _Namespace:
         path = f"{self.label}.{name}".removeprefix(".")
         before, after = self.copies.get(name, MISSING), self.own.get(name, MISSING)
         plain = is_plain(after) and (before is MISSING or is_plain(before))
-        put = functools.partial(self.own.__setitem__, name, after) if plain else None
+        put = functools.partial(self.own.__setitem__, name, copied(after)) if plain else None
         undo = functools.partial(self.own.pop, name, None)
         if before is not MISSING:
             undo = functools.partial(self.own.__setitem__, name, self.held[name])

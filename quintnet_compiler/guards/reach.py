@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +10,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core import code_origin
+from .compiled_state import CompiledData, compiled_data, is_compiled, is_iterator
 from .containers import (
     BUFFERS,
+    OBJECTS_AND_FIELDS,
+    OBJECTS_HELD,
     CachedFunction,
     ContainerGuards,
+    ContainerReading,
     ContainerSnapshot,
     Numbers,
     Results,
     elements_of,
-    fields_of,
     names_of,
     reading_of,
     reading_of_fields,
@@ -61,15 +62,6 @@ def is_observable(value: Any) -> bool:
     return isinstance(own, types.WrapperDescriptorType) or hasattr(own, RECORDS)
 
 
-def is_iterator(value: Any) -> bool:
-    """Return whether ``value`` gives another value each time that it is asked.
-
-    Files do not count; a weak proxy is what it stands for.
-    """
-    kind = value.__class__ if type(value) in weakref.ProxyTypes else type(value)
-    return issubclass(kind, Iterator) and not issubclass(kind, io.IOBase)
-
-
 RECORDS = "quintnet_records"  # an attribute of the methods that record reads
 
 
@@ -81,16 +73,24 @@ def children(
         return [(f"{label}[{number}]", x) for number, x in enumerate(elements_of(value))]
     if _is_closed(value, whole) or _of_library(value):
         return []
-    reading = reading_of(value)
-    if reading is not None:
-        pairs = reading.named_values(value)
-    elif whole(value) or not is_observable(value):
-        pairs = list(zip(names_of(value), fields_of(value), strict=True))
-    else:
+    reading = _reading(value, whole)
+    if reading is None:
         return []
+    pairs = reading.named_values(value)
     if unread.only is not None:
         pairs = [(name, child) for name, child in pairs if name in unread.only]
     return [(f"{label}[{name!r}]", child) for name, child in pairs if name not in unread.names]
+
+
+def _reading(value: Any, whole: Callable[[Any], bool]) -> ContainerReading | None:
+    """Return how ``value`` gives what may be read of it without being recorded; None if that is nothing."""
+    reading = reading_of(value)
+    if reading is not None:
+        return reading
+    unseen = bool(whole(value) or (not is_observable(value) and names_of(value)))
+    if is_compiled(value):
+        return OBJECTS_AND_FIELDS if unseen else OBJECTS_HELD
+    return reading_of_fields(value) if unseen else None
 
 
 def _is_closed(value: Any, whole: Callable[[Any], bool]) -> bool:
@@ -137,7 +137,7 @@ def container_guards(
 ) -> ContainerGuards:
     """Return guards of all containers and arrays that can be reached from ``roots``."""
     snapshots: list[ContainerSnapshot] = []
-    others: list[Numbers | Results] = []
+    others: list[Numbers | Results | CompiledData] = []
     for label, value in reachable(roots, whole, unread):
         if isinstance(value, BUFFERS):
             others.append(Numbers(label, value))
@@ -147,9 +147,9 @@ def container_guards(
             continue
         if _is_closed(value, whole) or _of_library(value):
             continue
-        reading = reading_of(value)
-        if reading is None and (whole(value) or (not is_observable(value) and names_of(value))):
-            reading = reading_of_fields(value)
+        if is_compiled(value) and reading_of(value) is None and not is_iterator(value) and compiled_data(value):
+            others.append(CompiledData(label, value))
+        reading = _reading(value, whole)
         if reading is not None:
             part = unread.get(id(value), NOTHING_UNREAD)
             snapshots.append(ContainerSnapshot(label, value, reading, part.names, part.only))
