@@ -196,8 +196,7 @@ class WatchedTrace:
                 self._meet_hooks(path, module)
         for function in self.functions:
             self.walk.follow(function)
-            self.variables.append(variable := Variable("loss_fn", "loss_fn", {"loss_fn": function}))
-            self.walk.variables.append(variable)
+            self.walk.variables.append(Variable("loss_fn", "loss_fn", {"loss_fn": function}))
             self.reads.meet("loss_fn", getattr(function, "__self__", function))
             self.reads.meet("loss_fn", function)
         self._meet_by_name()
