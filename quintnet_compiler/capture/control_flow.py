@@ -21,10 +21,10 @@ from ..compat.torch import needs_values, pytree, recording
 from ..compat.torch_control_flow import control_flow_by
 from ..core.errors import CompileError, Where
 from ..core.replaced import for_this_thread
+from .changes.user_frames import user_line
 from .flex.followed import flex_attention_followed
 from .flex.packed import varlen_attention_followed
 from .places import OWN
-from .watched_trace import user_line
 
 
 @contextlib.contextmanager

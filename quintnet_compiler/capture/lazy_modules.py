@@ -26,7 +26,8 @@ from ..core.empty_storage import device_of
 from ..core.errors import CompileError
 from ..core.replaced import one_thread
 from ..guards.function_reads import Walk
-from ..guards.python_state import AttributeSnapshot, Cell, Generators
+from ..guards.namespaces import Cell
+from ..guards.python_state import AttributeSnapshot, Generators
 from .step_module import StepModule
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,9 +22,10 @@ from ..guards.by_name import class_namespaces, constructors, is_users, spaces_by
 from ..guards.call_attributes import CallAttribute, call_attributes, made_in_calls
 from ..guards.class_facts import derived_classes
 from ..guards.compiled_state import is_iterator
-from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
+from ..guards.function_reads import CALLED, Variable, Walk
 from ..guards.guards import Roots, TraceReads
-from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
+from ..guards.namespaces import Cell
+from ..guards.python_state import FORWARD, AttributeSnapshot, Change, Generators
 from ..guards.reach import is_observable
 from .block_reuse import Unseen, UnseenUsed
 from .changes.assigned_data import put_data
@@ -43,6 +42,7 @@ from .changes.tensor_attributes import (
     stand_ins_of,
     writes_in_place,
 )
+from .changes.user_frames import line_of_change, user_line
 from .modes import refuse_replaced, uncompiled
 from .raising_checks import checks_pass
 from .traced_as import TRACED_AS
@@ -126,8 +126,7 @@ class WatchedTrace:
         def restore() -> None:
             self.state.restore()
             generators.restore()
-            for kept in self.reads.positions.values():
-                kept.restore()
+            self.reads.restore_positions()
 
         try:
             with self.reads.recording():
@@ -136,8 +135,7 @@ class WatchedTrace:
                     self.of_calls = call_attributes(dict([*self.reads.modules, *self.roots.items()]))
                 result = watched()
             self.assigned = frozenset(self.state.write_buffers()) if buffers else frozenset()
-            moved = [kept.change() for kept in self.reads.positions.values() if kept.changed()]
-            changes = [*self.state.changes(), *moved, *generators.changes()]
+            changes = [*self.state.changes(), *self.reads.moved_positions(), *generators.changes()]
             self.changes = [change for change in changes if change.put is not None]
             refused = changes if refuse else [change for change in changes if change.put is None]
             self._refuse_iterators()
@@ -145,7 +143,7 @@ class WatchedTrace:
             by_others = tries > 1 and threading.active_count() > 1 and all(change.of_process for change in refused)
             if refused and not by_others:
                 restore()
-                line = _line_of(watched, refused, self.own)
+                line = line_of_change(watched, refused, self.own)
         finally:
             restore()
         if refused and by_others:  # or by forward, which draws again then
@@ -241,15 +239,17 @@ class WatchedTrace:
         roots = [(variable.label, variable.value) for variable in self.variables]
         for space in spaces_by_name([*roots, *spaces], self.walk.names):
             yield from space.values()
-        if "__class__" in self.walk.names or any(unset.name == "type" for unset in self.walk.unset):
-            kinds = [kind for _, kind in spaces if isinstance(kind, type)]
-            yield from ((kind.__name__, function) for kind in kinds for function in constructors(kind))
-        if "__subclasses__" in self.walk.names:
-            kinds = [kind for _, kind in spaces if isinstance(kind, type) and is_users(kind)]
-            yield from ((kind.__name__, kind) for kind in derived_classes(kinds))
+        yield from self._reached_from_classes([kind for _, kind in spaces if isinstance(kind, type)])
         if self.walk.computes_names:
             namespaces = class_namespaces(spaces)
             yield from ((f"{label}.{name}", value) for label, space in namespaces for name, value in space.items())
+
+    def _reached_from_classes(self, kinds: Sequence[type]) -> Iterator[tuple[str, Any]]:
+        """Yield constructors, where functions may call a class that they asked for, and derived classes."""
+        if "__class__" in self.walk.names or any(unset.name == "type" for unset in self.walk.unset):
+            yield from ((kind.__name__, function) for kind in kinds for function in constructors(kind))
+        if "__subclasses__" in self.walk.names:
+            yield from ((kind.__name__, kind) for kind in derived_classes(filter(is_users, kinds)))
 
     def _extent_now(self) -> tuple[int, ...]:
         walk = self.walk
@@ -366,63 +366,3 @@ class _Tensors(TorchFunctionMode):
 
 def _holds(value: Any) -> bool:
     return _is_real(value) or isinstance(value, (list, tuple, dict))
-
-
-def _library(file: str, own: tuple[str, ...]) -> bool:
-    return file.startswith((*own, "<")) or (file.startswith(STDLIB) and "-packages" not in file)
-
-
-def user_frame(frame: types.FrameType | None, own: tuple[str, ...]) -> types.FrameType | None:
-    """Return the innermost frame of a stack that is the user's."""
-    while frame is not None and _library(frame.f_code.co_filename, own):
-        frame = frame.f_back
-    return frame
-
-
-def user_line(frame: types.FrameType | None, own: tuple[str, ...]) -> str:
-    """Return the innermost line of a stack that is the user's."""
-    frame = user_frame(frame, own)
-    if frame is None:
-        return ""
-    name, number = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(name, number).strip()
-    return f"{Path(name).name}:{number}" + (f": {text}" if text else "")
-
-
-def _line_of(again: Callable[[], Any], changes: Sequence[Change], own: tuple[str, ...]) -> str:
-    """Run the trace again, and return the line after which the first of ``changes`` exists."""
-    at: dict[types.FrameType, int] = {}  # the line that a frame is in
-    culprit: list[tuple[str, int]] = []
-
-    class Found(Exception):
-        pass
-
-    def line(frame: types.FrameType, event: str, argument: Any) -> Any:
-        if changes[0].changed():
-            here: types.FrameType | None = frame
-            while here is not None and here not in at:
-                here = here.f_back
-            if here is not None:
-                culprit.append((here.f_code.co_filename, at[here]))
-            raise Found
-        if event == "line":
-            at[frame] = frame.f_lineno
-        if event == "return":
-            at.pop(frame, None)
-        return line
-
-    def call(frame: types.FrameType, event: str, argument: Any) -> Any:
-        return None if _library(frame.f_code.co_filename, own) else line
-
-    previous = sys.gettrace()
-    sys.settrace(call)
-    try:
-        again()
-    except Exception as error:  # Found, or another error that the user's code made of it
-        del error
-    finally:
-        sys.settrace(previous)
-    if not culprit:
-        return ""
-    name, number = culprit[0]
-    return f"{Path(name).name}:{number}: {linecache.getline(name, number).strip()}".removesuffix(": ")

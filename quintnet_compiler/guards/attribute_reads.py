@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from .by_name import constructors, is_users, special_methods
-from .compiled_state import Position, is_compiled, is_iterator, is_pointer
+from .compiled_state import IterationState, is_compiled, is_iterator, is_pointer
 from .containers import fields_of, names_of, reading_of
 from .function_reads import CALLED, METHODS_OF_C, functions_of, is_library_module, reads_for_user
-from .python_state import CODE, OWN, AttributeSnapshot, space_of
+from .namespaces import space_of
+from .python_state import CODE, OWN, AttributeSnapshot, Change
 from .reach import RECORDS, is_observable, reachable
 
 _OF_ALL = ("__dict__", "__reduce_ex__", "__reduce__", "__getstate__")  # all attributes, as for copy.copy
@@ -69,7 +70,7 @@ class Reads:
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     spaces: dict[int, tuple[str, Any]] = field(default_factory=dict)
     of_tensors: dict[str, tuple[TensorPlace, Tensor]] = field(default_factory=dict)
-    positions: dict[int, Position] = field(default_factory=dict)
+    positions: dict[int, IterationState] = field(default_factory=dict)
     pointers: dict[str, Any] = field(default_factory=dict)
     _all_whole: bool = False  # whether attributes may be read unseen
     _records: bool = True  # False while this class itself reads
@@ -94,6 +95,15 @@ class Reads:
         finally:
             self._records = before
 
+    def moved_positions(self) -> list[Change]:
+        """Return the iterators, and generators of random numbers, that have given values since they were met."""
+        return [kept.change() for kept in self.positions.values() if kept.has_moved()]
+
+    def restore_positions(self) -> None:
+        """Put these back to where they were."""
+        for kept in self.positions.values():
+            kept.restore()
+
     def meet(self, label: str, value: Any) -> None:
         """Record from now on what is read of ``value``, and of all that it holds, where reads can be observed."""
         with self.unrecorded():
@@ -102,22 +112,18 @@ class Reads:
     def _meet(self, label: str, value: Any) -> None:
         for path, child in reachable([(label, value)], self.is_whole, {}):
             if id(child) not in self.positions and _has_position(child):
-                self.positions[id(child)] = Position.of(path, child)
+                self.positions[id(child)] = IterationState.of(path, child)
             if isinstance(child, nn.Module):
                 self._meet_module(path, child)
             elif is_pointer(child):
                 self.pointers[path] = child
-            elif isinstance(child, type):
+            elif isinstance(child, (type, types.ModuleType)):
                 self._meet_space(path, child)
-                for function in constructors(child):
-                    self.on_function(function)
-            elif isinstance(child, types.ModuleType):
-                self._meet_space(path, child)
+                self._meet_functions(constructors(child) if isinstance(child, type) else ())
             elif isinstance(child, (*CODE, *CALLED, *METHODS_OF_C)):
                 self.on_function(child)
             elif isinstance(child, (property, staticmethod, classmethod)):
-                for function in functions_of(child):
-                    self.on_function(function)
+                self._meet_functions(functions_of(child))
             elif is_observable(child) and id(child) not in self._labels:
                 self._labels[id(child)] = path, child
                 self.state.add(path, child)
@@ -126,6 +132,10 @@ class Reads:
                     self._take_whole(path, child)
             else:
                 self._meet_space(type(child).__name__, type(child))
+
+    def _meet_functions(self, functions: Iterable[Any]) -> None:
+        for function in functions:
+            self.on_function(function)
 
     def _meet_space(self, label: str, space: type | types.ModuleType) -> None:
         if id(space) in self.spaces:
@@ -141,8 +151,7 @@ class Reads:
             self.state.add_space(base)
         if is_users(kind):
             self._meet_space(type(kind).__name__, type(kind))
-            for function in special_methods(kind):
-                self.on_function(function)
+            self._meet_functions(special_methods(kind))
 
     def _meet_python_module(self, label: str, module: types.ModuleType) -> None:
         self.state.add_space(module)

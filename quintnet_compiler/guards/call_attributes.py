@@ -12,7 +12,7 @@ from torch import nn
 
 from ..compat.torch_hooks import CALL_HOOKS, made_before_calls
 from ..core.errors import CompileError, Where
-from .python_state import MISSING
+from .namespaces import MISSING
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class ClassFacts:
         return cls(kinds if facts else (), facts)
 
     def __post_init__(self) -> None:
+        """Take the facts of now."""
         object.__setattr__(self, "then", self._now())
 
     def _now(self) -> list[list[Any]]:

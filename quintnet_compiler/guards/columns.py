@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from ..compat.torch import version
-from .python_state import MISSING, copied, other_zero, same_values, shown
+from .namespaces import MISSING
+from .python_state import copied, other_zero, same_values, shown
 
 Space = Mapping[str, Any]
 Row = tuple[str, Space, Any, Any]  # a label, a namespace, a name in it, and the value there

@@ -85,7 +85,7 @@ def is_iterator(value: Any) -> bool:
     return issubclass(kind, Iterator) and not issubclass(kind, (io.IOBase, numpy.flatiter))
 
 
-def position(value: Any) -> tuple[Any, ...]:
+def iteration_state(value: Any) -> tuple[Any, ...]:
     """Return what changes where somebody takes a value of an iterator, or draws from a generator of random numbers.
 
     An iterator may take its values from others, which functions may hold.
@@ -133,6 +133,7 @@ class CompiledData:
     then: tuple[Any, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Take the data of now."""
         object.__setattr__(self, "then", compiled_data(self.owner))
 
     def holds(self) -> bool:
@@ -145,7 +146,7 @@ class CompiledData:
 
 
 @dataclass(frozen=True)
-class Position:
+class IterationState:
     """The position of an iterator or a generator of random numbers before a trace, and its state if it can be set."""
 
     label: str
@@ -154,23 +155,23 @@ class Position:
     state: Any = None
 
     @classmethod
-    def of(cls, label: str, owner: Any) -> Position:
+    def of(cls, label: str, owner: Any) -> IterationState:
         """Return the position of now."""
         state = None
         if not is_iterator(owner) and hasattr(owner, "__setstate__") and compiled_data(owner):
             parts = owner.__reduce_ex__(2)
             state = parts[2] if len(parts) > 2 else None
-        return cls(label, owner, position(owner), state)
+        return cls(label, owner, iteration_state(owner), state)
 
-    def changed(self) -> bool:
+    def has_moved(self) -> bool:
         """Return whether something was taken of it."""
-        return position(self.owner) != self.then
+        return iteration_state(self.owner) != self.then
 
     def change(self) -> Change:
         """Return what to say of it."""
-        return Change(f"the state of {self.label!r}, a {type(self.owner).__name__}", None, None, self.changed)
+        return Change(f"the state of {self.label!r}, a {type(self.owner).__name__}", None, None, self.has_moved)
 
     def restore(self) -> None:
         """Put a generator of random numbers back; iterators cannot be."""
-        if self.state is not None and self.changed():
+        if self.state is not None and self.has_moved():
             self.owner.__setstate__(self.state)

@@ -21,7 +21,8 @@ import numpy
 from torch import nn
 
 from .compiled_state import CompiledData, objects_held
-from .python_state import MISSING, OWN, SlotFields, is_value, other_zero, shown, slot_names
+from .namespaces import MISSING, SlotFields, slot_names
+from .python_state import OWN, is_value, other_zero, shown
 
 CachedFunction = functools._lru_cache_wrapper  # what functools.cache and lru_cache make
 

@@ -44,7 +44,8 @@ from .columns import (
 from .containers import ContainerGuards, fields_of, names_of
 from .function_reads import Unset, Variable
 from .hooks import HookGuards, global_hooks, hook_guards
-from .python_state import Cell, is_simple, space_of
+from .namespaces import Cell, space_of
+from .python_state import is_simple
 from .reach import Unread, container_guards
 
 Roots = Sequence[tuple[str, nn.Module]]

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .python_state import MISSING, Cell, Fields, SlotFields
+from .namespaces import MISSING, Cell, Fields, SlotFields
 from .stand_ins import StandIn
 
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType, Tensor)

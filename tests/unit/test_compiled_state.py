@@ -16,7 +16,7 @@ import pytest
 
 from quintnet_compiler.guards.compiled_state import (
     CompiledData,
-    Position,
+    IterationState,
     compiled_data,
     is_compiled,
     is_iterator,
@@ -73,19 +73,19 @@ def _generator() -> Iterator[int]:
 )
 def test_a_value_is_taken(make: Callable[[], Any]) -> None:
     values = make()
-    kept = Position.of("values", values)
-    assert not kept.changed()
+    kept = IterationState.of("values", values)
+    assert not kept.has_moved()
     next(values)
-    assert kept.changed() and str(kept.change()) == f"the state of 'values', a {type(values).__name__}"
+    assert kept.has_moved() and str(kept.change()) == f"the state of 'values', a {type(values).__name__}"
 
 
 def test_a_generator_is_put_back() -> None:
     generator = random.Random(0)
-    kept = Position.of("generator", generator)
+    kept = IterationState.of("generator", generator)
     number = generator.random()
-    assert kept.changed()
+    assert kept.has_moved()
     kept.restore()
-    assert not kept.changed() and generator.random() == number
+    assert not kept.has_moved() and generator.random() == number
 
 
 def test_iterators_and_pointers() -> None:

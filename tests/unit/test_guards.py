@@ -14,7 +14,8 @@ from quintnet_compiler.guards.attribute_reads import Reads
 from quintnet_compiler.guards.function_reads import Walk, trainable
 from quintnet_compiler.guards.guards import TraceReads, global_modes, guards_of
 from quintnet_compiler.guards.hooks import hook_guards
-from quintnet_compiler.guards.python_state import MISSING, AttributeSnapshot, Generators, copied, is_plain, same, shown
+from quintnet_compiler.guards.namespaces import MISSING
+from quintnet_compiler.guards.python_state import AttributeSnapshot, Generators, copied, is_plain, same, shown
 from quintnet_compiler.guards.reach import is_observable
 
 

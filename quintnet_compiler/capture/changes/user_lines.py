@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ...compat.torch import recording
 from ...compat.torch_func import nodes_of_trace
 from ..places import OWN, where_of
-from ..watched_trace import user_frame
+from .user_frames import user_frame
 
 _CALLER = str(Path(__file__).parents[1] / "step_module.py")  # calls the model and the loss function
 _RECORDED = "forward"  # the name of the functions whose lines torch records

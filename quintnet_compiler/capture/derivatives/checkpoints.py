@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from ...compat.torch_checkpoints import CheckpointOptions, saves_tensors, sequence_number, sequence_number_of
 from ...compat.torch_func import graph_of_trace, nodes_of_trace
 from ...core.errors import Where
+from ..changes.user_frames import user_line
 from ..places import OWN
-from ..watched_trace import user_line
 
 CHECKPOINTS = "quintnet_checkpoints"  # key of a node's meta: the numbers of the checkpoints that run it again
 ASSIGNED = "quintnet_assigned"  # key of the meta of writes of tensors by which forward replaced buffers

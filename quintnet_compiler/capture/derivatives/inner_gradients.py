@@ -21,8 +21,8 @@ from ...compat.torch_func import is_transformed
 from ...core.errors import CompileError, Where
 from ...ops.catalog import op_spec
 from ...ops.derivatives.inner_gradients import gradient, start
+from ..changes.user_frames import user_line
 from ..places import OWN
-from ..watched_trace import user_line
 from .transforms import by_transform
 
 _FLAG = Tensor.requires_grad.__set__  # type: ignore[attr-defined]

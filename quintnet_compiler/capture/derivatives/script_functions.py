@@ -10,8 +10,8 @@ from typing import Any
 from ...compat.torch_script import script_calls_by, source_of
 from ...core.errors import CompileError, Where
 from ...core.replaced import for_this_thread
+from ..changes.user_frames import user_line
 from ..places import OWN
-from ..watched_trace import user_line
 
 
 @contextlib.contextmanager

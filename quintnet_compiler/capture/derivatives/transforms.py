@@ -22,8 +22,8 @@ from ...compat.torch_func import nodes_of_trace, only_function_modes, set_grad, 
 from ...core.errors import CompileError, Where
 from ...core.replaced import for_this_thread
 from ...ops.catalog import op_spec
+from ..changes.user_frames import user_line
 from ..places import OWN
-from ..watched_trace import user_line
 
 aten = torch.ops.aten
 _OURS = __name__.partition(".")[0]

@@ -37,9 +37,9 @@ from ...compat.torch_hooks import (
 )
 from ...core.errors import CompileError, Where
 from ...core.replaced import for_this_thread
+from ..changes.user_frames import user_line
 from ..places import OWN
 from ..step_module import StepModule
-from ..watched_trace import user_line
 from .autograd_functions import Joined, follow_hook, trace_function
 from .checkpoints import Checkpoints, line_of_checkpoint
 from .inner_gradients import InnerGradients, Linked

@@ -14,8 +14,8 @@ from ...compat.torch_flex import flex_attention_by
 from ...core.errors import CompileError, Where
 from ...core.replaced import for_this_thread
 from ...ops.attention.operator import attention
+from ..changes.user_frames import user_line
 from ..places import OWN
-from ..watched_trace import user_line
 from .masks import FlexMask, mask_of
 from .terms import NotFollowed
 

@@ -16,8 +16,8 @@ from ...core.errors import CompileError, Where
 from ...core.replaced import for_this_thread
 from ...ops.attention.blocks import Sight
 from ...ops.attention.operator import attention
+from ..changes.user_frames import user_line
 from ..places import OWN
-from ..watched_trace import user_line
 
 
 @contextlib.contextmanager
