@@ -46,6 +46,7 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_cdata": _NET.weight.untyped_storage(),
         "_codegen": _GRAPH,
         "_forward_hooks": _NET,
+        **dict.fromkeys(["_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"], _NET),
         "_forward_pre_hooks": _NET,
         "_func_name": torch.fx.graph.CodeGen(),
         "_is_compiling_flag": torch.compiler,

@@ -201,6 +201,8 @@ class WatchedTrace:
 
     def _meet_hooks(self, path: str, module: nn.Module) -> None:
         for kind in MODULE_HOOKS:
+            if "backward" in kind:
+                continue  # derivatives, which are followed when they are called
             for hook in vars(module)[kind].values():
                 self.walk.follow(hook)
                 self.reads.meet(f"{path}.{kind}".lstrip("."), hook)

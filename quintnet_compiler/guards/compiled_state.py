@@ -22,7 +22,7 @@ from .python_state import PLAIN, Change, is_simple
 MAX_BYTES = 1 << 16  # of data that is compared; what is larger, as a tokenizer, counts by its identity
 _NOT_HELD = (type, types.ModuleType, types.FrameType, types.TracebackType, types.CodeType)
 _POINTERS = (
-    ctypes._Pointer, ctypes.c_char_p, ctypes.c_wchar_p, ctypes.c_void_p, ctypes.py_object,
+    *ctypes.POINTER(ctypes.c_int).__bases__, ctypes.c_char_p, ctypes.c_wchar_p, ctypes.c_void_p, ctypes.py_object,
 )  # fmt: skip
 
 
@@ -114,14 +114,14 @@ def is_pointer(value: Any) -> bool:
     """Return whether ``value`` is or holds a pointer of ctypes that points somewhere: nobody can tell to how much."""
     if isinstance(value, _POINTERS):
         return any(bytes(value))
-    if isinstance(value, ctypes.Array) and not issubclass(value._type_, _SIMPLE):
-        return any(map(is_pointer, value))
+    if isinstance(value, ctypes.Array):
+        return any(map(is_pointer, value)) if isinstance(next(iter(value), 0), _PARTS) else False
     names = [name for name, *_ in getattr(value, "_fields_", ())] if isinstance(value, _RECORDS) else []
     return any(is_pointer(getattr(value, name)) for name in names)
 
 
-_SIMPLE = ctypes.c_int.__base__ or ctypes.c_int
 _RECORDS = (ctypes.Structure, ctypes.Union)
+_PARTS = (*_POINTERS, *_RECORDS, ctypes.Array)  # of arrays; simple numbers are Python's there
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from quintnet_compiler.ops.rules.table import RULES, add_rules
 from quintnet_compiler.ops.rules.work import work_of
 from quintnet_compiler.ops.traits import TRAITS
 from quintnet_compiler.passes.lowering.extensions import ExpertProduct, LocalForm
+from quintnet_compiler.runtime.execute.extensions import RankMethod
 
 aten = torch.ops.aten
 
@@ -45,7 +46,9 @@ def test_a_spec_comes_from_a_definition_or_from_the_tables() -> None:
     assert spec_of(aten.linear.default).autocast == 16 and not spec_of(aten.linear.default).by_expert
     assert work_of(expert_linear) == "matmul"
     for feature in FEATURES:
-        for operator in (*feature.operators, *(rule.target for rule in feature.rules)):
+        # of operators of this package it may say how ranks run them
+        own = [op for op, parts in feature.operators.items() if not all(isinstance(x, RankMethod) for x in parts)]
+        for operator in (*own, *(rule.target for rule in feature.rules)):
             assert operator not in TRAITS and name_of(operator) not in OPERATORS, operator
 
 

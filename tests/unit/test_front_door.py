@@ -55,7 +55,7 @@ def test_a_mistake_of_the_compiler_is_reported_with_the_form_that_asks_for_what_
 
 
 def test_ci_runs_what_contributors_run() -> None:
-    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    job, _ = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()  # and the wheel
     assert job["steps"][-1] == {"run": ".ci/run ${{ matrix.part }}"}
     assert job["steps"][1]["with"]["python-version"] == "3.11"
     parts = job["strategy"]["matrix"]["part"]

@@ -10,7 +10,7 @@ from torch import fx
 
 from quintnet_compiler.checks.derivatives.calls import OperatorCall, Pattern
 from quintnet_compiler.checks.derivatives.numbers import difference
-from quintnet_compiler.checks.derivatives.of_ranks import check_ranked
+from quintnet_compiler.checks.derivatives.of_ranks import check_ranked, expected_gradients
 from quintnet_compiler.checks.derivatives.operands import drawn, elements, nested_strides
 from quintnet_compiler.checks.derivatives.smaller_calls import smaller_sizes
 from quintnet_compiler.core.errors import CompileError
@@ -48,10 +48,12 @@ def test_a_dispatch_is_transposed_to_a_combination() -> None:
     x = torch.empty(2)
     call = OperatorCall(dispatch, ((rows, "ep", 2, plan), {}), (x, x), (True, False), (0, 1), (x,), (0,))
     back = graph.call_function(combine, (t, "ep", 2, plan))
-    check_ranked(call, Pattern((rows, plan), (t,), (rows,), (back, None)))
+    expected = expected_gradients(dispatch)
+    assert expected is not None
+    check_ranked(call, Pattern((rows, plan), (t,), (rows,), (back, None)), expected)
     wrong = graph.call_function(combine, (t, "ep", 4, plan))
     with pytest.raises(CompileError, match="not the transpose"):
-        check_ranked(call, Pattern((rows, plan), (t,), (rows,), (wrong, None)))
+        check_ranked(call, Pattern((rows, plan), (t,), (rows,), (wrong, None)), expected)
 
 
 @pytest.mark.parametrize("size", [(8, 4, 1, 1), (1, 4, 3, 3), (2, 1, 5, 1), (3, 1), (1, 1, 6)], ids=str)

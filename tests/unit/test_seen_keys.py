@@ -68,7 +68,7 @@ def test_rings_end_when_nobody_sees_more(seed: int) -> None:
         known = Ids(None, ids, None, few=1)
         assert row.steps(ranks) == ring.steps(known)
         for rank in range(size):
-            found = sum(1 for owner in range(size) for _ in ring.blocks(owner, known, rank))
+            found = sum(1 for owner in range(size) for _ in ring.unmasked_blocks(owner, known, rank))
             assert found == sum(mine == rank for mine, _ in row.blocks(ranks))
 
 

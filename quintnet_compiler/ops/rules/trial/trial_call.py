@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
-from torch.utils import _pytree as pytree
 
-from ....compat.torch import OpOverload
+from ....compat.torch import OpOverload, pytree
 
 RELATIVE_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
