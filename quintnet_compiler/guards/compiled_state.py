@@ -21,7 +21,7 @@ from .python_state import PLAIN, Change, is_simple
 
 MAX_BYTES = 1 << 16  # of data that is compared; what is larger, as a tokenizer, counts by its identity
 _NOT_HELD = (type, types.ModuleType, types.FrameType, types.TracebackType, types.CodeType)
-_POINTERS = (
+_POINTERS: tuple[Any, ...] = (
     *ctypes.POINTER(ctypes.c_int).__bases__, ctypes.c_char_p, ctypes.c_wchar_p, ctypes.c_void_p, ctypes.py_object,
 )  # fmt: skip
 

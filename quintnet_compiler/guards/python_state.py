@@ -7,7 +7,7 @@ import functools
 import random
 import types
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any
 
@@ -234,10 +234,15 @@ class AttributeSnapshot:
         self.kept.append(_Namespace.of("the variable", "", own, names, self.by))
 
     def add_space(self, owner: type | types.ModuleType) -> None:
-        """Remember the attributes of a class, or the variables of a Python module."""
+        """Remember the attributes of a class, or the variables of a Python module.
+
+        Forward names the class of a derivative, whose own code changes it.
+        """
         if id(owner) not in self.seen:
             self.seen.add(id(owner))
             self.kept.append(_Namespace.of("the attribute", owner.__name__, Fields(owner), None, self.by))
+        elif self.by != FORWARD:
+            self.kept = [replace(x, by=self.by) if _is_of(x.own, owner) else x for x in self.kept]
 
     def changes(self) -> list[Change]:
         found = [change for kept in self.kept for change in kept.changes()]
@@ -255,6 +260,10 @@ class AttributeSnapshot:
         for hooks in self.hooks:
             if hooks.changed():
                 _refill(hooks.own, hooks.then)
+
+
+def _is_of(space: object, owner: object) -> bool:
+    return isinstance(space, Fields) and space.owner is owner
 
 
 def _refill(value: Any, then: Any) -> None:
