@@ -41,6 +41,9 @@ LINT_OPTIONS = (
     "lint.pydocstyle.convention='google'",
 )
 
+# With these a ``target`` is compared that is the stage or rank of a transfer, or that of another node.
+NO_OPERATORS = re.compile(r"None|(.*\.)?(target|index|stage|rank)")
+
 Counts = Mapping[str, int]
 
 
@@ -226,9 +229,9 @@ def operator_identity(files: list[SourceFile]) -> Counts:
 def _tests_identity(node: ast.AST) -> bool:
     if not isinstance(node, ast.Compare) or not re.fullmatch(r"(.*\.)?target", ast.unparse(node.left)):
         return False
-    compared = ast.unparse(node.comparators[0])
-    is_test = isinstance(node.ops[0], ast.Is | ast.IsNot | ast.In | ast.NotIn)
-    return is_test and compared != "None" and not compared.endswith(".target")
+    if isinstance(node.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE):
+        return False  # of numbers
+    return not NO_OPERATORS.fullmatch(ast.unparse(node.comparators[0]))
 
 
 def feature_names(files: list[SourceFile]) -> Counts:
