@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 import quintnet
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.ops.rules.trial.find_rule import find_rule
+from quintnet_compiler.ops.rules.trial.find_rule import _takes_terms_of, find_rule
 from quintnet_compiler.ops.rules.trial.split_factor import SplitFactor, can_split_both, factor_of
 from quintnet_compiler.ops.rules.trial.trial_call import TrialCall, nearly_equal
 
@@ -148,3 +148,32 @@ def test_factors_of_a_product_with_an_addend() -> None:
     assert depth.is_sum
     assert can_split_both([sample], rows, depth)
     assert factor_of([sample], (None, 1, None)) is None
+
+
+@torch.library.custom_op("quintnet_find::product_and_relu", mutates_args=())
+def product_and_relu(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
+    """A product, to which something is added that is no sum of what becomes of terms of ``bias``."""
+    return x @ y + bias.relu()
+
+
+def test_an_input_of_which_only_shares_add_up_is_not_additive() -> None:
+    """Ranks may have terms of any sign."""
+    new_rule = find_rule(product_and_relu, (tensor(4, 6), tensor(6, 8), tensor(8)))
+    assert (new_rule.text, list(new_rule.options["additive"])) == ("a t0d1, t1d0 b, b -> a b", [])
+
+
+def test_samples_that_are_all_ones_show_nothing_false() -> None:
+    assert find_rule(aten._softmax.default, (torch.ones(4, 6), 1, False)).text == "a t0d1 -> a t1d1"
+    assert [*find_rule(aten.tanh.default, (torch.ones(4, 6),)).options["linear"]] == []
+
+
+def test_a_sample_whose_result_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="returns NaN for a sample"):
+        find_rule(aten.log.default, (-torch.ones(4, 6),))
+
+
+def test_sums_take_terms_of_the_same_inputs() -> None:
+    terms = SplitFactor((0, None, None), (None,), additive=frozenset([2]))
+    assert _takes_terms_of(terms, {2})
+    assert not _takes_terms_of(SplitFactor((1, None, None), (None,)), {2})
+    assert _takes_terms_of(SplitFactor((1, None, None), (1,)), {2})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import islice, product
 from string import ascii_lowercase
 from typing import Any
@@ -25,7 +25,8 @@ def find_rule(op: Any, *samples: Sequence[Any]) -> Rule:
 
     The operator runs on whole inputs and on parts of them. Dims are a factor of the rule if the parts of each result
     stand in a dim of the whole result, or add up to it: in every sample, in two halves, and with the first index apart.
-    Elements of float inputs are also shuffled. All other dims are ``whole``. What samples do not show cannot be found:
+    Elements of float inputs are also shuffled, and drawn anew where the operator takes them. All other dims are
+    ``whole``. What samples do not show cannot be found:
     give at least two with other sizes, in which dims that have nothing to do with each other are of different sizes.
     Dims of several factors, ``(h d)``, are not searched for. Print the rule, read it, and write it down.
 
@@ -37,7 +38,7 @@ def find_rule(op: Any, *samples: Sequence[Any]) -> Rule:
 
     Raises:
         ValueError: if there is no sample, or samples have other numbers of tensors or dims; if the operator writes to
-            its arguments, or draws random numbers; if too many dims are equally large.
+            its arguments, returns NaN, or draws random numbers; if too many dims are equally large.
 
     >>> print(find_rule("aten::mm.default", (torch.randn(4, 6), torch.randn(6, 8))))
     quintnet.rule("aten::mm.default", "a b, b c -> a c", linear=[[0], [1]])
@@ -62,14 +63,21 @@ def _calls(operator: OpOverload, samples: Sequence[Sequence[Any]]) -> list[Trial
     if len(ranks) != 1 or not calls[0].input_tensors:
         raise ValueError(f"samples of {operator} need the same number of tensors, at least one, and of dims of each")
     for call in calls:
-        if not all(nearly_equal(x, y) for x, y in zip(call.output_tensors(), call.output_tensors(), strict=True)):
-            raise ValueError(f"{operator} returns other numbers when it is called again: nothing can be compared")
-    return [other for call in calls for other in (call, *_shuffles(call, generator))]
+        _require_comparable(call)
+    return [other for call in calls for other in (call, *_other_numbers(call, generator))]
 
 
-def _shuffles(call: TrialCall, generator: Generator) -> Iterator[TrialCall]:
-    for _ in range(NUM_SHUFFLES):
-        yield call.shuffled(generator)
+def _require_comparable(call: TrialCall) -> None:
+    if not call.has_numbers():
+        raise ValueError(f"{call.operator} returns NaN for a sample, which nothing can be compared with")
+    if not all(nearly_equal(x, y) for x, y in zip(call.output_tensors(), call.output_tensors(), strict=True)):
+        raise ValueError(f"{call.operator} returns other numbers when it is called again: nothing can be compared")
+
+
+def _other_numbers(call: TrialCall, generator: Generator) -> Iterator[TrialCall]:
+    """Yield calls with the numbers in another order, and with normal numbers: a sample may be all ones."""
+    drawn = [*(call.shuffled(generator) for _ in range(NUM_SHUFFLES)), call.normal(generator)]
+    yield from (other for other in drawn if other.has_numbers())
 
 
 def _factors(calls: Sequence[TrialCall]) -> list[SplitFactor]:
@@ -88,13 +96,15 @@ def _factors(calls: Sequence[TrialCall]) -> list[SplitFactor]:
 def _fit_together(calls: Sequence[TrialCall], first: SplitFactor, second: SplitFactor) -> bool:
     if any(a is not None and a == b for a, b in zip(first.outputs, second.outputs, strict=True)):
         return False
-    if first.is_sum and second.is_sum and _additive([first]) | _additive([second]) != _additive([first, second]):
+    additive = first.additive | second.additive
+    if not all(_takes_terms_of(factor, additive) for factor in (first, second)):
         return False
     return can_split_both(calls, first, second) and can_split_both(calls, second, first)
 
 
-def _additive(factors: Sequence[SplitFactor]) -> frozenset[int]:
-    return frozenset().union(*(factor.additive for factor in factors))
+def _takes_terms_of(factor: SplitFactor, additive: Set[int]) -> bool:
+    """Return whether a sum takes terms of all inputs that a rule calls additive, but for those that it splits."""
+    return not factor.is_sum or factor.additive == {i for i in additive if factor.inputs[i] is None}
 
 
 def _candidates(calls: Sequence[TrialCall]) -> Iterator[InputDims]:
@@ -123,19 +133,24 @@ def _rule(operator: OpOverload, calls: Sequence[TrialCall], factors: Sequence[Sp
     in_order = sorted(factors, key=lambda factor: [(d is None, d or 0) for d in factor.inputs])
     names = dict(zip(ascii_lowercase, in_order, strict=False))
     for name, factor in names.items():
-        for tensors, places in ((inputs, factor.inputs), (outputs, factor.outputs)):
-            for tensor, dim in zip(tensors, places, strict=True):
-                if dim is not None:
-                    tensor[dim] = name
+        _name_dims(inputs, factor.inputs, name)
+        _name_dims(outputs, factor.outputs, name)
     whole = _named_whole([*inputs, *outputs])
     text = f"{', '.join(map(' '.join, inputs))} -> {', '.join(map(' '.join, outputs))}"
     options: Mapping[str, Any] = {
         "whole": " ".join(whole),
         "linear": [list(group) for group in linear_groups(calls)],
-        "additive": sorted(_additive(factors)),
+        "additive": sorted({i for factor in factors for i in factor.additive}),
         "contiguous": " ".join(name for name, factor in names.items() if factor.contiguous),
     }
     return rule(operator, text, **options)
+
+
+def _name_dims(tensors: Sequence[list[str]], dims: Sequence[int | None], name: str) -> None:
+    """Name one dim of each tensor, but for those that lack the factor."""
+    for tensor, dim in zip(tensors, dims, strict=True):
+        if dim is not None:
+            tensor[dim] = name
 
 
 def _named_whole(tensors: Sequence[list[str]]) -> list[str]:

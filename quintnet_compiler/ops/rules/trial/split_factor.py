@@ -1,4 +1,4 @@
-"""Which dims of an operator's inputs can be split together, and what becomes of its results then."""
+"""Tests of dims of an operator's inputs: whether they can be split together, and what becomes of its results."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .trial_call import TrialCall, nearly_equal
+from .trial_call import TrialCall, nearly_equal, normal_like
 
 InputDims = tuple[int | None, ...]  # of each input the dim that is split; None: the input stays whole
 OutputDims = tuple[int | None, ...]  # of each output the dim that is split; None: the parts add up to it
 Cut = tuple[Tensor, Tensor]  # of a dim: the indices of either part
-TERMS = (0.25, 0.75)  # of an input that both parts add: neither part may rely on a zero
 
 
 @dataclass(frozen=True)
@@ -92,16 +91,23 @@ def _strided(size: int) -> list[Cut]:
 
 def _parts(call: TrialCall, inputs: InputDims, additive: frozenset[int], cut: Cut) -> list[TrialCall]:
     """Return the calls of both parts."""
+    terms = {i: _two_terms(call.input_tensors[i]) for i in additive}
     calls = []
-    for index, term in zip(cut, TERMS, strict=True):
+    for part, index in enumerate(cut):
         tensors = []
         for i, (x, dim) in enumerate(zip(call.input_tensors, inputs, strict=True)):
             if dim is not None:
                 tensors.append(x.index_select(dim, index.to(x.device)))
             else:
-                tensors.append(x * term if i in additive else x)
+                tensors.append(terms[i][part] if i in additive else x)
         calls.append(call.with_tensors(tensors))
     return calls
+
+
+def _two_terms(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two tensors of unlike numbers and signs that add up to ``x``, as partial sums of ranks may be."""
+    term = normal_like(x, torch.Generator().manual_seed(x.numel()))
+    return term, x - term
 
 
 def _output_dims(
@@ -151,14 +157,13 @@ def _stands(whole: Tensor, part: Tensor, dim: int, index: Tensor) -> bool:
 
 def _is_linear(call: TrialCall, group: tuple[int, ...]) -> bool:
     """Return whether the operator of a sum of two terms of ``group`` is the sum of what it makes of each."""
-    other = [x.flip(tuple(range(x.dim()))) if i in group else x for i, x in enumerate(call.input_tensors)]
-    both = [2 * x - 3 * y if i in group else x for i, (x, y) in enumerate(zip(call.input_tensors, other, strict=True))]
-    try:
-        first, second, mixed = (
-            call.with_tensors(tensors).output_tensors() for tensors in (call.input_tensors, other, both)
-        )
-    except Exception:  # of whatever kind: other numbers are outside of its domain
-        return False
-    return all(
-        z.is_floating_point() and nearly_equal(z, 2 * x - 3 * y) for x, y, z in zip(first, second, mixed, strict=True)
-    )
+    generator = torch.Generator().manual_seed(0)
+    inputs = call.input_tensors
+    other_inputs = [normal_like(x, generator) if i in group else x for i, x in enumerate(inputs)]
+    pairs = enumerate(zip(inputs, other_inputs, strict=True))
+    mixed_inputs = [2 * x - 3 * y if i in group else x for i, (x, y) in pairs]
+    other, mixed = call.with_tensors(other_inputs), call.with_tensors(mixed_inputs)
+    if not (other.has_numbers() and mixed.has_numbers()):
+        return False  # other numbers are outside of its domain
+    results = zip(call.output_tensors(), other.output_tensors(), mixed.output_tensors(), strict=True)
+    return all(z.is_floating_point() and nearly_equal(z, 2 * x - 3 * y) for x, y, z in results)

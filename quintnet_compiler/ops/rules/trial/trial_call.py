@@ -67,6 +67,24 @@ class TrialCall:
         """Return the call with the elements of each float input in another order: other numbers of the same domain."""
         return self.with_tensors([_shuffled(x, generator) if x.is_floating_point() else x for x in self.input_tensors])
 
+    def normal(self, generator: Generator) -> TrialCall:
+        """Return the call with normal numbers in float inputs."""
+        return self.with_tensors(
+            [normal_like(x, generator) if x.is_floating_point() else x for x in self.input_tensors]
+        )
+
+    def has_numbers(self) -> bool:
+        """Return whether the operator takes these inputs, and returns no NaN."""
+        try:
+            return not any(bool(x.isnan().any()) for x in self.output_tensors())
+        except Exception:  # of whatever kind: the numbers are not of its domain
+            return False
+
+
+def normal_like(x: Tensor, generator: Generator) -> Tensor:
+    """Return normal numbers in the shape, dtype and device of ``x``."""
+    return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+
 
 def _shuffled(x: Tensor, generator: Generator) -> Tensor:
     order = torch.randperm(x.numel(), generator=generator).to(x.device)
