@@ -108,7 +108,7 @@ def test_a_step_makes_few_calls() -> None:
     assert 100 < _calls(lambda: program.step(batch)).total() < 360
 
 
-@pytest.mark.slow  # a time: 3.3 loops on one kind of processor, 4.1 on another; benchmarks/guards.py prints the parts
+@pytest.mark.slow  # a time, which differs between processors; benchmarks/guards.py prints the parts
 def test_guards_of_gpt2_take_as_long_as_a_few_thousand_comparisons() -> None:
     """It was 3.0 times a loop over a thousand objects when this was written, and 4.0 before. The fastest of all runs
     count, and others may use the machine: a try that takes too long is followed by more."""

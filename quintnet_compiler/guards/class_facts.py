@@ -1,4 +1,4 @@
-"""What functions ask a class itself, which is no variable of it: names, base classes, derived classes."""
+"""Guards of facts about classes that are no variables of them: names, base classes, derived classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What objects hold whose classes are written in C: the objects that they refer to, and the data that ``pickle`` reads.
+"""Guards of objects whose classes are written in C: of the objects that they refer to, and of what ``pickle`` reads.
 
 An exception, an element of an XML tree and a decimal context are compared before each step. Generators of random
 numbers and iterators show by it that a trace took something of them.

@@ -1,4 +1,4 @@
-"""Which experts every rank has, as a plan decides it, and the part of a rank in making their copies."""
+"""The copies of hot experts: those that a plan decides on, and the part of a rank in making them."""
 
 from __future__ import annotations
 
