@@ -36,6 +36,10 @@ class Fault:
     what: str
     make: Make
 
+    def __post_init__(self) -> None:
+        """Refuse a name that the home does not have: the fault would reach nothing."""
+        getattr(self.home, self.name)
+
     def __str__(self) -> str:
         return f"{self.name}: {self.what}"
 
@@ -286,7 +290,7 @@ FAULTS = [
           lambda right: lambda shape, kind, ranks: right(shape, _other_dim(kind) if len(shape) > 1 else kind, ranks)),
     Fault(sharding, "conversion_path", "inner slices stay where they are", lambda right: lambda a, b, same: [
         (i, kind) for i, kind in enumerate(b) if a[i] != kind]),
-    Fault(slices, "take", "another rank's slice", _rank(1)),
+    Fault(slices, "slice_of_rank", "another rank's slice", _rank(1)),
     Fault(slices, "join", "parts are lost", lambda right: lambda shards, dim, parts: right(shards, dim, 1)),
     Fault(slices, "join", "slices in the other order", lambda right: lambda shards, dim, parts: right(
         list(shards)[::-1], dim, parts)),

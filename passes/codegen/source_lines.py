@@ -12,10 +12,11 @@ _END = 2**63 - 1  # as torch writes "to the end"
 
 
 def body_lines(body: list[str]) -> list[str]:
-    """A function's body, in the parts in which torch.fx writes it, with slices as indices. ``x[:, 0:5]`` reaches the
-    same kernel as ``torch.ops.aten.slice.Tensor(x, 1, 0, 5)``, by a shorter way.
+    """Return a function's body with slices as indices, in the parts in which torch.fx writes it.
 
-    >>> written(["a = torch.ops.aten.slice.Tensor(x, 1, 0, 5)", ";  x = None\\n"])
+    ``x[:, 0:5]`` reaches the same kernel as ``torch.ops.aten.slice.Tensor(x, 1, 0, 5)``, by a shorter way.
+
+    >>> body_lines(["a = torch.ops.aten.slice.Tensor(x, 1, 0, 5)", ";  x = None\\n"])
     ['a = x[:, 0:5]', ';  x = None\\n']
     """
     return [_returned(part) if part.startswith("return (") else _SLICE.sub(_index, part) for part in body]

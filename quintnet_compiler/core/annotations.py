@@ -127,7 +127,7 @@ def num_bytes(x: Tensor) -> int:
 def format_bytes(count: float) -> str:
     """Format a number of bytes for people.
 
-    >>> size(1536), size(12), size(0)
+    >>> format_bytes(1536), format_bytes(12), format_bytes(0)
     ('1.50 KiB', '12 B', '0 B')
     """
     for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):

@@ -118,7 +118,7 @@ class LogWarning(UserWarning):
 def whole_number(value: Any) -> int | None:
     """Return ``value`` as an int; None if it is no whole number (a bool is none, nor is a tensor or a text).
 
-    >>> whole(3), whole(True), whole(3.0), whole("3")
+    >>> whole_number(3), whole_number(True), whole_number(3.0), whole_number("3")
     (3, None, None, None)
     """
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
@@ -142,7 +142,7 @@ def finite(value: Any) -> float | None:
 def describe_value(value: Any) -> str:
     """Return ``value`` as an error message shows it: its text, cut short, and its type.
 
-    >>> told("1.5"), told([1] * 99)
+    >>> describe_value("1.5"), describe_value([1] * 99)
     ("'1.5', a str", '[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1..., a list')
     """
     if isinstance(value, type):

@@ -18,7 +18,7 @@ from .sharding import P, Shard, Sharding, shard_shape
 def slice_of_rank(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
     """Return rank ``index``'s slice of ``x`` under ``S(dim, parts)``; a view where ``parts`` is 1.
 
-    >>> take(torch.arange(8), 0, 2, 2, 1)
+    >>> slice_of_rank(torch.arange(8), 0, 2, 2, 1)
     tensor([2, 3, 6, 7])
     """
     if parts == 1:

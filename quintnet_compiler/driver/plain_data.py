@@ -45,7 +45,7 @@ def types_of(kind: type) -> Mapping[str, Any]:
 def to_plain_data(value: Any, kind: Any) -> Any:
     """Return ``value``, which has the type ``kind``, as plain data.
 
-    >>> plain({0: (torch.float32, 2)}, Mapping[int, tuple[torch.dtype, int]])
+    >>> to_plain_data({0: (torch.float32, 2)}, Mapping[int, tuple[torch.dtype, int]])
     [[0, ['float32', 2]]]
     """
     if kind in _TEXTS:

@@ -86,9 +86,9 @@ def synthesized(
 
     >>> from .kinds import interleaved, zero_bubble_v
     >>> times = [StageTimes(2, 2, 1), StageTimes(1, 1, 1), StageTimes(1, 1, 1), StageTimes(1, 2, 1)]
-    >>> [seconds(named(2, 4), times) for named in (interleaved, zero_bubble_v)]
+    >>> [makespan(named(2, 4), times) for named in (interleaved, zero_bubble_v)]
     [35.0, 36.0]
-    >>> seconds(synthesized(times, 2, 4, max_live=4), times)
+    >>> makespan(synthesized(times, 2, 4, max_live=4), times)
     34.0
     """
     virtual_stages, remainder = divmod(len(times), max(1, num_ranks))
