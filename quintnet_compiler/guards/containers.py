@@ -139,6 +139,7 @@ READINGS: dict[type, ContainerReading] = {
     types.BuiltinFunctionType: ContainerReading(_bound_to),
     types.MethodWrapperType: ContainerReading(_bound_to),
     functools.partial: ContainerReading(attrgetter("func", "args", "keywords")),
+    slice: ContainerReading(attrgetter("start", "stop", "step")),
     ContextVar: ContainerReading(_context_value),
     Context: ContainerReading(Context.values, Context.keys),
     numpy.flatiter: ContainerReading(_array_of),

@@ -114,11 +114,28 @@ class Walk:
         elif isinstance(value, types.FunctionType):
             self.follow(getattr(value, "__wrapped__", None), owner)
             self._function(value, owner)
+        elif isinstance(value, types.ModuleType):
+            self._module(value)
         elif isinstance(value, _GETTERS):
             paths = [path for path in pytree.tree_leaves(value.__reduce__()) if isinstance(path, str)]
             self.names.update(name for path in paths for name in path.split("."))
         elif isinstance(call := getattr(type(value), "__call__", None), types.FunctionType):  # noqa: B004
             self._function(call, type(value))
+
+    def _module(self, module: types.ModuleType) -> None:
+        """Follow what a user's module computes its attributes by: its ``__getattr__``, and methods of its class.
+
+        The modules that it has imported are followed, too.
+        """
+        if id(module) in self._followed or is_library_module(module):
+            return
+        self._followed.add(id(module))
+        self.follow(vars(module).get("__getattr__"))
+        for member in vars(type(module)).values():
+            self.follow(member.fget if isinstance(member, property) else member, type(module))
+        for part in list(vars(module).values()):
+            if isinstance(part, types.ModuleType):
+                self._module(part)
 
     def _note_lookup(self, value: Any) -> None:
         """Note a function that looks attributes up by a name that it is given, or past the methods of a class."""
@@ -274,8 +291,11 @@ def is_library_module(module: types.ModuleType) -> bool:
     """Return whether a module belongs to an installed package, to torch, to this package or to Python itself, or is in
     the namespace of one that does, as ``torch.ops.aten``."""
     package = sys.modules.get(str(module.__name__).partition(".")[0], module)
-    file = getattr(package, "__file__", None)
-    return file is None or _is_library_file(str(file))
+    folders = getattr(package, "__path__", ())  # a package without an __init__.py has no file
+    for file in (getattr(package, "__file__", None), getattr(module, "__file__", None), *folders):
+        if isinstance(file, str):
+            return _is_library_file(file)
+    return package.__name__ in sys.builtin_module_names or getattr(package, "__spec__", None) is not None
 
 
 def _is_library_file(file: str) -> bool:

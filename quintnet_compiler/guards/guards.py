@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..compat.torch import version, without_torch_function
 from ..compat.torch_func import count_function_modes, default_device, function_modes
 from ..compat.torch_hooks import STATE_DICT_PARTS, have_no_hooks
-from ..compat.torch_settings import settings_named, switches_of_torch
+from ..compat.torch_settings import switches_of_torch
 from .attribute_reads import Read, TensorPlace
 from .by_name import (
     NamedSpace,
@@ -45,6 +45,7 @@ from .containers import ContainerGuards, fields_of, names_of
 from .function_reads import Unset, Variable
 from .hooks import HookGuards, global_hooks, hook_guards
 from .namespaces import Cell, space_of
+from .process_settings import readers_of
 from .python_state import is_simple
 from .reach import Unread, container_guards
 
@@ -188,7 +189,7 @@ def guards_of(source: TraceReads, unread: Mapping[int, Unread] = types.MappingPr
     containers = container_guards(rows.held, lambda value: id(value) in whole, unread)
     fixed = (constants, Parts.of(rows.parts), rows.trained(), Modes(global_modes, source.modes))
     plain, same = PlainValues.of(rows.plain), SameObjects(tuple(rows.same))
-    read = functools.partial(switches_of_torch, settings_named(rows.names_of_functions()))
+    read = functools.partial(switches_of_torch, readers_of(rows.names_of_functions()))
     reads = plain, same, rows.class_guards(), Modes(read, read()), rows.absent()
     own = (rows.registered(), Values.of(source.values), ClassFacts.of(source.spaces, source.names))
     others = [guard for guard in own if guard.compared]

@@ -20,7 +20,7 @@ from ..compat.torch_codegen import SHIPPED
 from ..compat.torch_hooks import MODULE_HOOKS
 from .namespaces import MISSING, Fields, Missing, SlotFields
 
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice)
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range)
 PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, functools.partial, types.ModuleType)
 OWN = frozenset(vars(nn.Module())) - {"training"}  # what torch keeps in every module
@@ -33,11 +33,19 @@ def is_plain(value: Any) -> bool:
         return all(map(is_plain, value))
     if isinstance(value, dict):
         return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    if isinstance(value, slice):
+        return all(map(is_plain, _bounds(value)))
     return isinstance(value, PLAIN) or (type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0)
+
+
+def _bounds(part: slice) -> tuple[Any, Any, Any]:
+    return part.start, part.stop, part.step
 
 
 def is_value(value: Any) -> bool:
     """Return whether a value is plain data that has no attributes of its own, as members of an enumeration have."""
+    if isinstance(value, slice):
+        return all(map(is_value, _bounds(value)))
     return isinstance(value, PLAIN) and not hasattr(value, "__dict__")
 
 
