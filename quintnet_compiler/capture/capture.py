@@ -440,7 +440,7 @@ def _place(error: Exception) -> Where:
         if (
             isinstance(owner, nn.Module)
             and not isinstance(owner, StepModule)
-            and not type(owner).__module__.startswith("torch.")
+            and not str(type(owner).__module__).startswith("torch.")
         ):
             module = type(owner).__name__
     # export raises far from the user's code for data-dependent control flow, and quotes the line in its message

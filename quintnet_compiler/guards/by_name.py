@@ -85,10 +85,11 @@ def _of_module(label: str, module: types.ModuleType, names: Set[str]) -> list[Na
 
 def is_users(kind: type) -> bool:
     """Return whether a class was not made by an installed package, by torch or by Python itself."""
-    module = sys.modules.get(kind.__module__) or sys.modules.get(kind.__module__.partition(".")[0])
+    name = str(kind.__module__)  # a class in C may have something else
+    module = sys.modules.get(name) or sys.modules.get(name.partition(".")[0])
     if module is None:  # of a file that was run without being imported
         return bool(kind.__flags__ & _HEAP)
-    return kind.__module__ == "__main__" or not is_library_module(module)
+    return name == "__main__" or not is_library_module(module)
 
 
 def special_methods(kind: type) -> Iterator[types.FunctionType]:

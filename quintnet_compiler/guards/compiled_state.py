@@ -35,7 +35,7 @@ def is_compiled(value: Any) -> bool:
     if isinstance(value, (*PLAIN, *_NOT_HELD)) or kind in weakref.ProxyTypes:
         return False
     bases = [base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)]
-    return bases[:1] != [object] and not any(base.__module__.partition(".")[0] == "torch" for base in bases)
+    return bases[:1] != [object] and not any(str(base.__module__).partition(".")[0] == "torch" for base in bases)
 
 
 def objects_held(value: Any) -> list[Any]:

@@ -362,7 +362,7 @@ def trainable(call: Callable[..., Any] | None, known: nn.Module) -> dict[str, nn
             take(name, value.__self__, depth)
         elif depth < 4 and not isinstance(value, (type, types.ModuleType, types.FunctionType)):
             fields = getattr(value, "__dict__", None)
-            if isinstance(fields, dict) and not type(value).__module__.startswith(("torch", "builtins")):
+            if isinstance(fields, dict) and not str(type(value).__module__).startswith(("torch", "builtins")):
                 take(name, fields, depth + 1)
 
     take("", call, 0)

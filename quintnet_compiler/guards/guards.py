@@ -41,7 +41,7 @@ from .columns import (
     TraceGuard,
     Values,
 )
-from .containers import ContainerGuards, fields_of, names_of
+from .containers import ContainerGuards, fields_of, names_of, reading_of
 from .function_reads import Unset, Variable
 from .hooks import HookGuards, global_hooks, hook_guards
 from .namespaces import Cell, space_of
@@ -253,6 +253,8 @@ class _Rows:
         label = type(owner).__name__
         self.held += [(f"{label}.{name}", x) for name, x in zip(names_of(owner), fields_of(owner), strict=True)]
         self.held.append((label, _readable(owner)))
+        if reading_of(owner) is not None and hasattr(owner, "__dict__"):  # a dict, say, that has attributes, too
+            self.held.append((label, types.MappingProxyType(vars(owner))))
 
     def class_guards(self) -> Kinds:
         """Return guards of the classes of modules, and of the objects whose attributes were read."""

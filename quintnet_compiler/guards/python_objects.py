@@ -113,7 +113,7 @@ class ObjectSnapshot:
             self.held.append(_KeptNames("", cell, dict(cell), all_names=True))
             yield from cell.items()
         yield from ((label, x) for x in (function.__defaults__, function.__kwdefaults__, function.__dict__) if x)
-        if function.__module__ is None or function.__module__.partition(".")[0] in _LIBRARIES:
+        if function.__module__ is None or str(function.__module__).partition(".")[0] in _LIBRARIES:
             return
         if "site-packages" in function.__code__.co_filename:
             return

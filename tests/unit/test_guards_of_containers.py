@@ -263,3 +263,23 @@ def test_a_hook_of_a_parameter_that_a_graph_holds_is_seen() -> None:
         assert not guards.hold()
         parameter.requires_grad_(not parameter.requires_grad)
     assert guards.hold()
+
+
+class Options(dict[str, Any]):
+    frozen = False
+
+
+def test_attributes_of_a_dict_whose_namespace_was_read_are_compared() -> None:
+    options = Options(k=1.0)
+    guards = guards_of(TraceReads([], whole=[options], modes=global_modes()))
+    assert guards.hold()
+    vars(options)["frozen"] = True
+    assert not guards.hold()
+
+
+def test_a_class_with_another_kind_of_module_name() -> None:
+    class Described(metaclass=type("Meta", (type,), {"__module__": property(lambda kind: 3)})):  # type: ignore[misc]
+        pass
+
+    assert Described.__module__ == 3
+    assert is_users(Described)
