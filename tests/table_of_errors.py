@@ -118,23 +118,25 @@ double.register_fake(lambda x: torch.empty_like(x))
 double.register_autograd(lambda ctx, gradient: gradient * 2)
 
 
-@torch.library.custom_op("table_of_errors::count_", mutates_args=("count",))
-def count_(x: Tensor, count: Tensor) -> None:
-    count.add_(x.shape[0])
+@torch.library.custom_op("table_of_errors::double_into", mutates_args=("out",))
+def double_into(x: Tensor, out: Tensor) -> None:
+    out.copy_(x * 2)
 
 
 def custom(m: Any, x: Tensor) -> Tensor:
     return m.o(double(m.q(x)))  # type: ignore[no-any-return]
 
 
-def _counting(m: Any, x: Tensor) -> Tensor:
-    count_(x.detach(), m.count)
-    return plain(m, x)
+def _doubled_in_place(m: Any, x: Tensor) -> Tensor:
+    h = m.q(x).detach()
+    double_into(h, h)
+    return m.o(h + m.q(x))  # type: ignore[no-any-return]
 
 
-def _returning(m: Any, x: Tensor) -> Tensor:
-    m.count = m.count + x.shape[0]
-    return plain(m, x)
+def _doubled_copy(m: Any, x: Tensor) -> Tensor:
+    h = m.q(x).detach()
+    double_into(h.clone(), h)
+    return m.o(h + m.q(x))  # type: ignore[no-any-return]
 
 
 def _segments(m: Any, x: Tensor) -> Tensor:
@@ -316,13 +318,13 @@ REFUSED = {
         "pass a tuple, which holds it as the model's first argument: (Item(...),)",
         (net(loss_of_item, (Item(X, Y),), loss_fn=None),),
     ),
-    "an operator that changes its arguments": Row(
-        net(_counting, parts=COUNT),
+    "an operator that writes to what it reads": Row(
+        net(_doubled_in_place),
         "QN105",
-        r"count_.default changes its arguments \(mutates_args\)",
-        "count_(x.detach(), m.count)",
-        "let it return a new tensor",
-        (net(_returning, parts=COUNT),),
+        r"double_into.default writes to 'out' or 'x', which have the same memory",
+        "double_into(h, h)",
+        "call it with a copy of one of them: .clone()",
+        (net(_doubled_copy, options={"rules": [quintnet.rule(double_into, "b k, b k -> b k")]}),),
     ),
     "a tuple with a loss in it": Row(
         net(_own_loss, loss_fn=None),

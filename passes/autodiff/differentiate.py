@@ -119,6 +119,10 @@ class _Tape:
     def _applied(self, node: fx.Node, args: Any, kwargs: Any, differentiable: list[int]) -> tuple[list[Any], Pullback]:
         try:
             return self.operators.apply(node.target, args, kwargs, differentiable, self._sum_dtype(node))
+        except CompileError as error:
+            raise CompileError(
+                error.code, error.message, where=error.where or facts(node).where, fix=error.fix
+            ) from error
         except QuintNetError:
             raise
         except Exception as error:  # PyTorch's derivatives raise errors of many kinds

@@ -127,13 +127,6 @@ def _check_operator(node: fx.Node) -> None:
     """Raise CompileError QN105 for a node that no program can have."""
     if node.op != "call_function":
         raise CompileError("QN105", f"a {node.op} node ({node.target})", where=where_of(node))
-    if isinstance(node.target, HigherOrderOperator) and "auto_functionalized" in str(node.target):
-        raise CompileError(
-            "QN105",
-            f"the operator {node.args[0]} changes its arguments (mutates_args), which a program's do not",
-            where=where_of(node),
-            fix="register it with mutates_args=(), let it return a new tensor, and use that one",
-        )
     if isinstance(node.target, HigherOrderOperator):
         raise CompileError(
             "QN105",

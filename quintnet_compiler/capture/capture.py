@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..compat.torch import HigherOrderOperator, OpOverload, pytree, schema
+from ..compat.torch import OpOverload, pytree, schema
 from ..compat.torch_codegen import forgotten_texts
 from ..compat.torch_constants import constants_have_values
 from ..compat.torch_export import free, kernels_alone, switches_by
@@ -44,6 +44,8 @@ from .changes.autocast import inline_where_off
 from .changes.backward_writes import check_backwards
 from .changes.cached_results import CachedResults
 from .changes.changed_values import keep_gradients
+from .changes.functional_calls import call_functional_forms
+from .changes.memory import writes
 from .changes.no_grad import without_switches
 from .changes.second_runs import run_again
 from .control_flow import control_flow_followed
@@ -295,7 +297,8 @@ def _functional(exported: torch.export.ExportedProgram) -> torch.export.Exported
                 where=where_of(node),
                 fix="call torch.nn.functional.instance_norm",
             )
-    if any(_writes(node) for node in exported.graph.nodes):
+    call_functional_forms(exported)
+    if any(writes(node) for node in exported.graph.nodes):
         with kernels_alone(exported.graph_module):
             exported = exported.run_decompositions({})
     return exported
@@ -307,16 +310,7 @@ def _only_makes(node: fx.Node) -> bool:
         return is_getitem(node)
     counted = torch.Tag.nondeterministic_seeded in node.target.tags
     returns = node.target.namespace == "aten" and bool(schema(node.target).returns)
-    return returns and not counted and not _writes(node)
-
-
-def _writes(node: fx.Node) -> bool:
-    """Return whether an operator changes an argument (schemas omit the running statistics of most norms)."""
-    if not isinstance(node.target, OpOverload):
-        return isinstance(node.target, HigherOrderOperator)
-    names = [argument.name for argument in schema(node.target).arguments]
-    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return bool(schema(node.target).is_mutable) or arguments.get("running_mean") is not None
+    return returns and not counted and not writes(node)
 
 
 def _fixes_the_batch(error: Exception) -> bool:

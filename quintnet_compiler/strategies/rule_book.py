@@ -22,6 +22,7 @@ from ..core.errors import CompileError
 from ..core.sharding import AxisType, I, P, R, S, Shard, forward_type, gradient
 from ..ir.program import Strategy
 from ..ops.catalog import op_spec
+from ..ops.functional_forms import name_for_users
 from ..ops.rules.node_factors import argument, opaque
 from ..ops.rules.notation import Dims, Factors, Rule, rule
 
@@ -45,7 +46,7 @@ class MissingRule(CompileError):
     """
 
     def __init__(self, node: fx.Node) -> None:
-        super().__init__("QN202", f"{node.target} has no sharding rule", where=facts(node).where)
+        super().__init__("QN202", f"{name_for_users(node.target)} has no sharding rule", where=facts(node).where)
         self.row_rule = _row_rule(node)
 
 
@@ -137,7 +138,9 @@ class RuleBook:
             return op_rule.factors(node)
         except (ValueError, IndexError, TypeError, AssertionError) as error:
             raise CompileError(
-                "QN202", f"the rule of {node.target} does not fit here: {error}", where=facts(node).where
+                "QN202",
+                f"the rule of {name_for_users(node.target)} does not fit here: {error}",
+                where=facts(node).where,
             ) from error
 
 

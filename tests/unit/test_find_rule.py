@@ -115,11 +115,16 @@ def test_the_printed_rule_can_be_written_down() -> None:
     assert (written.target, str(written)) == (new_rule.target, str(new_rule))
 
 
+def test_an_operator_that_writes_is_tried_as_its_functional_form() -> None:
+    rule_of_into = quintnet.find_rule(into, (tensor(4), tensor(4)), (tensor(6), tensor(6)))
+    assert str(rule_of_into) == 'quintnet.rule("quintnet_find::into.default", "a, a -> a", linear=[[0], [0, 1]])'
+
+
 def test_what_cannot_be_tried_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a sample"):
         quintnet.find_rule("aten::mm.default")
     with pytest.raises(ValueError, match="writes to its arguments"):
-        quintnet.find_rule(into, (tensor(4), tensor(4)))
+        quintnet.find_rule("aten::add_.Tensor", (tensor(4), tensor(4)))
     with pytest.raises(ValueError, match="returns other numbers when it is called again"):
         quintnet.find_rule(aten.dropout.default, (tensor(4, 6), 0.5, True))
     with pytest.raises(ValueError, match="the same number of tensors"):

@@ -7,8 +7,17 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ...compat.torch import OpOverload, pytree, schema, storage_key
+from ...compat.torch import HigherOrderOperator, OpOverload, pytree, schema, storage_key
 from ...core.annotations import is_getitem
+
+
+def writes(node: fx.Node) -> bool:
+    """Return whether an operator changes an argument (schemas omit the running statistics of most norms)."""
+    if not isinstance(node.target, OpOverload):
+        return isinstance(node.target, HigherOrderOperator)
+    names = [argument.name for argument in schema(node.target).arguments]
+    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return bool(schema(node.target).is_mutable) or arguments.get("running_mean") is not None
 
 
 def written_arguments(node: fx.Node) -> Iterator[fx.Node]:

@@ -21,6 +21,7 @@ from torch import fx
 
 from ...compat.torch import OpOverload
 from ...core.annotations import shape, tensor_inputs, values
+from ..functional_forms import name_for_users
 from .targets import operator_of
 
 # "matmul": a product, whose size follows from the factors; "attention"; "view": moves nothing; "memory": bound by the
@@ -313,7 +314,7 @@ class Rule:
 
     def __str__(self) -> str:
         """Return the rule as a user writes it."""
-        name = str(self.target).replace(".", "::", 1)
+        name = name_for_users(self.target).replace(".", "::", 1)
         options = "".join(f", {option}={json.dumps(setting)}" for option, setting in self.options.items() if setting)
         return f'quintnet.rule("{name}", "{self.text}"{options})'
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from ...compat.torch import OpOverload, OpOverloadPacket, custom_operator
+from ..functional_forms import functional_form, writes_arguments
 
 
 def operator_of(target: Any) -> Any:
-    """Return the operator that a graph has for ``target``.
+    """Return the operator that a graph has for ``target``: of one that writes to its arguments the functional form.
 
     Args:
         target: an operator (``torch.ops.lib.op.default``), the packet of its only overload (``torch.ops.lib.op``), its
@@ -21,12 +22,13 @@ def operator_of(target: Any) -> Any:
         ValueError: if a packet has several overloads, or there is no operator of that name.
     """
     if isinstance(target, OpOverload):
-        return target
+        return functional_form(target) if writes_arguments(target) else target
     if isinstance(target, str) and "::" in target:
         return _named(target)
     if isinstance(target, OpOverloadPacket):
         return _only_overload(target)
-    return custom_operator(target) or target
+    custom = custom_operator(target)
+    return target if custom is None else operator_of(custom)
 
 
 def _named(name: str) -> Any:
@@ -44,4 +46,4 @@ def _only_overload(packet: Any) -> Any:
     names = packet.overloads()
     if len(names) != 1:
         raise ValueError(f"{packet} has the overloads {', '.join(names)}: name one of them, {packet}.{names[0]}")
-    return getattr(packet, names[0])
+    return operator_of(getattr(packet, names[0]))
