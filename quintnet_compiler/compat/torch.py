@@ -45,7 +45,7 @@ __all__ = [
     "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
     "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "needs_values",
-    "OLD_CHOLESKY", "custom_operator", "free_unbacked_symbols", "views_untracked",
+    "runs_on", "OLD_CHOLESKY", "custom_operator", "free_unbacked_symbols", "views_untracked",
 ]  # fmt: skip
 
 
@@ -220,6 +220,19 @@ def has_kernel(target: OpOverload, device: torch.device) -> bool:
     """Whether an operator has a kernel for a device; instead: running it once."""
     key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device.type))
     return bool(target.has_kernel_for_dispatch_key(key))
+
+
+def runs_on(target: OpOverload, device: torch.device) -> bool:
+    """Return whether an operator has a kernel for a device, be it one for all devices; instead: running it once."""
+    key = torch._C._dispatch_key_for_device(device.type)
+    return bool(
+        torch._C._dispatch_has_computed_kernel_for_dispatch_key(str(schema(target).name) + _overload(target), key)
+    )
+
+
+def _overload(target: OpOverload) -> str:
+    name = schema(target).overload_name
+    return f".{name}" if name else ""
 
 
 def check_dims(norm: nn.BatchNorm1d, x: Tensor) -> None:

@@ -108,6 +108,14 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
             "gradients exist already, a norm of one stage's gradients alone.",
             "The message has the call to use instead.",
         ),
+        "QN114": ErrorEntry(
+            "a fake kernel is wrong",
+            "The fake kernel of a custom operator (register_fake) says what the operator returns, and a program is "
+            "built of that. The operator ran on small inputs, and returned other sizes, strides, dtypes or another "
+            "number of tensors, or wrote to an argument of which its schema does not say so.",
+            "Return tensors of the operator's own sizes, strides and dtypes from register_fake; name what it writes to "
+            "in mutates_args.",
+        ),
         "QN201": ErrorEntry(
             "the mesh is not valid",
             "An axis is unknown, its size is not a whole number, or a plan asks for an axis that the mesh "

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from ..capture.messages import without_messages_of_torch
 from ..checks.backward import check_backward
 from ..checks.code import check_code
+from ..checks.fake_kernels import check_fake_kernels
 from ..checks.notation import check_notation
 from ..checks.padding import check_padding
 from ..checks.positions import check_positions
@@ -351,14 +352,12 @@ _PASSES: tuple[PassSpec, ...] = (
     ),
     PassSpec(
         Differentiate, "DifferentiatedProgram", "the backward as nodes; each conversion transposed by its types",
-        lambda s, p: s.differentiate,
+        lambda s, p: s.differentiate, lambda s, before, after: [(check_fake_kernels, (after,))],
     ),
     PassSpec(
         Recompute, "DifferentiatedProgram", "what the backward computes, or gathers, again (activation checkpointing)",
         _recompute,
-        lambda s, before, after: [
-            (check_backward, (after, s.training, s.differentiate.templates, s.request.proven))
-        ],
+        lambda s, before, after: [(check_backward, (after, s.training, s.differentiate.templates, s.request.proven))],
     ),
     PassSpec(
         JoinSlices, "DifferentiatedProgram", "which gradients of slices are joined instead of added up",
