@@ -59,6 +59,7 @@ from .matmul_dtypes import check_dtypes
 from .messages import without_messages_of_torch
 from .modes import evaluating, modes_of_a_trace
 from .places import OWN, where_of
+from .raw_kernels import raw_kernel
 from .repeat_blocks import numbers_are_read, reads_of_all, with_all_blocks
 from .sparse_gradients import check_dense
 from .step_module import Call, LossFn, StepModule
@@ -461,6 +462,8 @@ def _untraceable(error: Exception) -> CompileError:
         kind = reason.partition("<class '")[2].partition("'>")[0].rpartition(".")[2]
         reason = f"the batch holds an object of the class {kind}, of whose content nothing is known"
         return CompileError("QN102", reason, fix="make it a dataclass or a NamedTuple, or pass a dict")
+    elif (kernel := raw_kernel(error)) is not None:
+        reason, fix = kernel
     elif "_ctc_loss" in reason:
         reason = "targets of ctc_loss one behind the other: where those of a row begin depends on values of the lengths"
         fix = "padded targets [rows, longest], as torch.nn.utils.rnn.pad_sequence(targets, batch_first=True) makes them"
