@@ -32,6 +32,14 @@ def _(x: Tensor) -> Tensor:
 halved.register_autograd(lambda context, gradient: gradient / 2)
 
 
+@torch.library.triton_op("quintnet_rules::shifted", mutates_args=())
+def shifted(x: Tensor) -> Tensor:
+    return x * 2 + 1
+
+
+shifted.register_autograd(lambda context, gradient: gradient * 2)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -56,6 +64,16 @@ def test_a_rule_is_that_of_the_operator_whatever_names_it(name: str) -> None:
     rule = quintnet.rule(NAMES[name], "b n -> b n")
     assert rule.target is torch.ops.quintnet_rules.halved.default
     train_as_plain(Net().double(), "dp2", [(X, Y)], F.cross_entropy, rules=[rule])
+
+
+class Shifted(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(shifted(self.first(x)))
+        return out
+
+
+def test_a_triton_op_is_one_operator_with_a_rule() -> None:
+    train_as_plain(Shifted().double(), "tp2", [(X, Y)], F.cross_entropy, rules=[quintnet.rule(shifted, "b n -> b n")])
 
 
 def test_what_names_no_operator_is_refused() -> None:

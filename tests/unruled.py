@@ -36,7 +36,7 @@ def heads(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [rows, heads, steps, width] of [rows, steps, 3 * heads * width]."""
     rows, steps, _ = x.shape
     parts = x.reshape(rows, steps, 3, count, -1).permute(2, 0, 3, 1, 4)
-    return parts[0].clone(), parts[1].clone(), parts[2].clone()
+    return parts[0].contiguous(), parts[1].contiguous(), parts[2].contiguous()
 
 
 @heads.register_fake

@@ -338,7 +338,8 @@ def rule(
         text: factors of each dim of the tensor inputs and outputs, in the order in which the call has them, those in
             lists and tuples too (``[b n, b k]``: brackets may mark them). ``...`` stands for leading dims that
             broadcast; ``(h d)`` for a dim that has several factors, the outermost first; a number for a dim of that
-            size, which is whole. Arguments that are no tensors have no place in it.
+            size, which is whole. Arguments that are no tensors have no place in it. Tensors that the operator writes to
+            are inputs, and outputs behind those that it returns.
         whole: factors that must not be split, separated by spaces; ``"..."``: none of the leading dims.
         linear: groups of inputs in which the operator is linear, the others held fixed.
         additive: inputs that are added to a contraction (a bias).

@@ -31,14 +31,14 @@ def find_rule(op: Any, *samples: Sequence[Any]) -> Rule:
     Dims of several factors, ``(h d)``, are not searched for. Print the rule, read it, and write it down.
 
     Args:
-        op: the operator, as :func:`.rule` takes it.
+        op: the operator, as :func:`.rule` takes it; of one that writes to its arguments, its functional form runs.
         samples: for each sample the tuple of its positional arguments; a dict at the end of a tuple has those by
             keyword. Dims of size 1 are not split; 4 and more serve best. Numbers in float64 are compared to 1e-9, those
             of operators without float64 to what their dtype holds.
 
     Raises:
-        ValueError: if there is no sample, or samples have other numbers of tensors or dims; if the operator writes to
-            its arguments, returns NaN, or draws random numbers; if too many dims are equally large.
+        ValueError: if there is no sample, or samples have other numbers of tensors or dims; if the operator is one of
+            PyTorch's that writes to its arguments; if it returns NaN, or draws random numbers; if too many dims are equally large.
 
     >>> print(find_rule("aten::mm.default", (torch.randn(4, 6), torch.randn(6, 8))))
     quintnet.rule("aten::mm.default", "a b, b c -> a c", linear=[[0], [1]])
