@@ -38,7 +38,8 @@ def find_rule(op: Any, *samples: Sequence[Any]) -> Rule:
 
     Raises:
         ValueError: if there is no sample, or samples have other numbers of tensors or dims; if the operator is one of
-            PyTorch's that writes to its arguments; if it returns NaN, or draws random numbers; if too many dims are equally large.
+            PyTorch's that writes to its arguments; if it returns NaN, or draws random numbers; if too many dims are
+            equally large.
 
     >>> print(find_rule("aten::mm.default", (torch.randn(4, 6), torch.randn(6, 8))))
     quintnet.rule("aten::mm.default", "a b, b c -> a c", linear=[[0], [1]])
