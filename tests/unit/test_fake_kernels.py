@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 
 import quintnet
 from quintnet import Mesh
+from quintnet_compiler.checks.fake_kernels import check_fake_kernels
+
+from .graphs import builder, leaf
 
 
 def _defined(name: str, kernel: Callable[[Tensor], Tensor], fake: Callable[[Tensor], Tensor]) -> Any:
@@ -67,3 +71,11 @@ def test_a_fake_kernel_that_is_wrong_is_found_at_compile(name: str) -> None:
 
 def test_a_fake_kernel_that_is_right_passes() -> None:
     quintnet.compile(Net(right).double(), Mesh(dp=1), BATCH, loss_fn=F.cross_entropy)
+
+
+def test_the_check_reads_a_graph_alone() -> None:
+    to = builder()
+    to.call(torch.ops.quintnet_fakes.size.default, leaf(to, "input", "x", 2, 8))
+    program: Any = SimpleNamespace(graph=to.graph)
+    with pytest.raises(quintnet.QuintNetError, match=r"QN114 (?s:.)*\[2, 7\]"):
+        check_fake_kernels(program)
