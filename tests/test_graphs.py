@@ -151,6 +151,7 @@ class Forgetful(nn.Module):
         return (self.layers(x) - y).square().mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_masks_are_those_of_the_step_and_the_microbatch(recompute: str, again: Again) -> None:
     torch.manual_seed(0)
