@@ -93,6 +93,7 @@ def check(model: Any, mesh: quintnet.Mesh, limit: float = 1e-11, **options: Any)
     return program
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "layout"), [("LoRA", 1), ("DoRA", 0)])
 def test_adapters_on_products_of_axes(kind: str, layout: int) -> None:
     mesh, options = LAYOUTS[layout]

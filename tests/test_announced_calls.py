@@ -63,7 +63,7 @@ def _apart(what: str, odd: int, folder: Path) -> None:
     time.sleep(20)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("what", "ranks", "odd"),
     [

@@ -32,6 +32,7 @@ from quintnet_compiler.simulation.program import simulate_program
 from .models import CASES, build
 from .mutations import copied
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 torch.set_num_threads(1)
 aten = torch.ops.aten
 
@@ -101,7 +102,7 @@ LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any], int, int]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "axes", "options", "gathers", "scatters"), LAYOUTS, ids=str)
 def test_gradients_are_those_of_the_unsplit_model(
     name: str, axes: dict[str, int], options: dict[str, Any], gathers: int, scatters: int
@@ -268,7 +269,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "change"), CHANGES)
 def test_the_pass_is_checked_against_what_it_was_given(name: str, change: Callable[[fx.Graph], None]) -> None:
     before, after = (_source(_compile(name, {"tp": 2}, overlap=False, async_tp=fused)) for fused in (False, True))

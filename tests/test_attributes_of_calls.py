@@ -79,7 +79,7 @@ FOLLOWED: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_they_are_followed(name: str) -> None:
     trains_equally(lambda: Net(FOLLOWED[name]), (X, Y), F.cross_entropy, meshes=LAYOUTS)
@@ -90,12 +90,16 @@ def _prune_again(net: Any, step: int) -> None:
         prune.l1_unstructured(net.a, "weight", 0.2)  # by the attribute that the last forward made
 
 
-def test_pruning_goes_on_between_steps() -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pruning_goes_on_between_steps(layout: str) -> None:
+    meshes = {layout: LAYOUTS[layout]}
     trains_equally(
-        lambda: Net(FOLLOWED["l1 unstructured"]), (X, Y), F.cross_entropy, meshes=LAYOUTS, before=_prune_again
+        lambda: Net(FOLLOWED["l1 unstructured"]), (X, Y), F.cross_entropy, meshes=meshes, before=_prune_again
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}])
 def test_the_attribute_is_that_of_the_last_forward(mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net(_everywhere).double()
@@ -175,10 +179,13 @@ def _spectral(net: Any) -> None:
     nn.utils.spectral_norm(net.conv, n_power_iterations=2, dim=1)
 
 
-def test_the_old_spectral_norm_is_followed() -> None:
-    trains_equally(lambda: Net(_spectral), (X, Y), F.cross_entropy, meshes=LAYOUTS)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_old_spectral_norm_is_followed(layout: str) -> None:
+    trains_equally(lambda: Net(_spectral), (X, Y), F.cross_entropy, meshes={layout: LAYOUTS[layout]})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}])
 def test_the_old_spectral_norm_iterates_once_in_a_step(mesh: dict[str, int]) -> None:
     def build() -> nn.Module:
@@ -216,6 +223,11 @@ def _cases() -> dict[str, Case]:
     return {name: Case(lambda name=name: Net(changes[name]), (X, Y), F.cross_entropy) for name in changes}  # type: ignore[misc]
 
 
-def test_on_processes() -> None:
-    for name, found in on_processes(_cases).items():
+@pytest.mark.parametrize(
+    "where",
+    [{"everywhere": "tp2", "the old spectral_norm": "dp2"}, pytest.param({}, marks=pytest.mark.slow)],
+    ids=["one layout each", "all layouts"],
+)
+def test_on_processes(where: dict[str, str]) -> None:
+    for name, found in on_processes(_cases, where=where).items():
         assert {verdict.kind for verdict in found.values()} == {"equal"}, (name, found)

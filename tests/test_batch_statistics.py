@@ -56,7 +56,7 @@ KINDS = (Twice, Codebook, Counter, AverageLoss, ResNet, Noisy, Pairs)
 AXES = ({"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2})
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_steps_are_those_of_the_module_called_with_each_microbatch(
@@ -66,7 +66,7 @@ def test_three_steps_are_those_of_the_module_called_with_each_microbatch(
     report(case, {str(axes): compare(case, axes)})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -84,6 +84,7 @@ def test_schedules_and_options(options: dict[str, Any]) -> None:
     report(case, {str(options): compare(case, axes)})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
 def test_verify_proves_it(axes: dict[str, int]) -> None:
     case = _case(Noisy)

@@ -76,6 +76,7 @@ def test_the_document_keeps_its_values_and_refuses_others(tmp_path: Path) -> Non
         Calibration.load(tmp_path / "nothing")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_programs_are_priced_node_by_node(mesh: dict[str, int]) -> None:
     case = CASES["gpt"]
@@ -103,6 +104,7 @@ def test_what_was_not_measured_has_no_price() -> None:
         three.simulate(CalibratedCosts(machine()))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_products_are_priced_in_the_dtype_that_was_measured(dtype: str) -> None:
     case = CASES["gpt"]

@@ -111,6 +111,7 @@ class Collected(Stack):
         return torch.stack(found).square().mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "model",
     [

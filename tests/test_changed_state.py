@@ -41,14 +41,14 @@ MORE = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", SHAPES)
 def test_three_steps_are_those_of_the_module(kind: type[nn.Module], layout: str) -> None:
     report(changing(kind), {layout: compare(changing(kind), LAYOUTS[layout])})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
@@ -64,18 +64,20 @@ def test_other_layouts(kind: type[nn.Module], layout: str) -> None:
     report(case, {layout: compare(case, axes)})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "layout"), list(zip(PARAMETERS, ("dp2 x tp2", "pp2", "tp2"), strict=True)))
 def test_parameters_too(kind: type[nn.Module], layout: str) -> None:
     report(changing(kind), {layout: compare(changing(kind), LAYOUTS[layout])})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [Clipped, Teacher])
 def test_slices_of_a_changed_parameter_stay_where_they_are(kind: type[nn.Module]) -> None:
     case = changing(kind, options={"zero": 3})
     report(case, {"dp2": compare(case, {"dp": 2})})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize("kind", BY_ROWS)
 def test_microbatches_count_once(kind: type[nn.Module], axes: dict[str, int]) -> None:
@@ -84,6 +86,7 @@ def test_microbatches_count_once(kind: type[nn.Module], axes: dict[str, int]) ->
     report(case, {str(axes): compare(case, axes)})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [ResNet, Twice, Shortened, Tokens])
 def test_statistics_of_the_batch_need_all_rows(kind: type[nn.Module]) -> None:
     model, batch = _built(kind)

@@ -129,6 +129,7 @@ def test_a_value_that_is_read_beside_a_log(monkeypatch: pytest.MonkeyPatch) -> N
     assert counts == [2, 3, 4, 5, 6, 6, 6, 6]  # the first one ends where it reads what changed
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("grow", ["log", "counter", "new keys"])
 def test_what_forward_does_not_read_leads_to_few_traces(grow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     held: dict[str, Any] = {"k": 1.5, "log": [], "n": 0}
@@ -215,7 +216,7 @@ def test_what_forward_counts_in_a_class_or_a_module_is_refused(get: Callable[[An
     assert ".n' (from 0 to 1)" in str(refused.value) and Counted.n == config.n == 0
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("drawn", _drawn(40), ids=", ".join)
 def test_a_change_between_steps(drawn: tuple[str, str, str, str]) -> None:
     _is_followed(*drawn)

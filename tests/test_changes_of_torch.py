@@ -77,6 +77,7 @@ def _fails(*_: Any, **options: Any) -> Tensor:
     raise AssertionError("a program called a function that the module does not call")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", MESHES)
 @pytest.mark.parametrize(
     ("function", "names", "other"),
@@ -123,6 +124,7 @@ CACHED: dict[str, tuple[Callable[[], float], list[Callable[[], Any]]]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CACHED)
 def test_a_function_keeps_its_results(case: str) -> None:
     def run(mesh: dict[str, int] | None) -> list[float]:
@@ -145,6 +147,7 @@ def test_further_results_lead_to_no_trace(monkeypatch: pytest.MonkeyPatch) -> No
     _losses(Net(_sine, lambda: settings_of(1)["scale"]), {"dp": 2}, changes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "read", [lambda: float(torch.get_num_threads()), torch.get_num_threads], ids=["named", "itself"]
 )
@@ -177,6 +180,7 @@ def _refusal(change: str, mesh: dict[str, int]) -> str:
     return "nothing was refused"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("layout", MESHES)
 @pytest.mark.parametrize("change", PARAMETRIZED)

@@ -101,6 +101,7 @@ def test_training_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
         assert torch.equal(one.full_tensor(), other.full_tensor())  # type: ignore[attr-defined]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad"])
 def test_optimizers_keep_their_state(optimizer: str, tmp_path: Path) -> None:
     options = {"SGD": {"momentum": 0.9}, "AdamW": {"fused": True, "amsgrad": True}, "Adagrad": {}}[optimizer]

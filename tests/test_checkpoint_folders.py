@@ -265,11 +265,14 @@ def _weight(made: Made) -> Tensor:
     return weight.clone()
 
 
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["every fifth", "every event"])
 @pytest.mark.parametrize("save", KILLED)
-def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(save: Callable[[Made, Path], None], tmp_path: Path) -> None:
+def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(
+    save: Callable[[Made, Path], None], stride: int, tmp_path: Path
+) -> None:
     first = _made()
     _train(first)
-    for number in range(0, 400):
+    for number in range(0, 400, stride):
         folder = tmp_path / str(number)
         first[0].save(folder, step=5, optimizer=first[1])
         before = _weight(first)

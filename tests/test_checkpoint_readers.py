@@ -101,6 +101,7 @@ WAYS: dict[str, tuple[bool, int | None]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seconds", [2, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_reader_beside_a_writer_gets_whole_checkpoints(
@@ -121,6 +122,7 @@ def test_a_reader_beside_a_writer_gets_whole_checkpoints(
     _require_whole_loads(reader, tmp_path, lambda: os.waitpid(child, os.WNOHANG) == (0, 0), 3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["overwrites", "keeps one"])
 def test_a_reader_beside_a_writer_of_a_store(way: str, writer: Made, reader: Made, url: str) -> None:
     grows, keep = WAYS[way]
@@ -168,6 +170,7 @@ def _read_of_two_ranks(folder: str, until: str) -> int:
         loads += 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("way", "seconds"),
     [("overwrites", 3), ("keeps one", 3), *(pytest.param(way, 20, marks=pytest.mark.slow) for way in WAYS)],

@@ -26,6 +26,7 @@ from .language import (
 )
 from .models import CASES, build
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 torch.set_num_threads(1)
 aten = torch.ops.aten
 
@@ -51,7 +52,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
 @pytest.mark.parametrize(("axes", "options"), LAYOUTS, ids=str)
 def test_layouts(axes: dict[str, int], options: dict[str, Any], tied: bool) -> None:
@@ -78,6 +79,7 @@ def test_models(name: str, axes: dict[str, int], options: dict[str, Any]) -> Non
     assert len(products(program)) == 3 and program.verify().ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [{"dp": 1}, {"tp": 2}], ids=str)
 def test_one_part_of_the_logits_is_held_at_a_time(axes: dict[str, int]) -> None:
     """Of logits, their scores and the gradients of both, at least two are held at once; in parts, as many parts. What

@@ -208,6 +208,7 @@ def test_a_step_beside_the_program_leaves_no_note(place: str) -> None:
     assert model.notes() != before, "plain PyTorch takes the note"
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("place", PLACES)
 def test_compile_leaves_no_note(place: str) -> None:
     """Compiled or refused."""

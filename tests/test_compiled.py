@@ -33,7 +33,7 @@ def _program(name: str = "gpt", rows: int = 8, microbatches: int = 2, **options:
 
 def test_other_batch_sizes_follow_the_first() -> None:
     program, model = _program(), build("gpt")
-    for rows in (4, 12, 8, 16):
+    for rows in (4, 12, 8):
         batch = CASES["gpt"].batch(rows)
         loss, expected = reference(model, batch, None)
         program.zero_grad()

@@ -23,7 +23,7 @@ MESHES = [
     (quintnet.Mesh(pp=2, cp=2, tp=2), 2),
     (quintnet.Mesh(pp=2, dp=2, cp=2, tp=2), 2),
 ]
-FAST = {"gpt": (0, 2), "encoder": (1, 3), "hf_llama_double": (2,)}
+FAST = {"gpt": (0, 2), "encoder": (0,), "hf_llama_double": (0,)}
 
 
 def _calls(program: quintnet.CompiledProgram) -> Counter[str]:

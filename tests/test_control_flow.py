@@ -102,7 +102,7 @@ LOOPS = (counted, counted_in_python), (mapped, mapped_in_python), (associative, 
 MESHES = (Mesh(dp=1), 1), (Mesh(dp=2), 2), (Mesh(tp=2), 1), (Mesh(pp=2), 2), (Mesh(dp=2, tp=2), 1)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @followed
 @pytest.mark.parametrize(
     ("forward", "plain", "mesh", "microbatches"),

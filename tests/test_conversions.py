@@ -151,6 +151,7 @@ def test_two_axes_of_which_several_split_one_dim() -> None:
         check(source, target, (2, 2), training=True)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("training", [True, False], ids=["with gradients", "without gradients"])
 @pytest.mark.parametrize("ranks", [(2, 2), (2, 3), (3, 2), (2, 2, 2)], ids=str)
 def test_random_pairs(ranks: tuple[int, ...], training: bool) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import quintnet
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 torch.set_num_threads(1)
 ROWS, LENGTH, VOCABULARY, WIDTH = 8, 8, 32, 32
 LAYOUTS = [

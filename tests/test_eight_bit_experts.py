@@ -178,7 +178,7 @@ def test_every_layout_rounds_to_the_same_numbers(
     assert_equal(step(mesh, recipe, skew=skew, **plan), step({}, recipe, skew=skew))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", NAMES)
 @pytest.mark.parametrize(
     ("mesh", "plan"),

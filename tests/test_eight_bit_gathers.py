@@ -71,7 +71,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS, ids=str)
 def test_the_bits_are_those_of_a_wide_gather(mesh: dict[str, int], plan: dict[str, Any], recipe: str) -> None:
@@ -94,6 +94,7 @@ def _gathered(program: quintnet.CompiledProgram) -> dict[torch.dtype, int]:
     return dict(found)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_half_the_bytes_are_gathered(recipe: str) -> None:
     """Forward and backward: of rows and of columns, or twice the same numbers."""

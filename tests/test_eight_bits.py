@@ -166,7 +166,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS, ids=str)
 def test_every_layout_rounds_to_the_same_numbers(mesh: dict[str, int], plan: dict[str, Any], recipe: str) -> None:

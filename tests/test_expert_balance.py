@@ -16,6 +16,7 @@ import quintnet
 
 from .models import WIDTH
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 torch.set_num_threads(1)
 MANY, TOP, RATE = 8, 2, 0.05
 
@@ -91,7 +92,7 @@ def _of_program(axes: dict[str, int], options: dict[str, Any]) -> list[tuple[flo
     return _trained(program.step, program.parameters(), lambda: model.bias)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
@@ -114,7 +115,7 @@ def test_the_bias_moves_once_a_step_by_the_rows_of_all_microbatches(axes: Any, o
     assert len({tuple(bias) for _, bias in expected}) == 4, "it moves in every step"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_however_rows_are_counted(counts: str, microbatches: int) -> None:

@@ -18,6 +18,7 @@ from quintnet_compiler.simulation.priced import ProgramPrices, expert_loads
 
 from .models import WIDTH, Mixture
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 torch.set_num_threads(1)
 
 

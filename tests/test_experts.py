@@ -35,7 +35,7 @@ def _calls(program: quintnet.CompiledProgram) -> Counter[str]:
     return Counter(re.findall(r"comm\.(?:start_)?(\w+)\(", program.ranks[0].forward.code))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("skew", [0.0, 10.0])
 @pytest.mark.parametrize(
     ("axes", "experts", "microbatches"),
@@ -164,7 +164,7 @@ def test_processes_exchange_rows(axes: dict[str, int]) -> None:
         assert torch.allclose(up, expected[1], atol=1e-14) and torch.allclose(router, expected[2], atol=1e-14)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("axes", "rows", "options"),
     [

@@ -174,7 +174,7 @@ def _divides(net: Any, x: Tensor) -> Tensor:
     return net.inner(x).mean()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("body", "cause", "line"),
     [
@@ -254,6 +254,7 @@ def _partial() -> Any:
     return nn.Linear(16, 4), call, {"loss_fn.0": beside.head, "loss_fn": beside}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("build", [_closure, _method])
 def test_modules_that_a_loss_function_uses_are_trained(build: Callable[[], Any]) -> None:
     meshes = {name: frontier.LAYOUTS[name] for name in ("dp1", "dp2 x tp2")}

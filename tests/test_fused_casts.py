@@ -129,7 +129,7 @@ def _step(recipe: str, axes: dict[str, int], **plan: Any) -> list[Tensor]:
     ("recipe", "axes", "plan"),
     [
         ("tensorwise", {"dp": 1}, {}),
-        ("rowwise", {"tp": 2}, {"microbatches": 2}),
+        pytest.param("rowwise", {"tp": 2}, {"microbatches": 2}, marks=pytest.mark.slow),
         ("tensorwise", {"dp": 2}, {"zero": 3}),
         ("mxfp8", {"dp": 2}, {"zero": 1}),
     ],

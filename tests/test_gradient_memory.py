@@ -91,7 +91,7 @@ ALONE: list[tuple[type[nn.Module], int, torch.dtype, dict[str, Any], str]] = [
 
 
 @emulated
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "rows", "dtype", "options", "held"), ALONE, ids=str)
 def test_a_peak_is_parameters_gradients_and_values_together(
     model: type[nn.Module], rows: int, dtype: torch.dtype, options: dict[str, Any], held: str
@@ -128,7 +128,7 @@ def _measured_all(jobs: Sequence[tuple[type[nn.Module], dict[str, int], dict[str
 
 
 @emulated
-@pytest.mark.parametrize("jobs", [TOGETHER[:3], pytest.param(TOGETHER[3:], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("jobs", [TOGETHER[:2], pytest.param(TOGETHER[2:], marks=pytest.mark.slow)])
 def test_peaks_of_two_devices(jobs: Sequence[tuple[type[nn.Module], dict[str, int], dict[str, Any]]]) -> None:
     for found in run(_measured_all, World(2, seed=1), jobs):
         assert [measured for measured, _ in found] == [simulated for _, simulated in found]

@@ -31,6 +31,7 @@ from quintnet_compiler.runtime.execute.engines import EngineKind, Inductor
 
 from .models import CASES, build, reference, worst_error
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 torch.set_num_threads(1)
 LIMIT = 1e-9  # float64
 RATE = 0.05
@@ -96,7 +97,7 @@ def _worst(name: str, program: quintnet.CompiledProgram, steps: int = 4) -> floa
     return worst
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "axes", "options"),
     [
@@ -150,6 +151,7 @@ class Forgetful(nn.Module):
         return (self.layers(x) - y).square().mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_masks_are_those_of_the_step_and_the_microbatch(recompute: str, again: Again) -> None:
     torch.manual_seed(0)
@@ -182,6 +184,7 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "options"), SCHEDULES, ids=str)
 def test_results_that_are_overwritten_in_use_are_seen(
     name: str, options: dict[str, Any], again: Again, monkeypatch: pytest.MonkeyPatch
@@ -191,6 +194,7 @@ def test_results_that_are_overwritten_in_use_are_seen(
     assert _worst(name, _program(name, {"pp": 2}, **options)) > 1e-3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "options"), SCHEDULES, ids=str)
 def test_more_in_use_than_may_be_captured_runs_as_it_is(
     name: str, options: dict[str, Any], again: Again, monkeypatch: pytest.MonkeyPatch

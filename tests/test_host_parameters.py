@@ -69,8 +69,7 @@ class Large(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_they_are_chosen_where_nothing_else_fits(devices: int) -> None:
     """Parameters and gradients take 12 GiB of each device, which has 12 GB; a host has 30 for each. Where hosts do not
     have enough, either, nothing fits."""

@@ -179,7 +179,7 @@ def test_what_is_known_of_loads_goes_into_a_plan() -> None:
 # -- prices
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("imbalance", "hot_rows"), [(1.0, None), (1.0, 0.75), (2.5, 0.75)])
 def test_what_stays_is_not_sent(imbalance: float, hot_rows: float | None) -> None:
     """``hot_rows`` of what a rank has; of the busiest rank, all but these come from others."""

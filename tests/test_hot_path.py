@@ -75,6 +75,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("axes", "options"), LAYOUTS, ids=str)
 def test_calls_do_not_grow_with_the_number_of_parameters(axes: dict[str, int], options: dict[str, Any]) -> None:
     """Those of a step, of clipping and of zero_grad. That one parameter or another is added up is the generated

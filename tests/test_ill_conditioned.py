@@ -86,8 +86,7 @@ def every_difference_counts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("layers", [18, 50])
+@pytest.mark.parametrize("layers", [18, pytest.param(50, marks=pytest.mark.slow)])
 def test_resnets_pass_where_float32_is_ill_conditioned(layers: int) -> None:
     torch.manual_seed(0)
     model, batch = resnet(layers, width=8, classes=10), images(32, classes=10)
@@ -140,7 +139,7 @@ def traced(name: str) -> ModuleCheck:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("factor", [1 + 3e-4, 1 - 1e-3, 0.0])
-@pytest.mark.parametrize("name", ["kinks", "resnet"])
+@pytest.mark.parametrize("name", ["kinks", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_a_derivative_that_is_wrong_by_little_is_refused(
     name: str, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +148,7 @@ def test_a_derivative_that_is_wrong_by_little_is_refused(
     assert found is not None and found.code == "QN111" and "gradient" in found.message
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", [1 + 3e-4, 1 - 1e-3])
 def test_a_value_that_is_wrong_by_little_is_refused(fault: float) -> None:
     right, wrong = Kinks(), Kinks(fault)
@@ -156,6 +156,7 @@ def test_a_value_that_is_wrong_by_little_is_refused(fault: float) -> None:
     assert found is not None and found.code == "QN111"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_float64_runs_the_very_graph(dtype: torch.dtype, every_difference_counts: list[str]) -> None:
     model = Kinks(dtype=dtype).to(dtype)

@@ -19,6 +19,7 @@ from quintnet_compiler.runtime.execute.segments import MAX_VARIANTS, Segment, St
 
 from .models import CASES, build, reference, worst_error
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 torch.set_num_threads(1)
 # float64: kernels that inductor fuses add up in another order and keep what eager rounds, as any other layout does
 LIMIT = 1e-9

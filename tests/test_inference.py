@@ -13,6 +13,7 @@ import quintnet
 
 from .models import CASES, Block, build
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 torch.set_num_threads(1)
 
 

@@ -15,6 +15,7 @@ import quintnet
 from quintnet import Mesh
 from quintnet_compiler.weights.own_values import values_of_build
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 Layout = tuple[dict[str, int], dict[str, Any]]
 LAYOUTS: list[Layout] = [({"dp": 2}, {"zero": 3}), ({"tp": 2}, {}), ({"pp": 2}, {}), ({"dp": 2, "tp": 2}, {"zero": 3})]
 

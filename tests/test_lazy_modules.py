@@ -54,7 +54,7 @@ def made(net: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
     return net().double()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2), Mesh(tp=2), Mesh(pp=2)], ids=str)
 def test_three_steps_are_those_of_the_plain_module(mesh: Mesh) -> None:
     plain, module = made(Net), made(Net)

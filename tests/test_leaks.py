@@ -132,10 +132,10 @@ def _kept() -> Counter[str]:
 def test_programs_leave_nothing_of_their_traces() -> None:
     """What torch keeps of the latest trace is there from the first program on."""
     for _ in range(2):
-        _train_once({"pp": 2, "dp": 2, "tp": 2}, None, close=False)
+        _train_once({"pp": 2, "dp": 2}, None, close=False)
     before = _kept()
     for _ in range(3):
-        _train_once({"pp": 2, "dp": 2, "tp": 2}, None, close=False)
+        _train_once({"pp": 2, "dp": 2}, None, close=False)
     assert not _kept() - before
 
 

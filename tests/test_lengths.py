@@ -92,7 +92,7 @@ def test_every_length_is_that_of_the_module(layout: str, captures: list[bool]) -
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("layout", ["pp2, 2 microbatches", "dp2 x tp2, ZeRO 3"])
+@pytest.mark.parametrize("layout", ["pp2, 2 microbatches", pytest.param("dp2 x tp2, ZeRO 3", marks=pytest.mark.slow)])
 def test_one_compilation_for_many_lengths(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs with other numbers are those that compiling makes, and train as the module does."""
     monkeypatch.setattr(any_length, "FEW", 2)
@@ -300,6 +300,6 @@ def test_next_token_loss_of_any_length() -> None:
     pytest.importorskip("transformers")
     model = build("hf_llama_double")
     twin = copy.deepcopy(model)
-    program = quintnet.compile(model, Mesh(dp=2, tp=2), _tokens(8, 8, 32), loss_fn=_next_token_loss)
-    batches = [_tokens(8, length, 32) for length in (8, 9, 13)]
+    program = quintnet.compile(model, Mesh(tp=2), _tokens(8, 8, 32), loss_fn=_next_token_loss)
+    batches = [_tokens(8, length, 32) for length in (8, 9)]
     assert _difference(program, twin, batches, _next_token_loss) < 1e-9

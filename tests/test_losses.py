@@ -117,6 +117,7 @@ def test_a_contrastive_loss_is_exact_or_refused() -> None:
         assert error < 1e-9, worst
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keeps", [True, False])
 def test_batch_statistics_are_exact_or_refused(keeps: bool) -> None:
     """BatchNorm that keeps running statistics, and one that only uses those of the batch."""

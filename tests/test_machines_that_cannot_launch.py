@@ -34,7 +34,7 @@ def _in_daemon(answers: Any) -> None:
         answers.put(f"{type(error).__name__}: {error}")
 
 
-@pytest.mark.parametrize("daemon", [True, False])
+@pytest.mark.parametrize("daemon", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_daemonic_process_is_told(daemon: bool) -> None:
     """And the fix works."""
     context = mp.get_context("spawn")

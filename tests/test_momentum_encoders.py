@@ -67,7 +67,7 @@ MANY: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", MESHES)
 @pytest.mark.parametrize("name", [*UPDATES, *MANY])
 def test_the_average_is_that_of_the_module(name: str, layout: str) -> None:

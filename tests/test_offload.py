@@ -27,6 +27,7 @@ from quintnet_compiler.ops.rules.table import RULES
 
 from .models import CASES, build
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 torch.set_num_threads(1)
 Options = dict[str, Any]
 
@@ -62,7 +63,7 @@ LAYOUTS: list[tuple[str, dict[str, int], Options]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "axes", "options"), LAYOUTS, ids=str)
 def test_the_bits_are_those_without(name: str, axes: dict[str, int], options: Options) -> None:
     _, expected = stepped(name, axes, options)

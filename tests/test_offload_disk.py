@@ -23,6 +23,7 @@ from quintnet_compiler.simulation.program import simulate_program
 from .models import CASES, build
 from .test_offload import LAYOUTS, Options, stepped
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 torch.set_num_threads(1)
 ACTIVATIONS = ("activations",)
 

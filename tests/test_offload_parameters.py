@@ -26,6 +26,7 @@ from quintnet_compiler.ops.copies import COPIES, copy_in
 
 from .test_offload import Options, stepped
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 torch.set_num_threads(1)
 PARAMETERS, BOTH = ("parameters",), ("parameters", "activations")
 LAYOUTS: list[tuple[str, dict[str, int], Options]] = [

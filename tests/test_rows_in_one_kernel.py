@@ -120,7 +120,7 @@ class OwnFilters(nn.Module):
         return self.last(out.reshape(rows, self.outputs, -1).tanh().mean(2))  # type: ignore[no-any-return]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "options", [{}, {"biased": True}, {"transposed": True}, {"dims": 2, "transposed": True, "biased": True}], ids=str

@@ -44,7 +44,7 @@ def _saves_last(folder: str, how: str) -> str:
     return how
 
 
-@pytest.mark.parametrize("how", ["return", "raise", "exit"])
+@pytest.mark.parametrize("how", ["return", pytest.param("raise", marks=pytest.mark.slow), "exit"])
 def test_a_job_ends_when_its_last_save_is_on_disk(how: str, tmp_path: Path) -> None:
     if how == "return":
         assert quintnet.launch(_saves_last, 2, (str(tmp_path), how), timeout=240) == ["return"] * 2
@@ -98,7 +98,7 @@ def _script(folder: Path, how: str, *prefix: str) -> subprocess.CompletedProcess
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize("prefix", [pytest.param((), marks=pytest.mark.slow), TORCHRUN], ids=["alone", "torchrun"])
+@pytest.mark.parametrize("prefix", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["alone", "torchrun"])
 def test_the_interpreter_waits_for_a_save(prefix: tuple[str, ...], tmp_path: Path) -> None:
     done = _script(tmp_path, "return", *prefix)
     assert done.returncode == 0, done.stderr

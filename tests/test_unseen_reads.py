@@ -39,6 +39,7 @@ def _losses(name: str, place: str, mesh: dict[str, int] | None) -> list[float]:
     return losses
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", UNSEEN_READS)
 def test_what_is_read_unseen_may_change(name: str) -> None:
     expected = _losses(name, "forward", None)
@@ -46,6 +47,7 @@ def test_what_is_read_unseen_may_change(name: str) -> None:
     assert _losses(name, "forward", {"dp": 2}) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}])
 @pytest.mark.parametrize("name", list(UNSEEN_READS)[::4])
 def test_what_a_loss_reads_unseen_may_change(name: str, mesh: dict[str, int]) -> None:

@@ -13,6 +13,8 @@ from quintnet_compiler.runtime.state.buckets import ALIGNMENT, aligned_count
 from quintnet_compiler.runtime.state.gradients import GradientStore
 from quintnet_compiler.runtime.transport.local import LocalWorld
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 class Odd(nn.Module):
     """Parameters of one, three and five elements among others."""
@@ -45,6 +47,7 @@ def test_room_is_a_multiple_of_16_bytes() -> None:
     assert [aligned_count(n, torch.bfloat16) for n in (1, 9)] == [8, 16] and aligned_count(3, torch.complex128) == 3
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_every_gradient_is_aligned(zero: int, dtype: torch.dtype) -> None:
@@ -62,6 +65,7 @@ def test_every_gradient_is_aligned(zero: int, dtype: torch.dtype) -> None:
         assert not bucket.buffer.any()  # nothing of the gaps is added up or looked for
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_gradients_of_odd_sizes_are_those_of_the_unsplit_model(zero: int) -> None:
     assert _compiled(torch.float64, zero=zero, microbatches=2).verify().ok

@@ -24,6 +24,7 @@ from quintnet_compiler.passes.sharding import shard_parameters
 from quintnet_compiler.passes.sharding.cast_slices import slice_cast_strategies
 from quintnet_compiler.strategies.rule_book import RuleBook
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 aten = torch.ops.aten
 
 

@@ -40,6 +40,7 @@ from quintnet_compiler.strategies.rule_book import RuleBook
 
 from ..models import CASES, GPT, build
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 torch.set_num_threads(1)
 
 
@@ -108,6 +109,7 @@ def test_cut_equals_brute_force(kind: str, num_stages: int, make: Generator) -> 
     assert score(_starts(program, num_stages, schedule)) == pytest.approx(best, rel=1e-9)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("num_stages", "microbatches"), [(3, 4), (4, 2), (4, 8), (6, 12)])
 def test_a_search_finds_nearly_what_trying_all_cuts_finds(num_stages: int, microbatches: int) -> None:
     program = _sharded(GPT(width=64, depth=8, heads=4), CASES["gpt"].batch(8 * 5), None)
@@ -168,6 +170,7 @@ def _prices(program: CompiledProgram) -> ProgramPrices:
     return ProgramPrices(program._primary().program, ClusterCosts(Cluster("h100")))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["linear", "gpt"])
 def test_no_other_cut_is_simulated_to_be_faster(kind: str) -> None:
     """Of all cuts between layers, by the simulation's own prices of each layer; but for what an even cut may cost."""
@@ -199,6 +202,7 @@ def test_stages_are_priced_before_there_is_a_backward_as_after(kind: str) -> Non
             assert found.time_of(op) == pytest.approx(simulated, rel=0.08 if stage < 3 else 0.2), (stage, op)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", [Mesh(pp=4, tp=2), Mesh(pp=4, cp=2)], ids=["tp", "cp"])
 def test_stages_wait_for_collectives_as_their_programs_do(mesh: Mesh) -> None:
     """But for what is gathered again for the backward, beside other work."""

@@ -21,6 +21,7 @@ from quintnet_compiler.ir.program import DifferentiatedProgram
 
 from ..language import CLASSES, LOSSES, Loss, compiled, flat, shifted
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 aten = torch.ops.aten
 CHUNKS = 3
 
@@ -39,7 +40,7 @@ def _before(loss: Loss = shifted, **options: Any) -> DifferentiatedProgram:
         return program._primary().program.source
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("axes", "options", "early"),
     [
@@ -63,7 +64,7 @@ def _logits(program: DifferentiatedProgram) -> set[fx.Node]:
     return {*program.again, *(copy for copy, made in program.copies.items() if made in program.again)}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["shifted", "capped", "classes second", "smoothed", "weighted", "sum"])
 def test_losses_whose_gradient_is_known_before(name: str) -> None:
     before = _before(LOSSES[name])

@@ -129,6 +129,7 @@ def _gradients(axes: dict[str, int], **plan: Any) -> list[Tensor]:
     return [p.grad.full_tensor() for p in program.parameters() if p.grad is not None]  # type: ignore[attr-defined]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("axes", "plan"),

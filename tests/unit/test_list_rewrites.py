@@ -65,6 +65,7 @@ def test_a_list_that_is_joined_again_is_what_it_was() -> None:
     assert not _normal(1) & {aten.unbind.int, aten.cat.default}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}])
 def test_microbatches_of_text_with_images(axes: dict[str, int]) -> None:
     """Equal, and an error that names the row, before anything changes, where one row has the places of another."""

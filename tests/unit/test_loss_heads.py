@@ -22,6 +22,7 @@ from quintnet_compiler.ir.program import LocalProgram
 
 from ..language import CLASSES, WIDTH, Loss, batch, compiled, products, shifted
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 aten = torch.ops.aten
 
 
@@ -41,6 +42,7 @@ STAY: dict[str, Loss] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", STAY)
 def test_what_stays_whole(name: str) -> None:
     program = compiled(STAY[name], {"dp": 1}, loss_chunks=4)

@@ -64,6 +64,7 @@ def test_terms_are_not_rounded(kernels: list[str], lead: tuple[int, ...]) -> Non
     assert kernels == ["put", *["add"] * 7]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("axes", "options"), [({}, {}), ({"dp": 2}, {"zero": 1}), ({"tp": 2}, {})], ids=str)
 def test_a_programs_gradients_are_nearer(
     request: pytest.FixtureRequest, axes: dict[str, int], options: dict[str, int]

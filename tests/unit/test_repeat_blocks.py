@@ -251,7 +251,7 @@ def test_settings_of_blocks_that_were_not_traced_are_guarded() -> None:
     assert not found.guards.hold() and "layers.4.linear.factor" in found.guards.broken()[0]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "model",
     [
@@ -308,7 +308,7 @@ class Assigns(Stack):
         return loss
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "model", [Penalised(Block), BelowModes(Block), Tries(Block), Assigns()], ids=lambda model: type(model).__name__
 )

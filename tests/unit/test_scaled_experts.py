@@ -33,6 +33,7 @@ from quintnet_compiler.ops.derivatives.user_derivatives import after_gradients, 
 from ..test_eight_bit_experts import Mixture, batch
 from .graphs import builder, leaf
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 aten = torch.ops.aten
 AXES = Axis("dp", 2, "data"), Axis("microbatches", 2, "time"), Axis("ep", 2, "data"), Axis("tp", 2, "model")
 

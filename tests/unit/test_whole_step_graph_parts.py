@@ -136,6 +136,7 @@ def _obstacle(model: nn.Module, batch: Any, axes: dict[str, int] | None = None, 
     return obstacle(program, program.rank(0), CUDA, "cuda")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gpt", "cnn"])
 def test_models_are_captured(name: str) -> None:
     case = CASES[name]
