@@ -1,5 +1,4 @@
-"""Threads of a process: whose turn it is to run a program, whether there is room for more, and what is still under way
-when the process ends.
+"""Threads of a process: whose turn it is to run a program, and what is still under way when the process ends.
 
 Imports ``core`` and below.
 """

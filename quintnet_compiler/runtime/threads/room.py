@@ -1,12 +1,10 @@
 """Room for threads under a limit of the process's address space (``ulimit -v``).
 
-A thread that gets a stack and then no memory ends before it has said that it runs, and ``Thread.start`` waits for that
-word for ever. So none is started where there may be too little.
+A thread that gets a stack and then no memory ends before it says that it runs; ``Thread.start`` waits for that for ever.
 """
 
 from __future__ import annotations
 
-import contextlib
 import resource
 import threading
 from pathlib import Path
@@ -17,20 +15,15 @@ BYTES_OF_THREAD = 96 * 2**20  # reserved for one: a stack of 8 MiB, an arena of 
 def has_room(threads: int) -> bool:
     """Return whether this process may start so many threads more, as far as its limit is known."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
+    pages = Path("/proc/self/statm")
+    if limit == resource.RLIM_INFINITY or not pages.exists():
         return True
-    with contextlib.suppress(OSError, ValueError):  # a system without /proc
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        return limit - pages * resource.getpagesize() >= threads * BYTES_OF_THREAD
-    return True
+    used = int(pages.read_text().split()[0]) * resource.getpagesize()
+    return limit - used >= threads * BYTES_OF_THREAD
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread.
-
-    Raises:
-        RuntimeError: if the system refuses one, or the limit of address space leaves no room for it.
-    """
+    """Start a thread, or raise RuntimeError: as the system refuses one, or because there is no room for it."""
     if not has_room(1):
         raise RuntimeError("can't start new thread: the limit of address space (ulimit -v) leaves no room for it")
     thread.start()
