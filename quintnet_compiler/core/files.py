@@ -12,17 +12,19 @@ from pathlib import Path
 
 from .errors import CompileError, QuintNetError
 
+AnyPath = str | os.PathLike[str]
 
-def path_of(given: str | os.PathLike[str], code: str, error: type[QuintNetError] = CompileError) -> Path:
+
+def path_of(path: AnyPath, code: str, error: type[QuintNetError] = CompileError) -> Path:
     """Return the path that a text is, or that an object names.
 
     Raises:
         QuintNetError: of class ``error`` and id ``code``, for what names none.
     """
     try:
-        text = os.fspath(given)
+        text = os.fspath(path)
     except Exception as reason:  # of another library's __fspath__
-        raise _no_path(f"{type(given).__name__}: {reason}", code, error) from reason
+        raise _no_path(f"{type(path).__name__}: {reason}", code, error) from reason
     if not isinstance(text, str):
         raise _no_path(type(text).__name__, code, error)
     return Path(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from ..checkpoint.stores.places import folder_at
 from ..checkpoint.training_state import Restored, require_number
 from ..compat.torch import pytree
 from ..core.errors import CheckpointError, CheckpointWarning, QuintNetError, RunError
-from ..core.files import path_of
+from ..core.files import AnyPath, path_of
 from ..ir.batch_form import batch_size_of, plain_batch
 from ..runtime.launch.accelerator import group_accelerator
 from ..runtime.launch.consistency import tell
@@ -97,8 +96,7 @@ class Trainer:
             all starts of the run went (``quintnet goodput FOLDER``).
         tensorboard: also write TensorBoard events into ``log_folder``.
         console: print log lines, and where the time went.
-        callbacks: called while the run goes on, see :class:`Callback`; after those that log_folder, tensorboard and
-            console ask for.
+        callbacks: called while the run goes on, see :class:`Callback`; after the loggers that keywords above ask for.
         batch_is_local: training batches have only this data rank's rows.
         measure_step: the step (from 1) whose timeline is written into ``log_folder`` as ``timeline.json``; see
             :meth:`CompiledProgram.measure`.
@@ -120,13 +118,13 @@ class Trainer:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     loss_weight: LossWeight | None = None
     perplexity: bool = False
-    checkpoint_folder: str | os.PathLike[str] | None = None
+    checkpoint_folder: AnyPath | None = None
     save_every: int | Literal["auto"] | None = None
     mean_time_between_failures: float | None = None
     keep: int = 3
     preempt_signals: Sequence[int] = SIGNALS
     log_every: int = 10
-    log_folder: str | os.PathLike[str] | None = None
+    log_folder: AnyPath | None = None
     tensorboard: bool = False
     console: bool = True
     callbacks: Sequence[Callback] = ()

@@ -1,6 +1,6 @@
 """Room for threads under a limit of the process's address space (``ulimit -v``).
 
-A thread that gets a stack and then no memory ends before it says that it runs; ``Thread.start`` waits for that for ever.
+A thread that gets a stack and then no memory ends before it says that it runs: ``Thread.start`` waits for ever.
 """
 
 from __future__ import annotations
