@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..core.errors import CompileError
+from ..core.files import path_of
 
 
 class _CalibrationDocument(BaseModel):
@@ -63,8 +64,8 @@ class Calibration(_CalibrationDocument):
     operators: dict[str, tuple[Point, ...]]
     collectives: tuple[MeasuredCollective, ...] = ()
 
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.model_dump_json(indent=1) + "\n")
+    def save(self, path: str | os.PathLike[str]) -> None:
+        path_of(path, "QN211").write_text(self.model_dump_json(indent=1) + "\n")
 
     def summary(self) -> str:
         """A few lines for people."""
@@ -83,14 +84,15 @@ class Calibration(_CalibrationDocument):
         return "\n".join(lines)
 
     @classmethod
-    def load(cls, path: str | Path) -> Calibration:
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """Raises: CompileError QN211 if the file is not a calibration, of this version and without unknown keys."""
+        file = path_of(path, "QN211")
         try:
-            return cls.model_validate(json.loads(Path(path).read_text()))
+            return cls.model_validate(json.loads(file.read_text()))
         except (ValidationError, ValueError, OSError) as error:
             text = str(error).splitlines()
             raise CompileError(
-                "QN211", f"{path} is no calibration: {' '.join(text[:3])}", fix="make one with quintnet calibrate"
+                "QN211", f"{file} is no calibration: {' '.join(text[:3])}", fix="make one with quintnet calibrate"
             ) from error
 
 

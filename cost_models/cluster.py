@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
 from ..core.absent_gpu import AbsentGpu
 from ..core.errors import CompileError, describe_value, whole_number
 from .hardware import Hardware
-from .hardware_numbers import described
+from .hardware_numbers import DeviceDescription, described
 from .links import Group, Hop, Level, Network, Part, Rung
 
 
@@ -48,7 +46,7 @@ class Cluster:
 
     def __init__(
         self,
-        name: str | Path | Mapping[str, Any] | Hardware | Sequence[str | Path | Mapping[str, Any] | Hardware],
+        name: DeviceDescription | Sequence[DeviceDescription],
         nodes: int = 1,
         gpus_per_node: int | None = None,
         *,

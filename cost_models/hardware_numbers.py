@@ -5,6 +5,7 @@ is in docs/cost_models.md.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..core.absent_gpu import AbsentGpu
 from ..core.errors import CompileError
+from ..core.files import path_of
 from .hardware import GB, TFLOPS, Efficiency, Hardware, hardware
 
 Positive = Annotated[float, Field(gt=0)]
@@ -66,7 +68,10 @@ class _HardwareDocument(BaseModel):
         )  # fmt: skip
 
 
-def described(device: str | Path | Mapping[str, Any] | Hardware) -> Hardware:
+DeviceDescription = str | os.PathLike[str] | Mapping[str, Any] | Hardware
+
+
+def described(device: DeviceDescription) -> Hardware:
     """Hardware by its name, by the path of a file that ends in ``.json``, or by numbers.
 
     Raises:
@@ -76,12 +81,13 @@ def described(device: str | Path | Mapping[str, Any] | Hardware) -> Hardware:
         return device
     if isinstance(device, Mapping):
         return _read(json.dumps(dict(device)), "the mapping")
-    if not str(device).endswith(".json"):
-        return hardware(str(device))
+    name = device if isinstance(device, str) else str(path_of(device, "QN210"))
+    if not name.endswith(".json"):
+        return hardware(name)
     try:
-        return _read(Path(device).read_text(), str(device))
+        return _read(Path(name).read_text(), name)
     except (OSError, UnicodeDecodeError) as error:
-        raise CompileError("QN210", f"{device} cannot be read: {error}", fix="pass the path of a JSON file") from None
+        raise CompileError("QN210", f"{name} cannot be read: {error}", fix="pass the path of a JSON file") from None
 
 
 def _read(text: str, source: str) -> Hardware:

@@ -436,7 +436,12 @@ HOSTILE = {
     "an endless decay": ("state.json", _set("optimizer", "options", 0, "weight_decay", 1e999), "weight_decay is inf"),
     "a kernel of text": ("state.json", _set("optimizer", "options", 0, "foreach", "yes"), "options.foreach is 'yes'"),
     "a kernel that is a number": ("state.json", _set("optimizer", "options", 0, "fused", 1), "options.fused is 1"),
-    "a tensor of no parameter": ("index.json", _copied(WEIGHT, "model/more"), "more is not in the model"),
+    "a range of a file that is named twice": ("index.json", _copied(WEIGHT, "model/more"), "another box is"),
+    "a tensor of no parameter": (
+        "index.json",
+        _set("model/more", {"dtype": "F32", "shape": [0], "boxes": []}),
+        "more is not in the model",
+    ),
 }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from torch import nn
 import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
 from quintnet_compiler.checkpoint.lock import NAME
+from quintnet_compiler.checkpoint.reading import choice
 from quintnet_compiler.checkpoint.stores import disk_folder, disk_lock
 
 BATCH = (torch.randn(8, 6), torch.randn(8, 3))
@@ -132,8 +135,33 @@ def test_a_lock_that_always_seems_to_have_other_names_is_given_up(
 
     monkeypatch.setattr(disk_lock, "_PATIENCE", 0.1)
     _calling(monkeypatch, "fstat", fstat)
-    with pytest.raises(quintnet.CheckpointError, match=r"QN603(?s:.*)replaces it all the time"):
+    with pytest.raises(quintnet.CheckpointError, match=r"QN603(?s:.*)had another number"):
         program.save(tmp_path, step=1)
+
+
+def test_files_whose_numbers_change_all_the_time(
+    program: CompiledProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of file systems in user space: the error has the numbers, and names no process."""
+    program.save(tmp_path, step=1)
+    weight = program.state_dict()["weight"].clone()
+    counter = itertools.count(1)
+
+    def fstat(real: Callable[[int], os.stat_result], descriptor: int) -> os.stat_result:
+        fields = list(real(descriptor))
+        fields[stat.ST_INO] += next(counter) if stat.S_ISREG(fields[stat.ST_MODE]) else 0
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(choice, "LOOKS", 3)
+    monkeypatch.setattr(disk_lock, "_PATIENCE", 0.1)
+    _calling(monkeypatch, "fstat", fstat)
+    with pytest.raises(quintnet.CheckpointError, match=r"QN601(?s:.*)manifest.json was listed with .*inode") as caught:
+        program.load(tmp_path)
+    assert not re.search("replaced|removed|written again", caught.value.message)
+    assert torch.equal(program.state_dict()["weight"], weight)
+    program._locks.release()
+    with pytest.raises(quintnet.CheckpointError, match=r"QN603(?s:.*)had another number"):
+        program.save(tmp_path, step=2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")

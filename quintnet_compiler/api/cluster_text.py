@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..core.errors import CompileError
+from ..core.files import path_of
 from ..cost_models.cluster import Cluster
 from ..cost_models.hardware import GB
 
@@ -44,7 +46,9 @@ class _ClusterDocument(BaseModel):
     oversubscription: Annotated[float, Field(ge=1)] = 1.0
 
 
-def read_cluster(given: str | Path | Mapping[str, Any], nodes: int = 1, gpus_per_node: int | None = None) -> Cluster:
+def read_cluster(
+    given: str | os.PathLike[str] | Mapping[str, Any], nodes: int = 1, gpus_per_node: int | None = None
+) -> Cluster:
     """The cluster that ``given`` describes: see :data:`FORM`; a mapping, or a file that ends in ``.json``, describes a
     device (see :mod:`..cost_models.hardware_numbers`) or has ``parts``. ``nodes``, ``gpus_per_node``: where it says
     nothing of them.
@@ -54,7 +58,7 @@ def read_cluster(given: str | Path | Mapping[str, Any], nodes: int = 1, gpus_per
     """
     if isinstance(given, Mapping):
         return _of_mapping(given, "the mapping", nodes, gpus_per_node)
-    text = str(given)
+    text = given if isinstance(given, str) else str(path_of(given, "QN210"))
     if text.endswith(".json"):
         try:
             found = json.loads(Path(text).read_text(encoding="utf-8"))

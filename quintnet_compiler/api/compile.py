@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from ..capture.modes import outside_of_modes
 from ..core.axes import AXES
 from ..core.errors import CompileError
+from ..core.files import path_of
 from ..core.mesh import Mesh
 from ..cost_models.cluster import Cluster
 from ..driver.task import CHECKS, Task
@@ -33,7 +34,7 @@ def compile(
     batch: Any = None,
     *,
     loss_fn: LossFn | None = None,
-    plan: Plan | Mapping[str, Any] | str | Path | None = None,
+    plan: Plan | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     rules: Sequence[Rule] = (),
     check_finite: bool = True,
     training: bool = True,
@@ -41,7 +42,7 @@ def compile(
     device: torch.device | str | None = None,
     check: Literal["first", "always", "off"] = "first",
     tune_process: bool = True,
-    cache: str | Path | None = None,
+    cache: str | os.PathLike[str] | None = None,
     compare_every: int = 100,
     **options: Unpack[PlanOptions],
 ) -> CompiledProgram:
@@ -128,7 +129,7 @@ def compile(
     where, absent = device_for(model, device, gpu)
     task = Task(
         model, loss_fn, mesh, chosen, book, where, check_finite, training, backend, check, tune_process, absent,
-        None if cache is None else Path(cache), compare_every,
+        None if cache is None else path_of(cache, "QN701"), compare_every,
     )  # fmt: skip
     program = CompiledProgram(task)
     return program if batch is None else program.prepare(batch)
@@ -139,7 +140,7 @@ def _planned(
     where: Mesh | Cluster,
     batch: Any,
     loss_fn: LossFn | None,
-    plan: Plan | Mapping[str, Any] | str | Path | None,
+    plan: Plan | Mapping[str, Any] | str | os.PathLike[str] | None,
     given: Mapping[str, Any],
     rules: Sequence[Rule],
     backend: str,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -35,7 +35,7 @@ from ..runtime.execute.engines import ENGINES, check_engine
 from ..schedules.synthesis import check_schedule
 from .wrapped_models import refuse_wrapped
 
-Given = Plan | Mapping[str, Any] | str | Path | None
+Given = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
 @one_thread()

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checkpoint.lock import FolderLocks
+from ..core.errors import CheckpointError
+from ..core.files import path_of
 from ..runtime.launch.accelerator import group_accelerator
 from ..runtime.launch.calls import collective
 from ..runtime.launch.heartbeat import current
@@ -33,7 +35,7 @@ class ProgramCheckpoints(ProgramState):
 
     @collective
     def load_pretrained(
-        self, folder: str | Path, *, missing: Sequence[str] = (), unexpected: Sequence[str] = ()
+        self, folder: str | os.PathLike[str], *, missing: Sequence[str] = (), unexpected: Sequence[str] = ()
     ) -> None:
         """Read the weights of a Hugging Face folder (safetensors); each rank reads its own shards of each tensor.
 
@@ -55,13 +57,16 @@ class ProgramCheckpoints(ProgramState):
         from ..checkpoint.adapters import has_adapters, load_adapters
         from ..checkpoint.pretrained import Allowed, load_weights
 
-        if has_adapters(Path(folder), self._task.model):
-            load_adapters(self._pretrained(), Path(folder))
+        path = path_of(folder, "QN601", CheckpointError)
+        if has_adapters(path, self._task.model):
+            load_adapters(self._pretrained(), path)
             return
-        load_weights(self._pretrained(), Path(folder), Allowed(tuple(missing), tuple(unexpected)))
+        load_weights(self._pretrained(), path, Allowed(tuple(missing), tuple(unexpected)))
 
     @collective
-    def save_pretrained(self, folder: str | Path, *, merged: bool = False, max_file_bytes: int = 5 * 10**9) -> None:
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, merged: bool = False, max_file_bytes: int = 5 * 10**9
+    ) -> None:
         """Write a folder that ``transformers``' ``from_pretrained`` loads: config.json and safetensors (for a module
         that is not Hugging Face's, safetensors alone). Of a ``peft.PeftModel`` only its adapters, in PEFT's format.
 
@@ -81,13 +86,14 @@ class ProgramCheckpoints(ProgramState):
         from ..checkpoint.pretrained_save import save_weights
         from ..weights.adapters import is_peft
 
+        path = path_of(folder, "QN603", CheckpointError)
         self._agree("save_pretrained", None, None, merged=merged)
         if merged:
-            save_merged(self._pretrained(), Path(folder))
+            save_merged(self._pretrained(), path)
         elif is_peft(self._task.model):
-            save_adapters(self._pretrained(), Path(folder))
+            save_adapters(self._pretrained(), path)
         else:
-            save_weights(self._pretrained(), Path(folder), max_file_bytes)
+            save_weights(self._pretrained(), path, max_file_bytes)
 
     def _pretrained(self) -> Pretrained:
         from ..checkpoint.pretrained import WeightsSubject as Pretrained
@@ -100,7 +106,7 @@ class ProgramCheckpoints(ProgramState):
     @collective
     def save(
         self,
-        folder: str | Path,
+        folder: str | os.PathLike[str],
         *,
         step: int,
         optimizer: torch.optim.Optimizer | None = None,
@@ -144,7 +150,7 @@ class ProgramCheckpoints(ProgramState):
     @collective
     def save_async(
         self,
-        folder: str | Path,
+        folder: str | os.PathLike[str],
         *,
         step: int,
         optimizer: torch.optim.Optimizer | None = None,
@@ -172,7 +178,7 @@ class ProgramCheckpoints(ProgramState):
     @collective
     def load(
         self,
-        folder: str | Path,
+        folder: str | os.PathLike[str],
         *,
         step: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
@@ -206,7 +212,7 @@ class ProgramCheckpoints(ProgramState):
         return restored
 
     @collective
-    def reserve(self, folder: str | Path) -> None:
+    def reserve(self, folder: str | os.PathLike[str]) -> None:
         """Become the one that writes into a folder of checkpoints from now on, as with the first save.
 
         Raises:
@@ -222,7 +228,7 @@ class ProgramCheckpoints(ProgramState):
 
     def rescue(
         self,
-        folder: str | Path,
+        folder: str | os.PathLike[str],
         *,
         step: int,
         optimizer: torch.optim.Optimizer | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ..capture.step_module import LossFn
 from ..core.errors import CompileError, RunError
+from ..core.files import path_of
 from ..core.mesh import Mesh
 from ..driver.compiler import Compiled, Runner, compile_program
 from ..driver.pipeline import Request
@@ -118,7 +120,7 @@ class ProgramReports(ProgramCheckpoints):
 
     def dump(
         self,
-        folder: str | Path,
+        folder: str | os.PathLike[str],
         *,
         costs: RankCosts | Cluster | None = None,
         measured: Timeline | None = None,
@@ -136,7 +138,7 @@ class ProgramReports(ProgramCheckpoints):
             report: of :func:`quintnet.plan`; its plans are compared with this one.
 
         Raises:
-            CompileError: QN211 if ``measured`` is of another layout or schedule.
+            CompileError: QN211 if ``measured`` is of another layout or schedule; QN701 for a folder that is no path.
         """
         from ..dump.folder import dump_program
         from ..dump.page import Extras
@@ -154,7 +156,7 @@ class ProgramReports(ProgramCheckpoints):
         rows = zip(report.found.ranked, report.plans, strict=True) if report is not None else ()
         plans = tuple((str(one.layout), one.numbers(), plan) for one, plan in rows)
         extras = Extras(predicted, unpriced, measured, plans, report.svg() if report is not None else "")
-        return dump_program(primary.program, primary.plan, primary.passes(), Path(folder), extras)
+        return dump_program(primary.program, primary.plan, primary.passes(), path_of(folder, "QN701"), extras)
 
     # -- why, and what it costs
 

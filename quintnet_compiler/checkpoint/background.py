@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ..core.errors import CheckpointError, CheckpointWarning
 from ..runtime.threads.at_exit import PATIENCE, finish_at_exit
+from ..runtime.threads.room import start_thread
 from ..runtime.transport.groups import new_group
 from ..weights.files import shown
 from .folder import name_of
@@ -115,7 +116,7 @@ class SaveLine:
         write_to = functools.partial(_write, found, to, self.group)
         saving = self.last = Saving(to, functools.partial(_in_background, write_to))
         try:
-            saving.thread.start()
+            start_thread(saving.thread)
         except RuntimeError:  # of this rank; others have one, which takes part in what this one writes
             write_to(saving)
         finish_at_exit(saving)

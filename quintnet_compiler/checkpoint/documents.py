@@ -90,24 +90,25 @@ def read_state(checkpoint: WrittenFiles, step: int) -> StateNote:
     Raises:
         Damaged: if the document is not what :mod:`.storage` writes.
     """
-    found: StateNote = _read(checkpoint, STATE, _STATE)
-    if found["step"] != step:
-        raise Damaged(f"{STATE} has step {shown(str(found['step']))}, and its folder {step}")
-    optimizer = found.get("optimizer")
+    note: StateNote = _read(checkpoint, STATE, _STATE)
+    if note["step"] != step:
+        raise Damaged(f"{STATE} has step {shown(str(note['step']))}, and its folder {step}")
+    optimizer = note.get("optimizer")
     numbers = [*optimizer["of"].values(), *optimizer.get("groups", ())] if optimizer else []
     if optimizer and any(number >= len(optimizer["options"]) for number in numbers):
         raise Damaged(f"{STATE} has a parameter with options that it does not have")
-    return found
+    return note
 
 
 def read_index(checkpoint: WrittenFiles) -> dict[str, IndexEntry]:
     """The tensors of a checkpoint.
 
     Raises:
-        Damaged: if the boxes of a tensor do not cover it exactly, or lie in other files.
+        Damaged: if the boxes of a tensor do not cover it exactly, lie in other files, or two boxes are one range of a
+            file.
     """
-    found = {name: IndexEntry(**entry) for name, entry in _read(checkpoint, INDEX, _INDEX).items()}
-    for name, entry in found.items():
+    index = {name: IndexEntry(**entry) for name, entry in _read(checkpoint, INDEX, _INDEX).items()}
+    for name, entry in index.items():
         where = f"{INDEX}, {shown(name)}"
         if entry.dtype not in STORED_TYPES:
             raise Damaged(f"{where}: there is no dtype {shown(entry.dtype)}")
@@ -116,7 +117,18 @@ def read_index(checkpoint: WrittenFiles) -> dict[str, IndexEntry]:
                 raise Damaged(f"{where}: {shown(box.file)} is not a file of this checkpoint")
         if not covers(entry.shape, entry.boxes):
             raise Damaged(f"{where}: its boxes do not cover {entry.shape} exactly")
-    return found
+    _require_own_ranges(index)
+    return index
+
+
+def _require_own_ranges(index: Mapping[str, IndexEntry]) -> None:
+    """Refuse an index of which two boxes are one range of a file."""
+    ranges: set[tuple[str, str]] = set()
+    for name, entry in index.items():
+        for box in entry.boxes:
+            if (box.file, box.key) in ranges:
+                raise Damaged(f"{INDEX}, {shown(name)}: another box is {shown(box.key)} of {shown(box.file)}, too")
+            ranges.add((box.file, box.key))
 
 
 def check_tensors(checkpoint: WrittenFiles, index: Mapping[str, IndexEntry], files: Iterable[str]) -> None:
@@ -138,8 +150,8 @@ def check_tensors(checkpoint: WrittenFiles, index: Mapping[str, IndexEntry], fil
         except BadHeader as error:
             raise Damaged(f"{shown(file)}: {error}") from None
         for dtype, box in boxes:
-            found = tensors.get(box.key)
-            if found is None or not found.carries(dtype, box.sizes):
+            tensor = tensors.get(box.key)
+            if tensor is None or not tensor.carries(dtype, box.sizes):
                 raise Damaged(f"{shown(file)} does not have a tensor {shown(box.key)}: {dtype} {box.sizes}")
 
 

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 import xxhash
 
+from ..runtime.threads.room import has_room
 from ..weights.files import shown
 from .reading.open_files import Damaged
 
@@ -71,13 +72,17 @@ class FileSource(Protocol):
 
 
 def threads() -> ThreadPoolExecutor:
-    """As many as this process has cores, few at most: they wait for the disk, too."""
+    """As many as this process has cores, few at most: they wait for the disk, too. None where there is no room."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return ThreadPoolExecutor(min(cores, _THREADS), "quintnet-checkpoint")
+    count = min(cores, _THREADS)
+    pool = ThreadPoolExecutor(count, "quintnet-checkpoint")
+    if not has_room(count):
+        pool.shutdown()  # whoever submits work does it then: submit_or_run
+    return pool
 
 
 def submit_or_run(pool: ThreadPoolExecutor, work: Callable[[A], T], argument: A) -> Future[T]:
-    """Have a thread do ``work``, or do it here where none takes any: when the interpreter ends, pools refuse it."""
+    """Have a thread do ``work``, or do it here where the pool was shut down, as all are when the interpreter ends."""
     try:
         return pool.submit(work, argument)
     except RuntimeError:

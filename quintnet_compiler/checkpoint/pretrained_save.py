@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,29 +69,49 @@ def make_new(folder: Path, temporary: Path) -> None:
 
 def _entries(subject: WeightsSubject, folder: Path) -> tuple[list[TensorEntry], dict[str, Tensor]]:
     """What to write, each tied tensor once; and the values of those tensors that no rank's program holds."""
-    model, state = subject.model, subject.program.state
-    found: dict[str, TensorEntry] = {}
-    loose: dict[str, Tensor] = {}
-    problems: list[str] = []
-    skipped = [re.compile(k) for k in ignored_on_save(model)]
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    for name, x in model.state_dict(keep_vars=True).items():
-        kept = subject.aliases.get(name, name)
-        if any(pattern.search(name) for pattern in skipped):
-            continue
-        if not isinstance(x, Tensor):
-            problems.append(f"{name} is a {type(x).__name__}, and only tensors can be written")
-        elif not storable(x.dtype):
-            problems.append(f"{name} is {x.dtype}, which safetensors cannot hold")
-        elif kept not in found or (found[kept].name in tied and name not in tied):
-            found[kept] = TensorEntry(name, kept, tuple(x.shape), x.dtype)
-            if kept not in state:
-                loose[kept] = computed_buffers(model, [kept]).get(kept, x) if x.is_meta else x.detach()
-    problems += misread_names(model, [entry.name for entry in found.values()])
-    refuse_all("QN603", folder, problems, fix="save model.state_dict() in another way")
-    unset = sorted((subject.backend.unset & found.keys()) | {n for n, x in loose.items() if x.is_meta})
+    values = _values_to_save(subject)
+    unstorable = {name: text for name, x in values.items() if (text := _why_not_stored(name, x))}
+    entries = _entry_of_each(subject, {name: x for name, x in values.items() if name not in unstorable})
+    misread = misread_names(subject.model, [entry.name for entry in entries.values()])
+    refuse_all("QN603", folder, [*unstorable.values(), *misread], fix="save model.state_dict() in another way")
+    loose = {
+        key: _value_outside(subject, key, values[entry.name])
+        for key, entry in entries.items()
+        if key not in subject.program.state
+    }
+    unset = sorted((subject.backend.unset & entries.keys()) | {key for key, x in loose.items() if x.is_meta})
     refuse_all("QN604", folder, [f"{name} has no values" for name in unset], fix="load or initialise the model first")
-    return list(found.values()), loose
+    return list(entries.values()), loose
+
+
+def _values_to_save(subject: WeightsSubject) -> dict[str, Any]:
+    """Return what the model's ``state_dict`` has, but what it says to leave out."""
+    skipped = [re.compile(pattern) for pattern in ignored_on_save(subject.model)]
+    values = subject.model.state_dict(keep_vars=True).items()
+    return {name: x for name, x in values if not any(pattern.search(name) for pattern in skipped)}
+
+
+def _why_not_stored(name: str, x: Any) -> str:
+    """Return why a value cannot be written; an empty text if it can."""
+    if not isinstance(x, Tensor):
+        return f"{name} is a {type(x).__name__}, and only tensors can be written"
+    return "" if storable(x.dtype) else f"{name} is {x.dtype}, which safetensors cannot hold"
+
+
+def _entry_of_each(subject: WeightsSubject, values: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+    """Return the entry of each tensor by its name in the program: under the name that is not tied to another."""
+    tied = getattr(subject.model, "all_tied_weights_keys", None) or {}
+    entries: dict[str, TensorEntry] = {}
+    for name, x in values.items():
+        key = subject.aliases.get(name, name)
+        if key not in entries or (entries[key].name in tied and name not in tied):
+            entries[key] = TensorEntry(name, key, tuple(x.shape), x.dtype)
+    return entries
+
+
+def _value_outside(subject: WeightsSubject, key: str, x: Tensor) -> Tensor:
+    """Return the value of a tensor that the program does not hold."""
+    return computed_buffers(subject.model, [key]).get(key, x) if x.is_meta else x.detach()
 
 
 def _wholes(subject: WeightsSubject, entries: list[TensorEntry], loose: dict[str, Tensor]) -> Iterator[Tensor | None]:

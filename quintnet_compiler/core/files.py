@@ -1,4 +1,4 @@
-"""Write files whole or not at all, and never through a link that somebody put in their place."""
+"""Read the paths that people give. Write files whole or not at all, and never through a link in their place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,28 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import CompileError
+from .errors import CompileError, QuintNetError
+
+AnyPath = str | os.PathLike[str]
+
+
+def path_of(path: AnyPath, code: str, error: type[QuintNetError] = CompileError) -> Path:
+    """Return the path that a text is, or that an object names.
+
+    Raises:
+        QuintNetError: of class ``error`` and id ``code``, for what names none.
+    """
+    try:
+        text = os.fspath(path)
+    except Exception as reason:  # of another library's __fspath__
+        raise _no_path(f"{type(path).__name__}: {reason}", code, error) from reason
+    if not isinstance(text, str):
+        raise _no_path(type(text).__name__, code, error)
+    return Path(text)
+
+
+def _no_path(text: str, code: str, error: type[QuintNetError]) -> QuintNetError:
+    return error(code, f"this is no path: {text[:300]}", fix="give a str or a pathlib.Path")
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import fnmatch
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ..core.axes import SHARDED_AXES, DataAxis
 from ..core.errors import CompileError
-from ..core.files import open_folder, write_file
+from ..core.files import open_folder, path_of, write_file
 from ..core.html import table
 from ..core.mesh import Mesh
 from ..core.names import MAX_PATH_LENGTH, one_line
@@ -208,11 +209,11 @@ class Plan(BaseModel):
         with _explained():
             return Plan.model_validate({**self.model_dump(exclude_unset=keep_open), **decided}, strict=True)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as a file that :func:`quintnet.compile` reads: at once, in place of what was there."""
-        path = Path(path)
-        with open_folder(path.parent) as folder:
-            write_file(folder, path.name, self.to_json())
+        to = path_of(path, "QN701")
+        with open_folder(to.parent) as folder:
+            write_file(folder, to.name, self.to_json())
 
 
 def _malformed(message: str) -> CompileError:
@@ -258,8 +259,8 @@ def read_plan(source: Any) -> Plan:
             if isinstance(error, CompileError):
                 raise
             raise _malformed(f"the dict: {error}") from None
-    if isinstance(source, (str, Path)):
-        return Plan.from_json(_read(Path(source)))
+    if isinstance(source, (str, os.PathLike)):
+        return Plan.from_json(_read(path_of(source, "QN207")))
     raise CompileError("QN207", f"a {type(source).__name__} is not a plan", fix="pass a Plan, a dict, or a path")
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from ..core.annotations import format_bytes
 from ..core.errors import CompileError
+from ..core.files import path_of
 from ..schedules.schedule import Schedule
 
 
@@ -221,12 +222,12 @@ class Timeline:
         totals = {"seconds": self.seconds, "bubble": self.bubble, "exposed": dict(self.exposed)}
         return json.dumps({**head, **totals, "peak": asdict(self.peak), "notes": self.notes, "rows": rows}, indent=1)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``to_json()``."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        path_of(path, "QN211").write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | Path) -> Timeline:
+    def load(cls, path: str | os.PathLike[str]) -> Timeline:
         """Read what :meth:`save` wrote.
 
         Raises:
@@ -234,7 +235,7 @@ class Timeline:
         """
         from .saved import read_timeline
 
-        return read_timeline(Path(path))
+        return read_timeline(path_of(path, "QN211"))
 
     def __str__(self) -> str:
         return "\n".join([*self._summary(), *self._table(), *(f"note: {note}" for note in self.notes)])

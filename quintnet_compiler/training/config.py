@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import signal
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ..core.axes import AXES
 from ..core.errors import CompileError
+from ..core.files import path_of
 from ..core.mesh import Mesh
 from ..core.names import one_line
 from ..ir.plan import Plan
@@ -177,18 +178,19 @@ class TrainConfig(BaseModel):
         )
 
     @classmethod
-    def read(cls, path: str | Path, **changes: Any) -> TrainConfig:
+    def read(cls, path: str | os.PathLike[str], **changes: Any) -> TrainConfig:
         """Read a YAML file; ``changes`` override its values.
 
         Raises:
             CompileError: QN207 naming each key that is unknown or has a wrong value.
         """
+        file = path_of(path, "QN207")
         try:
-            document = read_yaml(Path(path).read_text())
+            document = read_yaml(file.read_text())
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise CompileError("QN207", one_line(f"{path}: {error}"), fix="give a YAML file") from None
+            raise CompileError("QN207", one_line(f"{file}: {error}"), fix="give a YAML file") from None
         if not isinstance(document, dict):
-            raise CompileError("QN207", f"{path} is not a mapping of keys to values", fix="write key: value lines")
+            raise CompileError("QN207", f"{file} is not a mapping of keys to values", fix="write key: value lines")
         return cls.make({**document, **changes})
 
     @classmethod

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CompileError, LogWarning
-from ..core.files import open_folder, open_to_append, write_file
+from ..core.files import open_folder, open_to_append, path_of, write_file
 from .callbacks import Callback
 
 if TYPE_CHECKING:
@@ -115,8 +115,8 @@ class ConsoleLogger(Logger):
 class JsonLogger(Logger):
     """``metrics.jsonl``: an object in each line. A run that goes on appends."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = path_of(folder, "QN701")
         self.file: FileIO | None = None
 
     @property
@@ -166,8 +166,8 @@ class TensorBoardLogger(Logger):
         CompileError: QN108 when the run starts, if tensorboard cannot be imported.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = path_of(folder, "QN701")
         self.writer: Any = None
 
     @property

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..core.errors import CompileError, LogWarning
-from ..core.files import open_folder, open_plain, write_file
+from ..core.files import open_folder, open_plain, path_of, write_file
 
 NAME = "time.json"
 SPENT = ("step", "data", "compile", "validation", "save", "restart", "other")
@@ -58,13 +58,13 @@ class RunTime(BaseModel):
     starts: list[RunStart] = Field(default_factory=list)
 
     @classmethod
-    def read(cls, folder: str | Path) -> RunTime:
+    def read(cls, folder: str | os.PathLike[str]) -> RunTime:
         """Read the report of a Trainer in its log_folder, or else checkpoint_folder; empty if there is none.
 
         Raises:
             CompileError: QN207 if the file is not what a Trainer writes.
         """
-        path = Path(folder) / NAME
+        path = path_of(folder, "QN207") / NAME
         try:
             with open(open_plain(path), "rb") as file:
                 report = cls.model_validate_json(file.read())

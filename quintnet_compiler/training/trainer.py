@@ -22,6 +22,7 @@ from ..checkpoint.stores.places import folder_at
 from ..checkpoint.training_state import Restored, require_number
 from ..compat.torch import pytree
 from ..core.errors import CheckpointError, CheckpointWarning, QuintNetError, RunError
+from ..core.files import AnyPath, path_of
 from ..ir.batch_form import batch_size_of, plain_batch
 from ..runtime.launch.accelerator import group_accelerator
 from ..runtime.launch.consistency import tell
@@ -95,8 +96,7 @@ class Trainer:
             all starts of the run went (``quintnet goodput FOLDER``).
         tensorboard: also write TensorBoard events into ``log_folder``.
         console: print log lines, and where the time went.
-        callbacks: called while the run goes on, see :class:`Callback`; after those that log_folder, tensorboard and
-            console ask for.
+        callbacks: called while the run goes on, see :class:`Callback`; after the loggers that keywords above ask for.
         batch_is_local: training batches have only this data rank's rows.
         measure_step: the step (from 1) whose timeline is written into ``log_folder`` as ``timeline.json``; see
             :meth:`CompiledProgram.measure`.
@@ -118,13 +118,13 @@ class Trainer:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     loss_weight: LossWeight | None = None
     perplexity: bool = False
-    checkpoint_folder: str | Path | None = None
+    checkpoint_folder: AnyPath | None = None
     save_every: int | Literal["auto"] | None = None
     mean_time_between_failures: float | None = None
     keep: int = 3
     preempt_signals: Sequence[int] = SIGNALS
     log_every: int = 10
-    log_folder: str | Path | None = None
+    log_folder: AnyPath | None = None
     tensorboard: bool = False
     console: bool = True
     callbacks: Sequence[Callback] = ()
@@ -269,7 +269,7 @@ class Trainer:
             return self.program.step(batch, batch_is_local=self.batch_is_local)
         loss, timeline = self.program.measure(batch, batch_is_local=self.batch_is_local)
         if self.program.first:
-            write_log_file(Path(self.log_folder or ".") / "timeline.json", f"{timeline.to_json()}\n")
+            write_log_file(path_of(self.log_folder or ".", "QN701") / "timeline.json", f"{timeline.to_json()}\n")
         return loss
 
     def _speed(self, batch: Any, rows: int, device: torch.device, seconds: float) -> dict[str, float]:
@@ -325,7 +325,7 @@ class Trainer:
     def _stopwatch(self) -> Stopwatch:
         saves = None if self.checkpoint_folder is None else folder_at(self.checkpoint_folder).path
         folder = self.log_folder if self.log_folder is not None or isinstance(saves, str) else saves  # not in a store
-        own_folder = Path(folder) if folder is not None and judges() else None
+        own_folder = path_of(folder, "QN701") if folder is not None and judges() else None
         return Stopwatch(own_folder, lambda: self.program.seconds_compiling)
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:

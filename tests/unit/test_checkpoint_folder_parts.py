@@ -152,8 +152,9 @@ def test_a_mark_counts_when_its_checkpoint_is_there(tmp_path: Path) -> None:
 
 
 def test_boxes_cover_a_tensor_exactly(tmp_path: Path) -> None:
-    def read(shape: list[int], *boxes: tuple[list[int], list[int]]) -> dict[str, documents.IndexEntry]:
-        entry = {"dtype": "F32", "shape": shape, "boxes": [[at, sizes, "file", "0"] for at, sizes in boxes]}
+    def read(shape: list[int], *boxes: tuple[list[int], list[int]], key: str = "") -> dict[str, documents.IndexEntry]:
+        stored = [[at, sizes, "file", key or str(number)] for number, (at, sizes) in enumerate(boxes)]
+        entry = {"dtype": "F32", "shape": shape, "boxes": stored}
         text = json.dumps({"x": entry}).encode()
         (tmp_path / documents.INDEX).write_bytes(text)
         digest = pieces.Digest(len(text), (xxhash.xxh3_128_hexdigest(text),))
@@ -175,6 +176,8 @@ def test_boxes_cover_a_tensor_exactly(tmp_path: Path) -> None:
             read([4, 4], *wrong)
     with pytest.raises(Damaged, match="do not cover"):
         read([], ([], []), ([], []))
+    with pytest.raises(Damaged, match="another box is 0 of file, too"):
+        read([4], ([0], [2]), ([2], [2]), key="0")
 
 
 def test_values_keep_their_kinds() -> None:

@@ -80,6 +80,27 @@ def test_a_stopwatch_counts_compiling_apart_and_is_kept_over_starts(tmp_path: Pa
     assert "there is no time.json" in str(RunTime.read(tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b'{"version": 1, "starts": [{"beg',
+        b'{"version": 99, "starts": "x"}',
+        b"\xff\x00\xfe",
+        b"[" * 200_000,
+        b"[1,2]",
+    ],
+    ids=["empty", "torn", "of another version", "binary", "deep", "a list"],
+)
+def test_a_stopwatch_sets_a_damaged_file_aside(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "time.json").write_bytes(text)
+    with pytest.raises(CompileError, match="QN207"):
+        RunTime.read(tmp_path)
+    Stopwatch(tmp_path, lambda: 0.0).write()
+    assert (tmp_path / "time.json.damaged").read_bytes() == text
+    assert len(RunTime.read(tmp_path).starts) == 1
+
+
 def test_steps_between_saves_by_what_steps_and_saves_take_on_the_slowest_rank() -> None:
     now = [0.0]
     interval = SaveInterval("auto", 5 * 3600.0, lambda text: (text, json.dumps([2.0, 30.0, 0.0])), lambda: now[0])

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from pathlib import Path
 
 import pytest
 from torch import nn
 
+from quintnet_compiler.checkpoint import pieces
 from quintnet_compiler.checkpoint.background import Saving
 from quintnet_compiler.checkpoint.lock import FolderLocks
 from quintnet_compiler.checkpoint.stores.disk_folder import DiskFolder
 from quintnet_compiler.checkpoint.training_state import Destination
 from quintnet_compiler.core.errors import CheckpointError, CheckpointWarning, RunError
-from quintnet_compiler.runtime.threads import at_exit
+from quintnet_compiler.runtime.threads import at_exit, room
 from quintnet_compiler.runtime.threads.turns import LocalTurns, WorldTurn, all_turns, turn_of
 
 
@@ -137,3 +139,21 @@ def test_a_save_is_over_when_its_thread_has_ended() -> None:
     lingers.set()
     saving.finish(60)
     assert saving.over
+
+
+def test_without_room_no_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that dies before it runs is waited for without end: whoever wanted it works alone."""
+
+    def limited(kind: int) -> tuple[int, int]:
+        return (2**20, 2**20) if kind == resource.RLIMIT_AS else (resource.RLIM_INFINITY,) * 2
+
+    monkeypatch.setattr(resource, "getrlimit", limited)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("a thread was started"))
+    assert not room.has_room(1)
+    with pytest.raises(RuntimeError, match="no room"):
+        room.start_thread(threading.Thread())
+    workers = list[int]()
+    pieces.shared(lambda share: workers.append(threading.get_ident()), range(20))
+    assert set(workers) == {threading.get_ident()} and len(workers) > 1
+    monkeypatch.undo()
+    assert room.has_room(1)

@@ -42,23 +42,13 @@ def layout_of(items: Mapping[str, Any], model_key: str | None, own: str) -> DcpK
     Raises:
         CheckpointError: QN602 if there are several optimizers, or no key is the model's.
     """
-    found = {key[: key.index(GROUPS)] for key in items if f".{GROUPS}" in f".{key}"}
-    if len(found) > 1:
-        listed = ", ".join(shown(one.rstrip(".")) for one in sorted(found))
-        raise CheckpointError(
-            "QN602", f"there are several optimizers: {listed}", fix="save them to folders of their own"
-        )
-    optimizer = next(iter(found), None)
+    optimizer = _optimizer_prefix(items)
     theirs = frozenset() if optimizer is None else _beginning(items, optimizer + STATE, optimizer + GROUPS)
     tensors = [key for key, x in items.items() if isinstance(x, TensorStorageMetadata)]
     rest = [key for key in tensors if key not in theirs and key != own and not key.startswith(BESIDE)]
-    if model_key is not None:
-        model = f"{model_key}." if model_key else ""
-    elif own in items:
-        model = "model."
-    else:
-        begin = f"{optimizer}{STATE}"
-        model = _prefix(rest, [key.removeprefix(begin) for key in theirs if key.startswith(begin)])
+    begin = f"{optimizer}{STATE}"
+    stated = [key.removeprefix(begin) for key in theirs if key.startswith(begin)]
+    model = _model_prefix(rest, stated, model_key, own in items)
     mine = frozenset(key for key in rest if key.startswith(model))
     if not mine:
         raise CheckpointError(
@@ -69,19 +59,41 @@ def layout_of(items: Mapping[str, Any], model_key: str | None, own: str) -> DcpK
     return DcpKeys(model, optimizer, mine, theirs)
 
 
+def _optimizer_prefix(keys: Iterable[str]) -> str | None:
+    """Return what the optimizer's keys begin with; None if there is no optimizer.
+
+    Raises:
+        CheckpointError: QN602 if there are several.
+    """
+    prefixes = sorted({key[: key.index(GROUPS)] for key in keys if f".{GROUPS}" in f".{key}"})
+    if len(prefixes) > 1:
+        listed = ", ".join(shown(prefix.rstrip(".")) for prefix in prefixes)
+        raise CheckpointError(
+            "QN602", f"there are several optimizers: {listed}", fix="save them to folders of their own"
+        )
+    return prefixes[0] if prefixes else None
+
+
+def _model_prefix(keys: Collection[str], stated: Collection[str], model_key: str | None, is_own: bool) -> str:
+    """Return what the model's keys begin with: as the user says, as this package writes it, or else as they show."""
+    if model_key is not None:
+        return f"{model_key}." if model_key else ""
+    return "model." if is_own else _prefix(keys, stated)
+
+
 def _beginning(keys: Iterable[str], *prefixes: str) -> frozenset[str]:
     return frozenset(key for key in keys if key.startswith(prefixes))
 
 
 def _prefix(keys: Collection[str], stated: Collection[str]) -> str:
     """What the model's keys begin with. ``stated``: a parameter's name, a dot, and what the optimizer keeps of it."""
-    usual = [one for one in ("app.model.", "model.", "") if any(key.startswith(one) for key in keys)]
+    usual = [prefix for prefix in ("app.model.", "model.", "") if any(key.startswith(prefix) for key in keys)]
     if not stated:
-        return next((one for one in usual if all(key.startswith(one) for key in keys)), "")
-    for one in reversed(usual):
-        names = {key.removeprefix(one) for key in keys if key.startswith(one)}
+        return next((prefix for prefix in usual if all(key.startswith(prefix) for key in keys)), "")
+    for prefix in reversed(usual):
+        names = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
         if all(_name_in(names, text) is not None for text in stated):
-            return one
+            return prefix
     return usual[0] if usual else ""
 
 
@@ -115,10 +127,10 @@ def optimizer_of(
             _put(state.setdefault(name, {}), _inner(rest[len(STATE) + len(name) + 1 :], paths.get(key, ())), value)
             continue
         rest = rest.removeprefix(GROUPS)
-        known = _name_in(names, rest)
+        parameter = _name_in(names, rest)
         number, _, option = rest.partition(".")
-        if known is not None:
-            flat.setdefault(known, {})[rest[len(known) + 1 :]] = value
+        if parameter is not None:
+            flat.setdefault(parameter, {})[rest[len(parameter) + 1 :]] = value
         elif number.isdecimal():
             groups.setdefault(number, {})[option] = value
         else:
@@ -127,20 +139,20 @@ def optimizer_of(
     for group in groups.values():
         for name in group.pop("params", ()):
             options[_required(names, f"{name}.")] = group
-    made = {name: {key: _listed(x) for key, x in one.items()} for name, one in state.items()}
-    return OptimizerContents(kind, made, {**options, **flat})
+    listed = {name: {key: _listed(x) for key, x in kept.items()} for name, kept in state.items()}
+    return OptimizerContents(kind, listed, {**options, **flat})
 
 
 def _required(names: Collection[str], text: str) -> str:
-    found = _name_in(names, text)
-    if found is None:
+    name = _name_in(names, text)
+    if name is None:
         raise CheckpointError(
             "QN602",
             f"the optimizer has {shown(text.rstrip('.'))}, which belongs to no parameter of the checkpoint",
             fix="save get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict, which has "
             "names where optimizer.state_dict() has numbers; or say where the model is: --model-key KEY",
         )
-    return found
+    return name
 
 
 def _inner(rest: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:

@@ -77,8 +77,8 @@ def with_newest(tell_all: TellAll, folder: CheckpointFolder, step: int | None, p
                 reason = str(vanished)
     raise CheckpointError(
         "QN601",
-        f"{shown(str(folder.path))}: {LOOKS} times, a checkpoint was replaced or removed while it was read: {reason}",
-        fix="load while no other process writes there",
+        f"{shown(str(folder.path))}: {LOOKS} times, a checkpoint was no longer what it was when listed: {reason}",
+        fix="load while no other process writes there; if none does, from where files keep their numbers",
     )
 
 

@@ -47,7 +47,7 @@ class OpenFiles:
         stamps: its files.
         read: fills memory with what begins at an offset of a file. Raises: VanishedError, or OSError naming the file.
         replaced: returns whether the checkpoint's name stands for other files now, or for none.
-        changed: returns those of some files that others have written since.
+        changed: returns those of some files that have another size or version now.
         bytes_at_once: how many are best read by one call.
     """
 
@@ -72,9 +72,9 @@ class OpenFiles:
         return OpenFile(self, name, size)
 
     def require_unchanged(self) -> None:
-        """Raise VanishedError if others have written a file since the checkpoint was opened."""
+        """Raise VanishedError if a file is no longer what it was when the checkpoint was opened."""
         for name in sorted(self.changed(self.stamps.keys())):
-            raise VanishedError(f"{shown(name)} was written again while it was read")
+            raise VanishedError(f"{shown(name)} has another size or version than when it was opened")
 
 
 @dataclass(frozen=True)

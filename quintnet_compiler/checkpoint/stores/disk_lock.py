@@ -76,7 +76,12 @@ class FolderLock:
             os.pwrite(self._file, json.dumps(asdict(Holder.here())).encode(), 0)
             return True
         if time.monotonic() > until:
-            raise refused(str(self.path.parent), "another process, which replaces it all the time,")
+            raise CheckpointError(
+                "QN603",
+                f"{shown(str(self.path))}: for {_PATIENCE:g} s, what was opened had another number (inode) than what "
+                "has that name, or further names",
+                fix="end a process that replaces it; if there is none, save where files keep their numbers",
+            )
         if is_there:  # of another user, or a copy's file, too
             os.unlink(self.path)
         return False

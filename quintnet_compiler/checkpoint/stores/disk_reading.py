@@ -116,9 +116,10 @@ class _OpenFolder:
             descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self.descriptor)
         except FileNotFoundError as error:
             raise VanishedError(f"{name} was removed") from error
-        if _stamp(os.fstat(descriptor)) != self.stamps[name]:
+        stamp = _stamp(os.fstat(descriptor))
+        if stamp != self.stamps[name]:
             close_quietly(descriptor)
-            raise VanishedError(f"{name} was written again")
+            raise _is_another(name, stamp, self.stamps[name])
         return descriptor
 
     def _fill(self, name: str, kept: int | None, offset: int, into: memoryview) -> None:
@@ -159,6 +160,12 @@ def with_path(error: OSError, path: Path) -> OSError:
     if error.errno is None:
         return error
     return OSError(error.errno, os.strerror(error.errno), str(path))
+
+
+def _is_another(name: str, opened: FileStamp, listed: FileStamp) -> VanishedError:
+    """Return the error of a file that others replaced or wrote, or whose file system gives it another number."""
+    words = [f"{stamp.size} bytes, device:inode:time {stamp.version}" for stamp in (listed, opened)]
+    return VanishedError(f"{name} was listed with {words[0]}, and opened with {words[1]}")
 
 
 def _stamps(folder: int) -> dict[str, FileStamp]:

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from fsspec import AbstractFileSystem
 
 from ...core.errors import CheckpointWarning
+from ...runtime.threads.room import start_thread
 from ...weights.files import shown
 from ..lock import NAME, Holder, refused
 
@@ -83,7 +84,7 @@ class ObjectLock:
         self._take(str(store.unstrip_protocol(root)))
         ended = threading.Event()
         self.release = weakref.finalize(self, _release, self._writer, ended)
-        threading.Thread(target=_beat, args=(self._writer, ended), name="quintnet-lock", daemon=True).start()
+        start_thread(threading.Thread(target=_beat, args=(self._writer, ended), name="quintnet-lock", daemon=True))
 
     def in_place(self) -> bool:
         """Whether the object still is this process's."""

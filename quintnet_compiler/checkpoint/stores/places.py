@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ...core.errors import CheckpointError
+from ...core.files import path_of
 from ...weights.files import shown
 from ..folder import CheckpointFolder
 from .disk_folder import DiskFolder
 
 
-def folder_at(place: str | Path, code: str = "QN603") -> CheckpointFolder:
+def folder_at(place: str | os.PathLike[str], code: str = "QN603") -> CheckpointFolder:
     """Return the folder at a path, or at a URL of a store that fsspec knows (``s3://bucket/run``, ``gs://``).
 
     A relative path is that of the working directory now: a save in the background ends later. ``file://`` is a path.
@@ -22,12 +24,13 @@ def folder_at(place: str | Path, code: str = "QN603") -> CheckpointFolder:
         code: of errors.
 
     Raises:
-        CheckpointError: if the package for this kind of store is not installed, or there is no such place.
+        CheckpointError: if this is no path, the package for this kind of store is not installed, or there is no such
+            place.
     """
-    if isinstance(place, Path) or "://" not in place:
-        return DiskFolder(_absolute(Path(place), code))
+    if not isinstance(place, str) or "://" not in place:
+        return DiskFolder(_absolute(path_of(place, code, CheckpointError), code))
     if place.startswith("file://"):
-        return DiskFolder(_path_of(place, code))
+        return DiskFolder(_path_of_url(place, code))
     from fsspec.core import url_to_fs
 
     from .object_folder import ObjectFolder
@@ -55,7 +58,7 @@ def _absolute(path: Path, code: str) -> Path:
         ) from None
 
 
-def _path_of(url: str, code: str) -> Path:
+def _path_of_url(url: str, code: str) -> Path:
     """Return the path that a ``file://`` URL names."""
     parts = urlsplit(url)
     path = Path(unquote(parts.path))

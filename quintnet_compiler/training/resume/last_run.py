@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from ...checkpoint.folder import CheckpointFolder
 from ...checkpoint.manifest import available
@@ -11,7 +11,7 @@ from ...core.errors import CheckpointError
 from ...weights.files import shown
 
 
-def goes_on(place: str | Path) -> bool:
+def goes_on(place: str | os.PathLike[str]) -> bool:
     """Return whether there is a checkpoint.
 
     A run that silently began anew would hide the checkpoints of an earlier one.
