@@ -97,7 +97,7 @@ class _Encoder:
             return "deque", [x.maxlen, self._items(x, path)]
         if type(x) is defaultdict and (x.default_factory is None or x.default_factory in _FACTORIES.values()):
             return "defaultdict", [getattr(x.default_factory, "__name__", None), self._pairs(x, path)]
-        if _is_named_tuple(type(x)) and _class_named(*_name_of(x)) is type(x):
+        if isinstance(x, tuple) and _is_named_tuple(type(x)) and _class_named(*_name_of(x)) is type(x):
             return "named_tuple", [*_name_of(x), self._items(x, path)]
         return None
 

@@ -386,8 +386,8 @@ class Trainer:
 
     def _saved_now(self, position: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of :meth:`CompiledProgram.save`."""
-        at: dict[str, Any] = {"data": position, "bad": self.bad}
-        at["best"] = self.best if math.isfinite(self.best) else None
+        best = self.best if math.isfinite(self.best) else None
+        at: dict[str, Any] = {"data": position, "bad": self.bad, "best": best}
         if self.stored_scheduler is not None:
             at["scheduler"] = self.stored_scheduler.to_json()
         return {"step": self.history.step, "optimizer": self.optimizer, "extra": {"trainer": at}, "keep": self.keep}
@@ -402,6 +402,7 @@ class Trainer:
         path, at = shown(str(restored.path)), restored.extra["trainer"]
         self.data.load_state_dict(at.get("data", at))  # an earlier version had no "data"
         self.best, self.bad = math.inf if at["best"] is None else at["best"], at["bad"]
+        self.history.stopped_early = self.patience is not None and self.bad >= self.patience
         if self.stored_scheduler is not None and "scheduler" in at:
             self.stored_scheduler.restore(at["scheduler"])
         elif self.stored_scheduler is not None:

@@ -114,9 +114,8 @@ class StoredScheduler:
     def _compared(self, path: str, x: Any) -> Any:
         """Return JSON for a function or object that the scheduler had at first, too; None for another one."""
         own = self._own.get(path)
-        if type(own) is not type(x) or (self._is_reference(x) and own != x):
-            return None
-        return self._note(path, x, self._compared)
+        alike = type(own) is type(x) and (own == x or not self._is_reference(x))
+        return self._note(path, x, self._compared) if alike else None
 
     def _note(self, path: str, x: Any, put_other: Any) -> Any:
         if self._is_reference(x):
