@@ -206,10 +206,12 @@ def test_a_loader_of_another_kind_is_read_again_up_to_where_it_was(tmp_path: Pat
 
 
 def test_it_stops_when_validation_gets_no_better(tmp_path: Path) -> None:
-    trainer = _trainer({"dp": 1}, epochs=9, patience=2, validate_every=1, log_folder=tmp_path, console=False)
+    options = {"patience": 2, "validate_every": 1, "checkpoint_folder": tmp_path / "saves", "console": False}
+    trainer = _trainer({"dp": 1}, epochs=9, log_folder=tmp_path, scheduler=None, **options)
     trainer.optimizer.param_groups[0]["lr"] = 0.0
-    trainer.scheduler = None
     history = trainer.fit()
+    again = _trainer({"dp": 1}, epochs=9, scheduler=None, **options).fit()
+    assert (again.resumed_from, again.losses, again.stopped_early) == (3, [], True)
     assert history.stopped_early
     assert history.step == 3  # the first is the best, and two are not better
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

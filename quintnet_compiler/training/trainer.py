@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from ..api.compiled_program import CompiledProgram
-from ..checkpoint.optimizer_state import plain
-from ..checkpoint.reading.plain_values import require_alike
 from ..checkpoint.stores.places import folder_at
 from ..checkpoint.training_state import Restored, require_number
 from ..compat.torch import pytree
@@ -37,6 +35,7 @@ from .measures import Metric, device_flops, memory_gib
 from .resume.last_run import goes_on
 from .resume.resumable_loader import ResumableLoader
 from .resume.stored_checks import require_trainer_state
+from .resume.stored_scheduler import StoredScheduler
 from .save_interval import SaveInterval
 from .schedulers import follows_validation, require_steps
 from .time_report import RunTime, Stopwatch
@@ -135,15 +134,15 @@ class Trainer:
         """Check the arguments.
 
         Raises:
-            CheckpointError: QN603 for a number of checkpoints to keep that cannot be.
+            CheckpointError: QN603 for a number of checkpoints to keep, or a scheduler's state, that cannot be.
             CompileError: QN108 for ``save_every="auto"`` without the mean time between failures, or a scheduler that
                 needs more than there is.
             RunError: QN301 for a ``measure_step`` where several ranks share this process.
         """
         require_number("keep", self.keep, 1)
         require_steps(self.scheduler, validation=self.val_loader is not None)
-        if self.scheduler is not None and self.checkpoint_folder is not None:
-            plain(self.scheduler.state_dict(), "the scheduler's state")  # what cannot be saved is refused now
+        stores = self.scheduler is not None and self.checkpoint_folder is not None
+        self.stored_scheduler = StoredScheduler(self.scheduler, self.optimizer) if stores else None
         if self.measure_step is not None:
             self.program.require_measure()
         self.interval = SaveInterval(self.save_every, self.mean_time_between_failures, self._everybody)
@@ -387,10 +386,10 @@ class Trainer:
 
     def _saved_now(self, position: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of :meth:`CompiledProgram.save`."""
-        at: dict[str, Any] = {"data": position, "bad": self.bad}
-        at["best"] = self.best if math.isfinite(self.best) else None
-        if self.scheduler is not None:
-            at["scheduler"] = self.scheduler.state_dict()
+        best = self.best if math.isfinite(self.best) else None
+        at: dict[str, Any] = {"data": position, "bad": self.bad, "best": best}
+        if self.stored_scheduler is not None:
+            at["scheduler"] = self.stored_scheduler.to_json()
         return {"step": self.history.step, "optimizer": self.optimizer, "extra": {"trainer": at}, "keep": self.keep}
 
     def _resume(self) -> None:
@@ -403,9 +402,10 @@ class Trainer:
         path, at = shown(str(restored.path)), restored.extra["trainer"]
         self.data.load_state_dict(at.get("data", at))  # an earlier version had no "data"
         self.best, self.bad = math.inf if at["best"] is None else at["best"], at["bad"]
-        if self.scheduler is not None and "scheduler" in at:
-            self.scheduler.load_state_dict(at["scheduler"])
-        elif self.scheduler is not None:
+        self.history.stopped_early = self.patience is not None and self.bad >= self.patience
+        if self.stored_scheduler is not None and "scheduler" in at:
+            self.stored_scheduler.restore(at["scheduler"])
+        elif self.stored_scheduler is not None:
             message = f"{path} has no scheduler's state: this run's scheduler starts at its beginning"
             warnings.warn(CheckpointWarning(message), stacklevel=3)
         self.history.step = self.history.resumed_from = self.saved = restored.step
@@ -424,5 +424,5 @@ class Trainer:
             )
         state, where = checkpoint.extra["trainer"], "state.json: extra.trainer"
         require_trainer_state(state, where)
-        if self.scheduler is not None and "scheduler" in state:
-            require_alike(state["scheduler"], self.scheduler.state_dict(), f"{where}.scheduler", only_own=True)
+        if self.stored_scheduler is not None and "scheduler" in state:
+            self.stored_scheduler.require(state["scheduler"], f"{where}.scheduler")

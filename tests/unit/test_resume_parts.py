@@ -42,7 +42,7 @@ def test_states_are_json_and_come_back_as_they_were() -> None:
     assert again["w"][1].tolist() == [[0, 1], [2, 3]]
     assert again["w"][2:] == [float("inf"), {}]
     assert from_json(None) is None
-    with pytest.raises(CheckpointError, match="the state of X is a object, which a checkpoint cannot hold"):
+    with pytest.raises(CheckpointError, match="the state of X: a is a object, which a checkpoint cannot hold"):
         to_json({"a": object()}, "the state of X")
 
 

@@ -22,25 +22,22 @@ class _MisfitError(Exception):
     """Say which field has which wrong value."""
 
 
-def require_alike(values: Mapping[str, Any], own: Mapping[str, Any], where: str, *, only_own: bool = False) -> None:
+def require_alike(values: Mapping[str, Any], own: Mapping[str, Any], where: str) -> None:
     """Compare plain values with those that they are to replace.
 
-    A number takes the place of a number, a list that of one of the same length. Names that ``own`` does not have may
-    have any number, text, or list of them.
+    A number takes the place of a number, a list that of a list of any length or of a tuple of the same length. Names
+    that ``own`` does not have may have any number, text, or list of them.
 
     Args:
         values: of a file.
         own: those that are there, tensors among them.
         where: names the file and the part of it.
-        only_own: other names than those of ``own`` are refused.
 
     Raises:
         CheckpointError: QN602, naming the field.
     """
     try:
         for name, value in values.items():
-            if only_own and name not in own:
-                raise _MisfitError(f"{where}.{shown(name)} is nothing that there is here")
             _require_value(value, own.get(name), f"{where}.{name}", 0)
     except _MisfitError as misfit:
         raise CheckpointError("QN602", str(misfit), fix="load a checkpoint that has not been changed") from None
@@ -67,7 +64,7 @@ def require_options(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
     make: Callable[..., object] = kind
     try:
         make([torch.zeros(1, 1, requires_grad=True)], **arguments_of(kind, options, own))
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
         text = f"{where}: {kind.__name__} refuses them: {shown(str(error))}"
         raise CheckpointError("QN602", text, fix="load a checkpoint that has not been changed") from None
 
@@ -123,9 +120,12 @@ def _parts(value: Any, own: Any, where: str) -> list[tuple[str, Any, Any]]:
         if own is not None and not isinstance(own, Mapping):
             raise _misfit(value, own, where)
         return [(str(name), part, (own or {}).get(name)) for name, part in value.items()]
-    if own is not None and (not isinstance(own, list | tuple) or len(value) != len(own)):
+    if own is not None and not isinstance(own, list | tuple):
         raise _misfit(value, own, where)
-    return [(str(i), part, None if own is None else own[i]) for i, part in enumerate(value)]
+    if isinstance(own, tuple) and len(value) != len(own):
+        raise _misfit(value, own, where)
+    replaced = list(own or ()) + [None] * len(value)
+    return [(str(i), part, its_own) for i, (part, its_own) in enumerate(zip(value, replaced, strict=False))]
 
 
 def _require_number(value: float, own: Any, where: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NotRequired
 
 import numpy as np
 import torch
-from pydantic import ConfigDict, Field, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
+from pydantic import Field, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
@@ -46,21 +46,13 @@ class DataNote(TypedDict):
     data_rank_of: NotRequired[list[Count]]
 
 
-class SchedulerNote(TypedDict):
-    """A scheduler's state_dict with torch's numbers; others are compared with those of the scheduler."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-    last_epoch: NotRequired[Count]
-    _step_count: NotRequired[Count]
-
-
 class TrainerNote(TypedDict):
     """The state of a Trainer besides the position in the data."""
 
     best: Annotated[StrictInt | StrictFloat, Field(allow_inf_nan=False)] | None
     bad: Count
     data: NotRequired[dict[StrictStr, Any]]
-    scheduler: NotRequired[SchedulerNote]
+    scheduler: NotRequired[dict[StrictStr, Any]]
 
 
 _DATA, _TRAINER = TypeAdapter(DataNote), TypeAdapter(TrainerNote)
@@ -74,13 +66,13 @@ def require_data_state(state: Mapping[str, Any], where: str = "the state of the 
     """
     _require(_DATA, state, where)
     if "batches" not in state and "in_epoch" not in state:
-        raise _unfit(f"{where}: batches is missing")
+        raise unfit(f"{where}: batches is missing")
     if "states" not in state:
         return
     if not all(name in state for name in ("of", "data_ranks", "data_rank_of")):
-        raise _unfit(f"{where}: of, data_ranks or data_rank_of is missing")
+        raise unfit(f"{where}: of, data_ranks or data_rank_of is missing")
     if not state["of"] or len(state["of"]) != len(state["data_rank_of"]) or max(state["of"]) >= len(state["states"]):
-        raise _unfit(f"{where}: of names ranks or states that it does not have")
+        raise unfit(f"{where}: of names ranks or states that it does not have")
     for number, states in enumerate(state["states"]):
         for name in ("begin", "now", "loader"):
             _require_decodable(states[name], f"{where}: states.{number}.{name}", generators=name != "loader")
@@ -102,7 +94,7 @@ def _require(kind: TypeAdapter[Any], state: Any, where: str) -> None:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(map(str, first["loc"]))
-        raise _unfit(f"{where}: {shown(field)}: {first['msg']}") from None
+        raise unfit(f"{where}: {shown(field)}: {first['msg']}") from None
 
 
 def _require_decodable(stored: Any, where: str, *, generators: bool) -> None:
@@ -111,7 +103,7 @@ def _require_decodable(stored: Any, where: str, *, generators: bool) -> None:
         if generators and state is not None:
             _try_generators(state)
     except Exception as error:  # of any library that was given wrong values
-        raise _unfit(f"{where}: {type(error).__name__}: {shown(str(error))}") from None
+        raise unfit(f"{where}: {type(error).__name__}: {shown(str(error))}") from None
 
 
 def _try_generators(states: Mapping[str, Any]) -> None:
@@ -151,5 +143,6 @@ def _require_position(position: Any) -> None:
         raise ValueError(f"position {position} of {_MT19937_WORDS} words")
 
 
-def _unfit(text: str) -> CheckpointError:
+def unfit(text: str) -> CheckpointError:
+    """Return the error for a state that was changed."""
     return CheckpointError("QN602", text, fix="go on from a checkpoint that has not been changed")
