@@ -148,19 +148,34 @@ def decoded(x: Any, get: Get, get_other: GetOther | None = None) -> Any:
             return get_other(path, note)
         case [("dict", [[str(mark), content]])] if mark[:1] == "\0" and mark[1:] in _LEAVES:  # of earlier versions
             return _LEAVES[mark[1:]](content)
-        case [(kind, list(items))] if kind in _SEQUENCES:
-            return _SEQUENCES[kind](each(items))
-        case [(kind, list(items))] if kind in _MAPPINGS:
-            return _MAPPINGS[kind](pairs(items))
-        case [("deque", [length, list(items)])]:
-            return deque(each(items), length)
-        case [("defaultdict", [factory, list(items)])]:
-            return defaultdict(None if factory is None else _FACTORIES[factory], pairs(items))
-        case [("named_tuple", [str(module), str(name), list(items)])]:
-            return _named_tuple(_class_named(module, name), each(items), name)
+        case [(kind, list(content))] if kind in _CONTAINERS:
+            return _CONTAINERS[kind](content, each, pairs)
         case [(str(kind), content)] if kind in _LEAVES:
             return _LEAVES[kind](content)
     return {key: decoded(value, get, get_other) for key, value in x.items()}  # as earlier versions wrote it
+
+
+Each = Callable[[Any], list[Any]]
+Pairs = Callable[[Any], dict[Any, Any]]
+
+
+def _named_tuple_of(content: list[Any], each: Each, pairs: Pairs) -> Any:
+    module, name, items = content
+    return _named_tuple(_class_named(module, name), each(items), name)
+
+
+def _default_dict_of(content: list[Any], each: Each, pairs: Pairs) -> defaultdict[Any, Any]:
+    factory, items = content
+    return defaultdict(None if factory is None else _FACTORIES[factory], pairs(items))
+
+
+_CONTAINERS: dict[str, Callable[[list[Any], Each, Pairs], Any]] = {
+    **{name: lambda items, each, pairs, kind=kind: kind(each(items)) for name, kind in _SEQUENCES.items()},  # type: ignore[misc]
+    **{name: lambda items, each, pairs, kind=kind: kind(pairs(items)) for name, kind in _MAPPINGS.items()},  # type: ignore[misc]
+    "deque": lambda content, each, pairs: deque(each(content[1]), content[0]),
+    "defaultdict": _default_dict_of,
+    "named_tuple": _named_tuple_of,
+}
 
 
 def _array(content: Any) -> Any:

@@ -404,7 +404,7 @@ class Trainer:
         self.best, self.bad = math.inf if at["best"] is None else at["best"], at["bad"]
         self.history.stopped_early = self.patience is not None and self.bad >= self.patience
         if self.stored_scheduler is not None and "scheduler" in at:
-            self.stored_scheduler.restore(at["scheduler"])
+            self.stored_scheduler.set_state(at["scheduler"])
         elif self.stored_scheduler is not None:
             message = f"{path} has no scheduler's state: this run's scheduler starts at its beginning"
             warnings.warn(CheckpointWarning(message), stacklevel=3)

@@ -111,7 +111,7 @@ def test_a_state_of_another_scheduler_is_refused(
     stored = StoredScheduler(here(second), second)
     if not text:
         stored.require(note, "it")
-        return stored.restore(note)
+        return stored.set_state(note)
     with pytest.raises(CheckpointError, match=text) as raised:
         stored.require(note, "it")
     assert raised.value.code == "QN602"
@@ -123,5 +123,5 @@ def test_the_state_of_an_earlier_version_is_read() -> None:
     stored = StoredScheduler(scheduler, optimizer)
     state = {**scheduler.state_dict(), "last_epoch": 7, "base_lrs": [0.5]}
     stored.require(state, "it")
-    stored.restore(state)
+    stored.set_state(state)
     assert (scheduler.last_epoch, scheduler.base_lrs) == (7, [0.5])

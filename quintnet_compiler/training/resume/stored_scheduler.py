@@ -74,7 +74,7 @@ class StoredScheduler:
         if type(self.scheduler).__module__.startswith("torch.optim."):
             _require_torchs_values(state, own, where)
 
-    def restore(self, stored: Mapping[str, Any]) -> None:
+    def set_state(self, stored: Mapping[str, Any]) -> None:
         """Give the scheduler a state that :meth:`require` accepts."""
         self.scheduler.load_state_dict(self._read(stored, set_objects=True))
 
