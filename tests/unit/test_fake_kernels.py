@@ -79,3 +79,20 @@ def test_the_check_reads_a_graph_alone() -> None:
     program: Any = SimpleNamespace(graph=to.graph)
     with pytest.raises(quintnet.QuintNetError, match=r"QN114 (?s:.)*\[2, 7\]"):
         check_fake_kernels(program)
+
+
+@torch.library.custom_op("quintnet_fakes::filled", mutates_args=())
+def filled(size: int) -> Tensor:
+    return torch.ones(size, 2).T
+
+
+@filled.register_fake
+def _(size: int) -> Tensor:
+    return torch.empty(2, size)
+
+
+def test_an_operator_without_tensors_is_not_run() -> None:
+    to = builder()
+    to.call(torch.ops.quintnet_fakes.filled.default, 3)
+    program: Any = SimpleNamespace(graph=to.graph)
+    check_fake_kernels(program)
