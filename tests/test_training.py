@@ -268,8 +268,8 @@ def test_what_a_trainer_cannot_do_is_known_when_it_is_made(tmp_path: Path) -> No
     with pytest.raises(quintnet.CompileError, match=r"Given.step needs metric[\s\S]*in a callback"):
         quintnet.Trainer(*given, scheduler=Given())  # type: ignore[arg-type]
     odd = torch.optim.lr_scheduler.LambdaLR(made.optimizer, lambda step: 1.0)
-    odd.hidden = {1, 2}  # type: ignore[attr-defined]
-    with pytest.raises(quintnet.CheckpointError, match="which JSON cannot hold"):
+    odd.hidden = iter([1, 2])  # type: ignore[attr-defined]
+    with pytest.raises(quintnet.CheckpointError, match="hidden is a list_iterator, which a checkpoint cannot hold"):
         quintnet.Trainer(*given, scheduler=odd, checkpoint_folder=tmp_path)
 
 

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..api.compiled_program import CompiledProgram
+from ..compat.torch import pytree
 from ..core.errors import CompileError
 from ..cost_models.hardware import product
+from ..ir.batch_form import plain_batch
 
 Metric = Callable[[Any, Any], tuple[float, float]]
 """(the model's outputs, the batch's labels) -> a sum over rows, and the number of rows."""
@@ -54,3 +57,19 @@ def memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def step_speed(
+    program: CompiledProgram, batch: Any, rows: int, device: torch.device, seconds: float
+) -> dict[str, float]:
+    """Return the memory, and the speed of a step of ``rows`` rows of all data ranks."""
+    numbers = {"memory_gib": memory_gib(device)}
+    first = next((x for x in pytree.tree_leaves(plain_batch(batch)) if isinstance(x, Tensor)), None)
+    if first is not None and first.dim() == 2 and not first.is_floating_point():
+        numbers["tokens_per_second"] = rows * first.shape[1] / seconds
+    else:
+        numbers["rows_per_second"] = rows / seconds
+    peak_flops = device_flops(device, next(program.parameters()).dtype)
+    if peak_flops is not None:
+        numbers["mfu"] = program.model_flops / (seconds * peak_flops * program.mesh.size)
+    return numbers

@@ -18,10 +18,9 @@ from torch import Tensor
 from ..api.compiled_program import CompiledProgram
 from ..checkpoint.stores.places import folder_at
 from ..checkpoint.training_state import Restored, require_number
-from ..compat.torch import pytree
 from ..core.errors import CheckpointError, CheckpointWarning, QuintNetError, RunError
 from ..core.files import AnyPath, path_of
-from ..ir.batch_form import batch_size_of, plain_batch
+from ..ir.batch_form import batch_size_of
 from ..runtime.launch.accelerator import group_accelerator
 from ..runtime.launch.consistency import tell
 from ..runtime.launch.heartbeat import current
@@ -31,7 +30,7 @@ from ..weights.files import shown
 from .buckets import PaddedBatches
 from .callbacks import Callback
 from .loggers import ConsoleLogger, JsonLogger, Logger, TensorBoardLogger, write_log_file
-from .measures import Metric, device_flops, memory_gib
+from .measures import Metric, step_speed
 from .resume.last_run import goes_on
 from .resume.resumable_loader import ResumableLoader
 from .resume.stored_checks import require_trainer_state
@@ -141,8 +140,8 @@ class Trainer:
         """
         require_number("keep", self.keep, 1)
         require_steps(self.scheduler, validation=self.val_loader is not None)
-        stores = self.scheduler is not None and self.checkpoint_folder is not None
-        self.stored_scheduler = StoredScheduler(self.scheduler, self.optimizer) if stores else None
+        self._stored: StoredScheduler | None = None
+        self._stored_scheduler()  # what cannot be saved is refused now
         if self.measure_step is not None:
             self.program.require_measure()
         self.interval = SaveInterval(self.save_every, self.mean_time_between_failures, self._everybody)
@@ -261,7 +260,7 @@ class Trainer:
             return loss, None
         assert norm is not None
         numbers = {"loss": float(loss), "grad_norm": float(norm), "lr": float(rate)}
-        return loss, numbers | self._speed(batch, rows, loss.device, time.perf_counter() - start)
+        return loss, numbers | step_speed(self.program, batch, rows, loss.device, time.perf_counter() - start)
 
     def _loss(self, batch: Any) -> Tensor:
         if self.history.step + 1 != self.measure_step:
@@ -270,18 +269,6 @@ class Trainer:
         if self.program.first:
             write_log_file(path_of(self.log_folder or ".", "QN701") / "timeline.json", f"{timeline.to_json()}\n")
         return loss
-
-    def _speed(self, batch: Any, rows: int, device: torch.device, seconds: float) -> dict[str, float]:
-        numbers = {"memory_gib": memory_gib(device)}
-        first = next((x for x in pytree.tree_leaves(plain_batch(batch)) if isinstance(x, Tensor)), None)
-        if first is not None and first.dim() == 2 and not first.is_floating_point():
-            numbers["tokens_per_second"] = rows * first.shape[1] / seconds
-        else:
-            numbers["rows_per_second"] = rows / seconds
-        peak_flops = device_flops(device, next(self.program.parameters()).dtype)
-        if peak_flops is not None:
-            numbers["mfu"] = self.program.model_flops / (seconds * peak_flops * self.program.mesh.size)
-        return numbers
 
     def _end_of_epoch(self) -> None:
         if not self.validate_every:
@@ -384,12 +371,20 @@ class Trainer:
         except CheckpointError as error:
             warnings.warn(CheckpointWarning(f"after a fault: {error}"), stacklevel=2)
 
+    def _stored_scheduler(self) -> StoredScheduler | None:
+        """Return what checkpoints have of the scheduler, which may have been replaced; None if nothing is saved."""
+        if self.scheduler is None or self.checkpoint_folder is None:
+            return None
+        if self._stored is None or self._stored.scheduler is not self.scheduler:
+            self._stored = StoredScheduler(self.scheduler, self.optimizer)
+        return self._stored
+
     def _saved_now(self, position: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of :meth:`CompiledProgram.save`."""
         best = self.best if math.isfinite(self.best) else None
         at: dict[str, Any] = {"data": position, "bad": self.bad, "best": best}
-        if self.stored_scheduler is not None:
-            at["scheduler"] = self.stored_scheduler.to_json()
+        if (scheduler := self._stored_scheduler()) is not None:
+            at["scheduler"] = scheduler.to_json()
         return {"step": self.history.step, "optimizer": self.optimizer, "extra": {"trainer": at}, "keep": self.keep}
 
     def _resume(self) -> None:
@@ -403,9 +398,10 @@ class Trainer:
         self.data.load_state_dict(at.get("data", at))  # an earlier version had no "data"
         self.best, self.bad = math.inf if at["best"] is None else at["best"], at["bad"]
         self.history.stopped_early = self.patience is not None and self.bad >= self.patience
-        if self.stored_scheduler is not None and "scheduler" in at:
-            self.stored_scheduler.set_state(at["scheduler"])
-        elif self.stored_scheduler is not None:
+        scheduler = self._stored_scheduler()
+        if scheduler is not None and "scheduler" in at:
+            scheduler.set_state(at["scheduler"])
+        elif scheduler is not None:
             message = f"{path} has no scheduler's state: this run's scheduler starts at its beginning"
             warnings.warn(CheckpointWarning(message), stacklevel=3)
         self.history.step = self.history.resumed_from = self.saved = restored.step
@@ -424,5 +420,5 @@ class Trainer:
             )
         state, where = checkpoint.extra["trainer"], "state.json: extra.trainer"
         require_trainer_state(state, where)
-        if self.stored_scheduler is not None and "scheduler" in state:
-            self.stored_scheduler.require(state["scheduler"], f"{where}.scheduler")
+        if (scheduler := self._stored_scheduler()) is not None and "scheduler" in state:
+            scheduler.require(state["scheduler"], f"{where}.scheduler")
