@@ -163,11 +163,10 @@ class Trainer:
 
         Raises:
             Preempted: if a scheduler asked for it; everything is saved.
-            RunError: QN501 on every rank if a loss or gradient is not finite; the last checkpoint is whole.
+            RunError: QN501 on every rank if a loss or gradient is not finite; the last checkpoint is whole. QN306 if
+                signals are to be handled outside of the main thread.
             CheckpointError: QN601 to QN603, see :meth:`CompiledProgram.load` and ``save``.
-            CompileError: QN108 before the first step, if there is no validation loss for batches like those of
-                training.
-            RunError: QN306 if signals are to be handled outside of the main thread.
+            CompileError: QN108 before the first step, if there is no validation loss for batches like these.
         """
         self.watch, self.all_callbacks = self._stopwatch(), [*self._loggers(), *self.callbacks]
         if self.val_loader is not None:
@@ -176,6 +175,7 @@ class Trainer:
             try:
                 with self.watch.on("restart"):
                     self._resume()
+                self.optimizer.zero_grad()  # a run that failed may have left gradients
                 self.watch.begin(self.history.step)
                 self.interval.begin(self.history.step)
                 self._tell("on_start")

@@ -211,5 +211,7 @@ def test_a_folder_that_never_stands_still_is_told() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice.time, "sleep", lambda _: None)
-        with pytest.raises(CheckpointError, match=r"60 times, a checkpoint was replaced or removed .*it is gone"):
+        with pytest.raises(
+            CheckpointError, match=r"60 times, a checkpoint was no longer what it was when listed: .*it is gone"
+        ):
             choice.with_newest(lambda text: (text,), Folder(), None, lambda _: lambda: None)  # type: ignore[arg-type]
