@@ -13,10 +13,10 @@ from ...core.errors import CheckpointError
 
 
 def to_json(state: Any, what: str, put_other: PutOther | None = None) -> Any:
-    """Return ``state`` as JSON. ``what`` names it in errors; ``put_other``: see :func:`.values.encoded`.
+    """Return ``state`` as JSON. ``what`` names it in errors; ``put_other``: see :func:`...checkpoint.values.encoded`.
 
     Raises:
-        CheckpointError: QN603 for a value that :func:`.values.encoded` does not have, or that holds itself.
+        CheckpointError: QN603 for a value that ``encoded`` does not have, or that holds itself.
     """
     tensors: dict[str, Any] = {}
 
