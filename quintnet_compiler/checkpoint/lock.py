@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..core.errors import CheckpointError
 from ..core.files import open_plain
 from ..weights.files import shown
-from .folder import CheckpointFolder, WriterLock
+
+if TYPE_CHECKING:
+    from .folder import CheckpointFolder, WriterLock
 
 NAME = ".writer"
 _LARGEST = 4096  # bytes

@@ -16,7 +16,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from ..core.axes import SHARDED_AXES, DataAxis
 from ..core.errors import CompileError
 from ..core.files import open_folder, path_of, write_file
-from ..core.html import table
 from ..core.mesh import Mesh
 from ..core.names import MAX_PATH_LENGTH, one_line
 from ..core.precision import COMPUTE_DTYPES, SUM_DTYPES, Precision, check_precision
@@ -180,6 +179,8 @@ class Plan(BaseModel):
         return {key: value for key, value in decisions.items() if value != defaults[key]}
 
     def _repr_html_(self) -> str:
+        from ..core.html import table
+
         decided = table(["decision", ""], self.decisions.items(), "Plan")
         kinds = [(name, ", ".join(f"{a}: {k}" for a, k in types.items())) for name, types in self.parameters.items()]
         if not kinds:
