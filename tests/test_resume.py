@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import quintnet
-from quintnet_compiler.training.resume.stored_values import from_json
+from quintnet_compiler.checkpoint.values import from_json
 
 from .resumed_loops import (
     BATCH,

@@ -14,13 +14,13 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import quintnet
+from quintnet_compiler.checkpoint.values import from_json, to_json
 from quintnet_compiler.core.errors import CheckpointError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.training.resume.position import Position
 from quintnet_compiler.training.resume.random_states import RandomStates
 from quintnet_compiler.training.resume.rank_states import RowReader, chosen, gathered
 from quintnet_compiler.training.resume.resumable_loader import ResumableLoader
-from quintnet_compiler.training.resume.stored_values import from_json, to_json
 
 
 def test_states_are_json_and_come_back_as_they_were() -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data import sampler as torch_samplers
 
 from ...api.compiled_program import CompiledProgram
+from ...checkpoint.values import from_json, to_json
 from ...core.errors import CheckpointError, CheckpointWarning
 from ...runtime.launch.accelerator import group_accelerator
 from ...runtime.launch.calls import announced
@@ -22,7 +23,6 @@ from .position import Position
 from .random_states import RandomStates
 from .rank_states import RowReader, chosen, gathered
 from .stored_checks import require_data_state
-from .stored_values import from_json, to_json
 
 _END = object()
 

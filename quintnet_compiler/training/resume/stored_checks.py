@@ -12,9 +12,9 @@ from pydantic import Field, StrictFloat, StrictInt, StrictStr, TypeAdapter, Vali
 from torch import Tensor
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
+from ...checkpoint.values import from_json
 from ...core.errors import CheckpointError
 from ...weights.files import shown
-from .stored_values import from_json
 
 _MT19937_WORDS = 624
 _BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")

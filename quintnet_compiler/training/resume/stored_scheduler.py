@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...checkpoint.reading.plain_values import require_alike
+from ...checkpoint.values import from_json, to_json
 from ...core.errors import CheckpointError
 from ...weights.files import shown
 from .stored_checks import unfit
-from .stored_values import from_json, to_json
 
 _KEYS = frozenset({"class", "groups", "state"})
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
