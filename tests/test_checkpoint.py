@@ -8,10 +8,12 @@ import random
 import resource
 import shutil
 import signal
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -20,6 +22,8 @@ from torch import Tensor
 import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
 from quintnet_compiler.checkpoint import commit, lock, manifest, pieces, storage, tensor_file
+from quintnet_compiler.checkpoint.formats.convert import convert
+from quintnet_compiler.checkpoint.formats.format import Format
 from quintnet_compiler.checkpoint.stores import disk_folder
 from quintnet_compiler.checkpoint.stores.disk_folder import DiskFolder
 
@@ -223,10 +227,44 @@ def test_another_optimizer_is_refused(trained: Made, saved: Path, tmp_path: Path
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
     with pytest.raises(quintnet.CheckpointError, match=r"make it with program.parameters\(\)"):
         program.save(tmp_path / "bare", step=2, optimizer=stranger)
-    with pytest.raises(quintnet.CheckpointError, match="JSON cannot hold") as raised:
+    with pytest.raises(
+        quintnet.CheckpointError, match="extra: dataset is a object, which a checkpoint cannot hold"
+    ) as raised:
         program.save(tmp_path / "bare", step=2, extra={"dataset": object()})
     assert raised.value.code == "QN603"
     assert [entry.step for entry in manifest.available(DiskFolder(tmp_path / "bare"))] == [1]
+
+
+class _Seen(NamedTuple):
+    rows: int
+    weight: np.float32
+
+
+def test_extra_values_keep_their_types(trained: Made, tmp_path: Path) -> None:
+    program, optimizer = trained
+    optimizer.param_groups[0]["lr"] = np.float32(0.25)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3, 3])
+    extra = {
+        "seen": _Seen(3, np.float32(0.5)), "span": (1, 2), "names": {"a", "b"}, "random": torch.get_rng_state(),
+        "scheduler": scheduler.state_dict(), "best": OrderedDict(loss=0.5), "none": None,
+    }  # fmt: skip
+    program.save(tmp_path / "own", step=1, optimizer=optimizer, extra=extra)
+    convert(tmp_path / "own", tmp_path / "dcp", Format.DCP)
+    convert(tmp_path / "dcp", tmp_path / "again", Format.QUINTNET)
+    for folder in ("own", "again"):
+        restored = dict(program.load(tmp_path / folder, optimizer=optimizer).extra)
+        assert torch.equal(restored.pop("random"), extra["random"])
+        assert {name: (type(x), x) for name, x in restored.items()} == {
+            name: (type(x), x) for name, x in extra.items() if name != "random"
+        }
+        assert type(restored["seen"].weight) is np.float32 and type(restored["scheduler"]["milestones"]) is Counter
+        assert optimizer.param_groups[0]["lr"] == 0.25
+    cyclic: list[object] = []
+    cyclic.append(cyclic)
+    for wrong, text in (({1: 2}, "extra has the key 1"), ({"list": cyclic}, "extra holds itself")):
+        with pytest.raises(quintnet.CheckpointError, match=text):
+            program.save(tmp_path / "own", step=2, extra=wrong)  # type: ignore[dict-item]
+    assert [entry.step for entry in manifest.available(DiskFolder(tmp_path / "own"))] == [1]
 
 
 def test_saving_in_the_background_saves_what_was_there(trained: Made, tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def _other_arguments(folder: str) -> list[str]:
         lambda: program.save_pretrained(f"{folder}/weights", merged=bool(rank)),
         lambda: program.save(f"{folder}/new", step=3, extra={"name": "run", "rows": {"seen": rank}}),
         lambda: program.save_async(f"{folder}/new", step=3, extra={"rows": 1} if rank else None),
-        lambda: program.save(f"{folder}/new", step=3, extra={"rows": {rank}}),
+        lambda: program.save(f"{folder}/new", step=3, extra={"rows": object()}),
         lambda: program.save(f"{folder}/new", step=3, extra={"rows": 10**5000}),
     ]
     for call in calls:
@@ -179,7 +179,7 @@ def _other_arguments(folder: str) -> list[str]:
             texts.append("")
     program.save(f"{folder}/new", step=1, optimizer=optimizer)
     assert program.load(f"{folder}/new", optimizer=optimizer).step == 1
-    same: list[dict[str, object]] = [{"a": (1, 2), "b": torch.tensor(0.5)}, {"b": 0.5, "a": [1, 2]}]
+    same: list[dict[str, object]] = [{"a": [1, 2], "b": 0.5}, {"b": 0.5, "a": [1, 2]}]
     program.save(f"{folder}/new", step=2, extra=same[rank])
     assert program.load(f"{folder}/new").extra == same[1]
     return texts
@@ -200,7 +200,7 @@ def test_ranks_that_save_or_load_something_else_are_told_at_once(tmp_path: Path)
         "merged of save_pretrained: rank 1: True; all others: False",
         'extra of save: rank 1: "seen": 1; all others: "seen": 0',
         'extra of save_async: rank 1: {\n "rows": 1\n}; all others: {}',
-        "extra is a set, which JSON cannot hold",
+        "extra: rows is a object, which a checkpoint cannot hold",
         "QN603",
     ]
     for texts in quintnet.launch(_other_arguments, 2, (str(tmp_path),), timeout=120):

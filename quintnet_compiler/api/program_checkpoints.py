@@ -125,7 +125,8 @@ class ProgramCheckpoints(ProgramState):
             step: its number. A checkpoint of the same step is replaced; those of later steps are of a run that this one
                 left, and move to ``folder/abandoned-01``.
             optimizer: of this program's parameters, whose state is saved with them.
-            extra: anything that JSON can hold, such as a scheduler's ``state_dict()`` or the position in the data.
+            extra: values to load again, such as a scheduler's ``state_dict()`` or the position in the data: numbers,
+                texts, small tensors and arrays, and lists, tuples, sets and dicts of them. All keep their types.
             keep: how many of the newest whole checkpoints to keep, this one among them; None: all.
 
         Returns:

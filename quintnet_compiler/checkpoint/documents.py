@@ -75,8 +75,11 @@ class RunNote(TypedDict):
 
 
 class StateNote(TypedDict):
+    """``extra``: of JSON's own values; ``typed_extra``: of others, see :func:`.values.stored_extra`."""
+
     step: Count
-    extra: dict[StrictStr, Any]
+    extra: NotRequired[dict[StrictStr, Any]]
+    typed_extra: NotRequired[dict[StrictStr, Any]]
     run: RunNote
     optimizer: NotRequired[OptimizerNote]
 

@@ -25,7 +25,7 @@ from ..weights.sources import Runs, runs_of
 from .parts import SavedPart
 from .reading.plain_values import require_options
 from .reading.state_shapes import SavedState, StateShapes
-from .values import decoded, encoded, path_of
+from .values import decoded, encoded, path_of, plain
 
 Note = Mapping[str, Any]  # JSON
 
@@ -376,24 +376,3 @@ def _set(group: dict[str, Any], key: str, x: Any) -> None:
 def local_of(x: Tensor) -> Tensor:
     found: Tensor = x.to_local() if isinstance(x, DTensor) else x
     return found.detach()
-
-
-def plain(x: Any, what: str) -> Any:
-    """``x`` as JSON has it.
-
-    Raises:
-        CheckpointError: QN603 if JSON has no such thing.
-    """
-    if x is None or isinstance(x, (bool, int, float, str)):
-        return x
-    if isinstance(x, Tensor) and x.dim() == 0:
-        return x.item()
-    if isinstance(x, (list, tuple)):
-        return [plain(one, what) for one in x]
-    if isinstance(x, Mapping) and all(isinstance(key, str) for key in x):
-        return {key: plain(one, what) for key, one in x.items()}
-    raise CheckpointError(
-        "QN603",
-        f"{what} is a {type(x).__name__}, which JSON cannot hold",
-        fix="keep numbers, texts, lists and dicts with texts as keys",
-    )

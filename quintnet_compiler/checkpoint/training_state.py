@@ -22,7 +22,7 @@ from ..core.errors import CheckpointError
 from ..weights.files import refuse_all, shown
 from .folder import CheckpointFolder, PublishedError, name_of
 from .lock import FolderLocks
-from .optimizer_state import ParameterPlace, local_of, merged, plain, restored, stored
+from .optimizer_state import ParameterPlace, local_of, merged, restored, stored
 from .parts import SavedPart
 from .pretrained import WeightsSubject, everywhere
 from .reading.choice import Chosen, with_newest
@@ -31,6 +31,7 @@ from .reading.together import attempted
 from .staging import on_host
 from .storage import SavePlanning, Writer, error_of_ranks, reasons_of_ranks
 from .tied import torn_ties, under_stored_names
+from .values import extra_of, stored_extra
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 
@@ -80,11 +81,12 @@ def snapshot(
 
 
 def as_stored(extra: Mapping[str, Any]) -> str:
-    """Return what a checkpoint has of ``extra``, a value on each line. What JSON cannot hold is refused later."""
+    """Return what a checkpoint has of ``extra``, a value on each line. What it cannot hold is refused later."""
     try:
-        return json.dumps(plain(extra, "extra"), indent=1, sort_keys=True)
+        (stored_values,) = stored_extra(extra).values()
+        return json.dumps(stored_values, indent=1, sort_keys=True)
     except (CheckpointError, ValueError, RecursionError):  # also of a number with too many digits
-        return "what JSON cannot hold"
+        return "what a checkpoint cannot hold"
 
 
 def snapshot_here(
@@ -98,7 +100,7 @@ def snapshot_here(
     unset = sorted(subject.backend.unset & subject.program.state.keys())
     refuse_all("QN604", Path(), [f"{name} has no values" for name in unset], fix="load or initialise the model first")
     parts, places = _parts(subject)
-    note: dict[str, Any] = {"extra": plain(extra, "extra"), "run": dict(run), "torch": torch.__version__}
+    note: dict[str, Any] = {**stored_extra(extra), "run": dict(run), "torch": torch.__version__}
     if optimizer is not None:
         tensors, note["optimizer"] = stored(optimizer, places)
         parts |= {f"{OPTIMIZER}{name}": part for name, part in tensors.items()}
@@ -243,7 +245,7 @@ class _Restoring:
             VanishedError: on every rank. If parameters were changed, they have no values now.
         """
         subject, note, backend = self.subject, self.chosen.state, self.subject.backend
-        restored_note = Restored(note["step"], self.chosen.folder_or_url, note["extra"], note["run"])
+        restored_note = Restored(note["step"], self.chosen.folder_or_url, extra_of(note), note["run"])
         with everywhere(backend, "QN601"):
             plan = planned()
             if accept is not None:

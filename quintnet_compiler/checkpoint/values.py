@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import copy
+import json
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import CheckpointError
+from ..weights.files import shown
 
 Put = Callable[[str, Tensor], None]
 Get = Callable[[str], Tensor]
@@ -28,6 +31,29 @@ _SEQUENCE_KINDS = {kind: name for name, kind in _SEQUENCES.items()}
 _MAPPING_KINDS = {kind: name for name, kind in _MAPPINGS.items()}
 _BYTES: dict[str, type] = {"bytes": bytes, "bytearray": bytearray}
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)}
+
+
+def plain(x: Any, what: str) -> Any:
+    """Return ``x`` as JSON has it. A number of NumPy, or in a tensor, is one of Python.
+
+    Raises:
+        CheckpointError: QN603 if JSON has no such thing.
+    """
+    if isinstance(x, np.generic):
+        x = x.item()
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return x
+    if isinstance(x, Tensor) and x.dim() == 0:
+        return x.item()
+    if isinstance(x, (list, tuple)):
+        return [plain(part, what) for part in x]
+    if isinstance(x, Mapping) and all(isinstance(key, str) for key in x):
+        return {key: plain(part, what) for key, part in x.items()}
+    raise CheckpointError(
+        "QN603",
+        f"{what} is a {type(x).__name__}, which JSON cannot hold",
+        fix="keep numbers, texts, lists and dicts with texts as keys",
+    )
 
 
 def path_of(key: str) -> str:
@@ -89,6 +115,8 @@ class _Encoder:
         return _Encoder(f"a key of {self.what}", refuse, None).encode(key, path)
 
     def _container(self, x: Any, path: str) -> tuple[str, Any] | None:
+        if type(x) in (set, frozenset):  # in one order in all processes, as texts have other hashes in each
+            return _SEQUENCE_KINDS[type(x)], sorted(self._items(x, path), key=json.dumps)
         if type(x) in _SEQUENCE_KINDS:
             return _SEQUENCE_KINDS[type(x)], self._items(x, path)
         if type(x) in _MAPPING_KINDS:
@@ -185,6 +213,61 @@ def from_json(stored: Any, get_other: GetOther | None = None) -> Any:
         return words.view(getattr(torch, dtype)).reshape(shape) if data else words.to(getattr(torch, dtype))
 
     return decoded(stored["value"], get, get_other)
+
+
+def stored_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint's document has for ``extra``: JSON's own values as they are, others with their types.
+
+    Raises:
+        CheckpointError: QN603 for a key that is no text, and for a value that :func:`encoded` does not have, or that
+            holds itself.
+    """
+    try:
+        if type(extra) is dict and _is_json(extra):
+            return {"extra": copy.deepcopy(extra)}
+    except RecursionError:
+        pass  # the next line says which value it is
+    if other := [key for key in extra if type(key) is not str]:
+        raise CheckpointError("QN603", f"extra has the key {other[0]!r}", fix="use texts as keys")
+    return {"typed_extra": to_json(dict(extra), "extra")}
+
+
+def extra_of(note: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``extra`` of :func:`stored_extra`.
+
+    Raises:
+        CheckpointError: QN602 if it cannot be read here.
+    """
+    if "typed_extra" not in note:
+        return dict(note.get("extra", {}))
+    try:
+        extra = from_json(note["typed_extra"])
+    except (
+        AttributeError,
+        KeyError,
+        LookupError,
+        OverflowError,
+        RecursionError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        text = f"state.json: typed_extra cannot be read: {type(error).__name__}: {shown(str(error))}"
+        raise CheckpointError(
+            "QN602", text, fix="import the modules of its classes first, or load another one"
+        ) from None
+    if not isinstance(extra, dict) or not all(isinstance(name, str) for name in extra):
+        raise CheckpointError("QN602", "state.json: typed_extra is no dict of names", fix="load another checkpoint")
+    return extra
+
+
+def _is_json(x: Any) -> bool:
+    """Return whether JSON gives back ``x`` with all its types."""
+    if type(x) is list:
+        return all(map(_is_json, x))
+    if type(x) is dict:
+        return all(type(key) is str for key in x) and all(map(_is_json, x.values()))
+    return type(x) in _PLAIN
 
 
 Each = Callable[[Any], list[Any]]

@@ -46,7 +46,7 @@ def test_a_rank_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = program._pretrained()
     other = program.optimizer(lambda p: torch.optim.SGD(p, lr=0.1))
     assert replica(subject, other, {}, {}) is None  # its ranks divide the state
-    assert replica(subject, optimizer, {"a": object()}, {}) is None  # JSON cannot hold it
+    assert replica(subject, optimizer, {"a": object()}, {}) is None  # a checkpoint cannot hold it
     optimizer.state.pop(next(program.parameters()))
     assert replica(subject, optimizer, {}, {}) is None  # of one parameter, the state is elsewhere
     whole = replica(subject, None, {}, {})

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ...core.errors import CheckpointError
 from ...weights.files import shown
+from ..values import extra_of, stored_extra
 from .contents import Contents, OptimizerContents
 from .dcp_keys import STEP, layout_of, optimizer_of
 from .dcp_metadata import DcpMetadata, read_dcp_metadata
@@ -91,7 +92,7 @@ def read_dcp(folder: Path, model_key: str | None) -> Contents:
         {name: values[key] for name, key in names.items() if isinstance(values[key], torch.Tensor)},
         optimizer_of(layout, values, names.keys(), found.paths, own.get("class", "")),
         own.get("step", int(values.get(STEP, 0))),
-        own.get("extra", {}),
+        extra_of(own),
         own.get("run", {}),
         tuple(sorted(items.keys() - values.keys() - {OWN})),
     )
@@ -111,7 +112,7 @@ def write_dcp(folder: Path, contents: Contents) -> None:
     """Write ``{"model": ..., "optimizer": ...}`` as ``get_model_state_dict`` and ``get_optimizer_state_dict`` of
     torch.distributed.checkpoint.state_dict name what is in it: options of the optimizer both by group and by parameter
     (``flatten_optimizer_state_dict=True``)."""
-    own: dict[str, Any] = {"step": contents.step, "extra": contents.extra, "run": contents.run}
+    own: dict[str, Any] = {"step": contents.step, **stored_extra(contents.extra), "run": contents.run}
     state: dict[str, Any] = {MODEL: dict(contents.model)}
     if contents.optimizer is not None:
         own["class"] = contents.optimizer.kind

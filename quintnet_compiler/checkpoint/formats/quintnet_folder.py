@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ..lock import FolderLocks
-from ..optimizer_state import decoded_state, encoded_state, plain
+from ..optimizer_state import decoded_state, encoded_state
 from ..parts import SavedPart
 from ..reading.choice import Chosen, with_newest
 from ..reading.stored_tensors import StoredTensors
 from ..reading.together import raised_together
 from ..stores.disk_folder import DiskFolder
 from ..training_state import MODEL, OPTIMIZER, Destination, Snapshot, write
+from ..values import extra_of, plain, stored_extra
 from .contents import Contents, OptimizerContents
 
 
@@ -59,7 +60,7 @@ def _contents(chosen: Chosen) -> Contents:
             {name: decoded_state(saved["values"].get(name, {}), tensors.get(name, {})) for name in saved["of"]},
             {name: saved["options"][number] for name, number in saved["of"].items()},
         )
-    return Contents(model, optimizer, note["step"], note["extra"], note["run"])
+    return Contents(model, optimizer, note["step"], extra_of(note), note["run"])
 
 
 def write_quintnet(folder: Path, contents: Contents) -> None:
@@ -69,7 +70,7 @@ def write_quintnet(folder: Path, contents: Contents) -> None:
         CheckpointError: QN603 if the folder cannot be written, or an optimizer's value cannot be kept.
     """
     parts = {f"{MODEL}{name}": SavedPart.whole(x) for name, x in contents.model.items()}
-    note: dict[str, Any] = {"extra": dict(contents.extra), "run": dict(contents.run), "torch": torch.__version__}
+    note: dict[str, Any] = {**stored_extra(contents.extra), "run": dict(contents.run), "torch": torch.__version__}
     found = contents.optimizer
     if found is not None:
         values, options = {}, {}

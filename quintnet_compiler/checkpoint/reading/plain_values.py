@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,6 +106,8 @@ def arguments_of(
 def _require_value(value: Any, own: Any, where: str, depth: int) -> None:
     if depth > _DEEPEST:
         raise _MisfitError(f"{where} has lists in lists, {depth} deep")
+    if isinstance(own, np.generic):
+        own = own.item()
     if isinstance(value, list | tuple | Mapping):
         for name, part, its_own in _parts(value, own, where):
             _require_value(part, its_own, f"{where}.{shown(name)}", depth + 1)
