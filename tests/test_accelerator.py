@@ -151,7 +151,7 @@ def test_what_a_host_asks_for_is_counted(device: Emulated) -> None:
 # -- all ranks in one process, on one device
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("index", [0, 2], ids=["current device", "another device"])
 @pytest.mark.parametrize(
     ("name", "axes", "options"),
@@ -232,7 +232,7 @@ def _third_step(
     return before, found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", OFFLOADS, ids=lambda one: "-".join(one) or "plain")
 @pytest.mark.parametrize(("name", "microbatches"), [("cnn", 2), ("gpt", 1), ("vit", 1)])
 def test_bytes_of_the_device_and_of_its_host_are_those_simulated(
@@ -257,6 +257,7 @@ def test_bytes_of_the_device_and_of_its_host_are_those_simulated(
     assert bool(row.parameter_bytes or row.gradient_bytes) is not bool(staying)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", pytest.param("vit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "offload", [pytest.param(OFFLOADS[1], marks=pytest.mark.slow), OFFLOADS[3]], ids=lambda one: "-".join(one)
@@ -298,6 +299,7 @@ def test_bytes_of_a_device_whose_values_wait_in_files_are_those_simulated(
         assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad.cpu(), theirs.grad.cpu())
 
 
+@pytest.mark.slow
 def test_gradients_are_on_the_host_when_a_step_returns(device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reads them asks no device. Nor does what changes parameters, which copies may still read."""
     device.set_device(0)
@@ -326,6 +328,7 @@ def test_gradients_are_on_the_host_when_a_step_returns(device: Emulated, monkeyp
     device.synchronize(0)
 
 
+@pytest.mark.slow
 def test_an_optimizer_on_the_host_has_nothing_on_the_device(device: Emulated, tmp_path: Path) -> None:
     """The same bits: the device's kernels are the CPU's. AdamW has two numbers for each element of a parameter."""
     device.set_device(0)
@@ -355,6 +358,7 @@ def test_the_page_counts_what_there_is() -> None:
     assert told in page
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("eager", "jobs"),
     [
@@ -399,6 +403,7 @@ HOST_OPTIMIZERS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [HOST_OPTIMIZERS[:1], pytest.param(HOST_OPTIMIZERS[1:], marks=pytest.mark.slow)])
 def test_bytes_of_optimizers_on_the_hosts_of_two_devices_are_those_simulated(jobs: Sequence[Job]) -> None:
     """Of the rank that has the most parameters whole."""
@@ -430,6 +435,7 @@ LEAVES: tuple[tuple[dict[str, int], dict[str, Any], tuple[str, ...]], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("eager", "layouts"),
     [
@@ -484,6 +490,7 @@ TO_THE_BYTE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [TO_THE_BYTE[:2], pytest.param(TO_THE_BYTE[2:], marks=pytest.mark.slow)])
 def test_bytes_of_two_devices_are_those_simulated(jobs: Sequence[Job]) -> None:
     """Messages under way, what a stage received, and gradients of pipelines, which stay from step to step, among
@@ -517,7 +524,7 @@ def test_layouts_take_what_is_simulated() -> None:
         assert {job: one.measured for job, one in found.items()} == {job: one.simulated for job, one in found.items()}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "rank", "told"),
     [
@@ -538,11 +545,13 @@ def test_failures_of_communication_are_explained(how: str, rank: int, told: Sequ
     assert [text for text in told if text not in found] == [], found
 
 
+@pytest.mark.slow
 def test_one_rank_runs_as_one_of_many_does() -> None:
     job = Job("gpt", {"dp": 1}, {"microbatches": 2})
     assert run(train_alone, World(1, eager=True, seed=1), job) == [("", "ProcessBackend")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dense",
     [
@@ -579,6 +588,7 @@ def test_a_mixture_makes_the_host_wait_once_where_rows_travel() -> None:
         assert {job: counted.to_device for job, counted in found.items()} == dict.fromkeys(wanted, 0)
 
 
+@pytest.mark.slow
 def test_experts_of_a_given_capacity_make_no_host_wait(device: Emulated) -> None:
     device.set_device(0)
     where = torch.device("emulated", 0)
@@ -592,6 +602,7 @@ def test_experts_of_a_given_capacity_make_no_host_wait(device: Emulated) -> None
     assert counted.to_device == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"ep": 2}, pytest.param({"tp": 2}, marks=pytest.mark.slow)], ids=str)
 def test_a_mixture_in_bfloat16(device: Emulated, axes: dict[str, int]) -> None:
     """Grouped matmuls give what loops on the CPU give, but for rounding. Over ``tp`` rows of others' experts stay."""

@@ -93,7 +93,7 @@ def check(model: Any, mesh: quintnet.Mesh, limit: float = 1e-11, **options: Any)
     return program
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), [("LoRA", 1), ("DoRA", 0)])
 def test_adapters_on_products_of_axes(kind: str, layout: int) -> None:
     mesh, options = LAYOUTS[layout]
@@ -108,6 +108,7 @@ def test_all_adapters_on_all_layouts(kind: str, layout: int) -> None:
     check(adapted(**KINDS[kind]), mesh, **options)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_cost_no_matmul_of_the_backward() -> None:
     """Of each frozen linear layer above the lowest adapter the gradient of its input; below it, nothing."""
     model = adapted(4, layers_to_transform=[2, 3], layers_pattern="blocks", target_modules=["qkv"])
@@ -137,6 +138,7 @@ def _language() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -174,7 +176,7 @@ def test_saved_adapters_are_those_of_peft(options: dict[str, Any], tmp_path: Pat
         quintnet.compile(wrong, quintnet.Mesh(dp=2), _language()).load_pretrained(tmp_path / "adapter")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"target_modules": "all-linear"}, {"modules_to_save": ["head"]}, {"target_modules": ["embed", "up"]}],
@@ -205,6 +207,7 @@ def test_base_weights_come_from_their_own_folder(options: dict[str, Any], tmp_pa
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_base_weights_that_do_not_fit(tmp_path: Path) -> None:
     quintnet.compile(Decoder(layers=1), quintnet.Mesh(dp=1), batch()).save_pretrained(tmp_path / "base")
     program = quintnet.compile(adapted(dtype=torch.float32), quintnet.Mesh(tp=2), batch())
@@ -226,6 +229,7 @@ def test_several_adapters_are_saved_and_the_active_one_trains(tmp_path: Path) ->
         assert torch.equal(p, q), name
 
 
+@pytest.mark.slow
 def test_what_cannot_be_saved_as_an_adapter(tmp_path: Path) -> None:
     program = quintnet.compile(Decoder(), quintnet.Mesh(dp=2), batch())
     with pytest.raises(quintnet.CheckpointError, match=r"QN603[\s\S]*no peft.PeftModel"):
@@ -251,6 +255,7 @@ def _train_on_ranks(folder: str, mesh: quintnet.Mesh, options: dict[str, Any]) -
     return float(loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

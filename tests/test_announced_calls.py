@@ -63,7 +63,7 @@ def _apart(what: str, odd: int, folder: Path) -> None:
     time.sleep(20)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "ranks", "odd"),
     [
@@ -94,6 +94,7 @@ def test_a_call_that_one_rank_makes_alone(what: str, ranks: int, odd: int, tmp_p
     assert len(re.findall(rf"{named} in step 2 at {HERE}", text)) == 1 and "SIG" not in text, text
 
 
+@pytest.mark.slow
 def test_a_rank_that_finished_first_is_said_to_have_finished(tmp_path: Path) -> None:
     with pytest.raises(quintnet.RunError) as caught:
         quintnet.launch(_apart, 2, ("finished", 1, tmp_path))

@@ -239,7 +239,7 @@ def test_no_rule_is_needed_where_nothing_is_split(axes: dict[str, int]) -> None:
         quintnet.compile(Net(unruled, last=nn.Linear(4, 4)), Mesh(dp=2), (torch.randn(8, 4),))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_on_every_layout(name: str, layout: str) -> None:

@@ -125,7 +125,7 @@ def test_what_does_not_divide_or_is_multiplied_stays_apart() -> None:
                 assert 0 <= node.args[3] < made.dim() - 1
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"recompute": "selective"}], ids=str)
 def test_nothing_more_is_kept(options: dict[str, Any]) -> None:
     """What a forward leaves for its backward, by name; gathered values stay the slices that they were."""
@@ -269,7 +269,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "change"), CHANGES)
 def test_the_pass_is_checked_against_what_it_was_given(name: str, change: Callable[[fx.Graph], None]) -> None:
     before, after = (_source(_compile(name, {"tp": 2}, overlap=False, async_tp=fused)) for fused in (False, True))
@@ -281,6 +281,7 @@ def test_the_pass_is_checked_against_what_it_was_given(name: str, change: Callab
     assert caught.value.code == "QN209"
 
 
+@pytest.mark.slow
 def test_a_product_in_another_stage_is_noticed() -> None:
     before, after = (
         _source(_compile("gated", {"pp": 2, "tp": 2}, microbatches=2, async_tp=fused)) for fused in (False, True)

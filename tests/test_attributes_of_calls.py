@@ -79,7 +79,7 @@ FOLLOWED: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_they_are_followed(name: str) -> None:
     trains_equally(lambda: Net(FOLLOWED[name]), (X, Y), F.cross_entropy, meshes=LAYOUTS)
@@ -90,7 +90,7 @@ def _prune_again(net: Any, step: int) -> None:
         prune.l1_unstructured(net.a, "weight", 0.2)  # by the attribute that the last forward made
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pruning_goes_on_between_steps(layout: str) -> None:
     meshes = {layout: LAYOUTS[layout]}
@@ -99,7 +99,7 @@ def test_pruning_goes_on_between_steps(layout: str) -> None:
     )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}])
 def test_the_attribute_is_that_of_the_last_forward(mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net(_everywhere).double()
@@ -179,13 +179,13 @@ def _spectral(net: Any) -> None:
     nn.utils.spectral_norm(net.conv, n_power_iterations=2, dim=1)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_old_spectral_norm_is_followed(layout: str) -> None:
     trains_equally(lambda: Net(_spectral), (X, Y), F.cross_entropy, meshes={layout: LAYOUTS[layout]})
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}])
 def test_the_old_spectral_norm_iterates_once_in_a_step(mesh: dict[str, int]) -> None:
     def build() -> nn.Module:
@@ -211,6 +211,7 @@ def test_the_old_spectral_norm_iterates_once_in_a_step(mesh: dict[str, int]) -> 
     assert torch.allclose(program(X), plain.eval()(X), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_copy_after_a_step_is_a_plain_module() -> None:
     model = Net(_everywhere).double()
     program = quintnet.compile(model, quintnet.Mesh(dp=2), (X, Y), loss_fn=F.cross_entropy)
@@ -223,6 +224,7 @@ def _cases() -> dict[str, Case]:
     return {name: Case(lambda name=name: Net(changes[name]), (X, Y), F.cross_entropy) for name in changes}  # type: ignore[misc]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     [{"everywhere": "tp2", "the old spectral_norm": "dp2"}, pytest.param({}, marks=pytest.mark.slow)],

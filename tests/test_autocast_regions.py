@@ -75,7 +75,7 @@ def _nothing_inside(net: Any, x: Tensor) -> Tensor:
 BODIES = (_off, _decorated, _nested, _two, _without_gradients, _in_place, _nothing_inside)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("body", BODIES)
 def test_a_region_that_is_off_is_plain_code(body: Body) -> None:
     trains_equally(lambda: Net(body), (X,), meshes=MESHES)

@@ -66,7 +66,7 @@ def test_three_steps_are_those_of_the_module_called_with_each_microbatch(
     report(case, {str(axes): compare(case, axes)})
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -76,7 +76,7 @@ def test_the_document_keeps_its_values_and_refuses_others(tmp_path: Path) -> Non
         Calibration.load(tmp_path / "nothing")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_programs_are_priced_node_by_node(mesh: dict[str, int]) -> None:
     case = CASES["gpt"]

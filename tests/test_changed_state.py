@@ -41,7 +41,7 @@ MORE = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", SHAPES)
 def test_three_steps_are_those_of_the_module(kind: type[nn.Module], layout: str) -> None:
@@ -64,7 +64,7 @@ def test_other_layouts(kind: type[nn.Module], layout: str) -> None:
     report(case, {layout: compare(case, axes)})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "layout"), list(zip(PARAMETERS, ("dp2 x tp2", "pp2", "tp2"), strict=True)))
 def test_parameters_too(kind: type[nn.Module], layout: str) -> None:
     report(changing(kind), {layout: compare(changing(kind), LAYOUTS[layout])})
@@ -168,11 +168,13 @@ def _differences_of_masked() -> list[float]:
     return differences
 
 
+@pytest.mark.slow
 def test_a_buffer_that_was_none_is_assigned_again_in_processes() -> None:
     for differences in quintnet.launch(_differences_of_masked, 2, timeout=120):
         assert differences == pytest.approx([0.0] * 3, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_evaluation_and_inference_read_the_statistics_that_training_wrote() -> None:
     model, batch = _built(ResNet)
     twin = copy.deepcopy(model)
@@ -194,6 +196,7 @@ def test_an_evaluation_that_changes_a_buffer_does_so() -> None:
     assert model.count.item() == 2
 
 
+@pytest.mark.slow
 def test_checkpoints_have_the_changed_values(tmp_path: Path) -> None:
     model, batch = _built(ResNet)
     program = quintnet.compile(model, quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy)
@@ -211,6 +214,7 @@ def test_checkpoints_have_the_changed_values(tmp_path: Path) -> None:
     _same_buffers(other, model)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_changes_nothing() -> None:
     model, batch = _built(ResNet)
     program = quintnet.compile(model, quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy)
@@ -233,6 +237,7 @@ def test_verify_proves_the_buffers() -> None:
     assert found.ok and all(torch.equal(x, before[name]) for name, x in model.named_buffers())
 
 
+@pytest.mark.slow
 def test_compile_finds_a_wrong_statistic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a training step depends on running statistics: only their own comparison can find this."""
     true = norm_rewrites._averaged
@@ -363,6 +368,7 @@ def test_refused(body: Any, cause: str) -> None:
     assert all(torch.equal(value, kept[name]) for name, value in net.state_dict().items())
 
 
+@pytest.mark.slow
 def test_statistics_that_an_operator_changes_without_its_schema_saying_so() -> None:
     trains_equally(lambda: _Net(_native), (torch.randn(8, 8, generator=torch.Generator().manual_seed(0)),))
 

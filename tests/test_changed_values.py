@@ -194,7 +194,7 @@ def _case(body: Body, **options: Any) -> Case:
     return Case(build, batch, options={"check": "off", **options})
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("body", "layout"), FAST)
 def test_gradients_are_those_of_the_module(body: Body, layout: str) -> None:
     case = _case(body)

@@ -67,6 +67,7 @@ def _is_followed(holder: str, change: str, place: str, layout: str) -> None:
     assert losses == pytest.approx(plain, abs=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("held", "get", "message"),
     [
@@ -112,6 +113,7 @@ def _traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return traces
 
 
+@pytest.mark.slow
 def test_a_value_that_is_read_beside_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     held: dict[str, Any] = {"k": 1.5, "log": []}
     batch = (torch.randn(8, 6), torch.randint(0, 4, (8,)))
@@ -234,7 +236,7 @@ BY_LIBRARIES = (
 )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
 @pytest.mark.parametrize("place", PLACES)
 def test_what_functions_of_python_look_up(place: str, layout: str) -> None:

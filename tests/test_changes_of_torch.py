@@ -77,7 +77,7 @@ def _fails(*_: Any, **options: Any) -> Tensor:
     raise AssertionError("a program called a function that the module does not call")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", MESHES)
 @pytest.mark.parametrize(
     ("function", "names", "other"),
@@ -124,7 +124,7 @@ CACHED: dict[str, tuple[Callable[[], float], list[Callable[[], Any]]]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CACHED)
 def test_a_function_keeps_its_results(case: str) -> None:
     def run(mesh: dict[str, int] | None) -> list[float]:
@@ -139,6 +139,7 @@ def test_a_function_keeps_its_results(case: str) -> None:
         _forget()
 
 
+@pytest.mark.slow
 def test_further_results_lead_to_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     from quintnet_compiler.driver import variants
 
@@ -147,7 +148,7 @@ def test_further_results_lead_to_no_trace(monkeypatch: pytest.MonkeyPatch) -> No
     _losses(Net(_sine, lambda: settings_of(1)["scale"]), {"dp": 2}, changes)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "read", [lambda: float(torch.get_num_threads()), torch.get_num_threads], ids=["named", "itself"]
 )
@@ -180,7 +181,7 @@ def _refusal(change: str, mesh: dict[str, int]) -> str:
     return "nothing was refused"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("layout", MESHES)
 @pytest.mark.parametrize("change", PARAMETRIZED)
@@ -192,6 +193,7 @@ def _refusals() -> list[str]:
     return [_refusal(change, {"tp": 2}) for change in PARAMETRIZED]
 
 
+@pytest.mark.slow
 def test_a_split_weight_is_parametrized() -> None:
     for refused in quintnet.launch(_refusals, 2, timeout=300)[0]:
         assert "QN112" in refused and "the program has no parameter for first." in refused

@@ -74,6 +74,7 @@ def test_a_program_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         _compile(model, (torch.randn(4, 8),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [pytest.param("Llama", marks=pytest.mark.slow), "GPT2"])
 def test_models_that_make_caches_are_compared(architecture: str, values_drawn: list[set[str]]) -> None:
     transformers = pytest.importorskip("transformers")

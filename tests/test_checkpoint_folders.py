@@ -265,6 +265,7 @@ def _weight(made: Made) -> Tensor:
     return weight.clone()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["every fifth", "every event"])
 @pytest.mark.parametrize("save", KILLED)
 def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(

@@ -101,7 +101,7 @@ WAYS: dict[str, tuple[bool, int | None]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seconds", [2, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_reader_beside_a_writer_gets_whole_checkpoints(
@@ -170,7 +170,7 @@ def _read_of_two_ranks(folder: str, until: str) -> int:
         loads += 1
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "seconds"),
     [("overwrites", 3), ("keeps one", 3), *(pytest.param(way, 20, marks=pytest.mark.slow) for way in WAYS)],

@@ -56,6 +56,7 @@ def _lock_without_name(folder: Path) -> Callable[[], None]:
     return lambda: fcntl.flock(os.open(folder / NAME, os.O_RDONLY), fcntl.LOCK_EX)
 
 
+@pytest.mark.sample(1)
 def test_programs_of_a_process_take_turns(place: str) -> None:
     programs, failed = [_program(), _program()], []
 

@@ -31,7 +31,7 @@ torch.set_num_threads(1)
 aten = torch.ops.aten
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_in_parts_equals_the_unsplit_one(name: str) -> None:
     program = compiled(LOSSES[name], {"dp": 2}, loss_chunks=3, microbatches=2)
@@ -61,7 +61,7 @@ def test_layouts(axes: dict[str, int], options: dict[str, Any], tied: bool) -> N
     assert program.verify().ok
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes", "options"),
     [

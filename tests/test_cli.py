@@ -225,6 +225,7 @@ def test_another_way_is_explained() -> None:
     assert _run("explain", "cli_target:build", "0", "--mesh", "tp=2", "--why-not", "{1}").exit_code == 2
 
 
+@pytest.mark.slow
 def test_plans_and_dumps_are_compared(tmp_path: Path) -> None:
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     made = _document("dump", *PLAIN, "--out", one)

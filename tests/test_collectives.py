@@ -95,6 +95,7 @@ def test_a_collective_without_a_method_is_carried_out_by_its_meaning() -> None:
     assert quintnet.launch(_meanings, 2, timeout=100) == ["equal"] * 2
 
 
+@pytest.mark.slow
 def test_exchanges_equal_gloo() -> None:
     assert quintnet.launch(_compare, 4, timeout=100) == ["equal"] * 4
 

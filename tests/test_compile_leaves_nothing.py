@@ -208,7 +208,7 @@ def test_a_step_beside_the_program_leaves_no_note(place: str) -> None:
     assert model.notes() != before, "plain PyTorch takes the note"
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_compile_leaves_no_note(place: str) -> None:
     """Compiled or refused."""
@@ -221,6 +221,7 @@ def test_compile_leaves_no_note(place: str) -> None:
     assert model.notes() == before
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["closure", "object", "partial"])
 def test_a_loss_function_leaves_no_note(kind: str) -> None:
     log: dict[str, int] = {}
@@ -287,6 +288,7 @@ def _on_two_ranks() -> tuple[Any, list[float]]:
     return problem, [float(program.step(BATCH).detach()), float(program.evaluate(BATCH))]
 
 
+@pytest.mark.slow
 def test_ranks_agree_after_one_of_them_has_compared() -> None:
     found = quintnet.launch(_on_two_ranks, 2, timeout=240, collective_timeout=60)
     expected = float(Guesses()(*BATCH).detach())

@@ -31,6 +31,7 @@ def _program(name: str = "gpt", rows: int = 8, microbatches: int = 2, **options:
     )
 
 
+@pytest.mark.slow
 def test_other_batch_sizes_follow_the_first() -> None:
     program, model = _program(), build("gpt")
     for rows in (4, 12, 8):
@@ -249,6 +250,7 @@ def test_peak_of_live_activations_is_the_schedules() -> None:
     assert peaks == {0: 4, 1: 3, 2: 2, 3: 1}
 
 
+@pytest.mark.slow
 def test_vit_of_an_unusual_depth_on_three_stages() -> None:
     torch.manual_seed(0)
     model = ViT(depth=4).double()

@@ -127,7 +127,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_containers_train_as_plain(kind: str, layout: str) -> None:

@@ -30,7 +30,7 @@ def _calls(program: quintnet.CompiledProgram) -> Counter[str]:
     return Counter(re.findall(r"comm\.(\w+)\(", program.ranks[0].forward.code))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("context", ["all_gather", "ulysses", "ring"])
 @pytest.mark.parametrize(
     ("name", "mesh", "microbatches"),
@@ -111,12 +111,14 @@ def test_sliding_windows_and_dropout() -> None:
     assert program.verify().ok
 
 
+@pytest.mark.slow
 def test_a_sequence_that_does_not_divide_is_still_exact() -> None:
     case = CASES["vit"]  # 17 tokens
     program = quintnet.compile(build("vit"), quintnet.Mesh(cp=2), case.batch(4), loss_fn=case.loss_fn)
     assert program.verify().ok
 
 
+@pytest.mark.slow
 def test_one_sequence_of_a_batch_of_one() -> None:
     ids, labels = CASES["gpt"].batch(1)
     assert quintnet.compile(GPT().double(), quintnet.Mesh(cp=4), (ids, labels)).verify().ok
@@ -134,6 +136,7 @@ class ApartFeatures(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("context", ["all_gather", "ulysses", "ring"])
 def test_features_need_not_be_beside_each_other(context: str) -> None:
     """Kernels of attention that a ring calls read them as if they were."""

@@ -39,6 +39,7 @@ def program_of(model: Any, axes: Axes, **options: Any) -> quintnet.CompiledProgr
     return quintnet.compile(model, quintnet.Mesh(**axes), batch, training=False, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
@@ -64,6 +65,7 @@ def test_more_prompts_than_rows(axes: Axes, options: dict[str, Any]) -> None:
     assert len({len(text) - len(prompt) for text, prompt in zip(found, prompts, strict=True)}) > 1  # some end early
 
 
+@pytest.mark.slow
 def test_texts_come_and_go() -> None:
     model = large_model("Llama")
     texts = program_of(model, {"tp": 2}).generation(rows=2, page=PAGE, max_pages=8)
@@ -89,6 +91,7 @@ def test_texts_come_and_go() -> None:
         texts.add(prompts[0], max_new_tokens=25)
 
 
+@pytest.mark.slow
 def test_samples_of_one_prompt_share_its_pages_and_do_not_depend_on_each_other() -> None:
     """As GRPO has them: the pages of a prompt of 4 whole pages and a token are there once."""
     model = large_model("Llama")

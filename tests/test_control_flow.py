@@ -102,7 +102,7 @@ LOOPS = (counted, counted_in_python), (mapped, mapped_in_python), (associative, 
 MESHES = (Mesh(dp=1), 1), (Mesh(dp=2), 2), (Mesh(tp=2), 1), (Mesh(pp=2), 2), (Mesh(dp=2, tp=2), 1)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @followed
 @pytest.mark.parametrize(
     ("forward", "plain", "mesh", "microbatches"),
@@ -169,6 +169,7 @@ class Loop(nn.Module):
         return out.square().mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("masks", [False, True])
 def test_a_loop_over_experts(masks: bool) -> None:
     """As it is, and with masks, as the error for other shapes that depend on values says."""

@@ -173,6 +173,7 @@ def _assert_equal(found: list[Losses], expected: list[Losses], layout: dict[str,
         assert ours == pytest.approx(theirs, rel=1e-9), (loop.__name__, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layouts",
     [LAYOUTS[3:5], pytest.param([*LAYOUTS[:3], *LAYOUTS[5:]], marks=pytest.mark.slow)],
@@ -185,7 +186,7 @@ def test_copies_and_averages_are_those_of_plain_pytorch_in_processes(layouts: li
             _assert_equal(found, expected, layout)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [*LAYOUTS, {"dp": 2, "tp": 2, "zero": 3}], ids=str)
 def test_copies_and_averages_are_those_of_plain_pytorch(layout: dict[str, Any]) -> None:
     _assert_equal(_losses(layout), _expected(), layout)
@@ -207,6 +208,7 @@ def _saved_after_assignment(folder: str) -> list[float]:
     return [float(p.detach().full_tensor().mean()) for p in model.parameters()]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_what_was_assigned_is_saved() -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert quintnet.launch(_saved_after_assignment, 2, (folder,), timeout=120) == [[2.0] * 6] * 2

@@ -102,6 +102,7 @@ CUDNN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_program_for_gpus_is_dumped_and_priced_and_does_not_run(tmp_path: Path) -> None:
     model = Llama()
     before = {name: x.clone() for name, x in model.state_dict().items()}
@@ -189,6 +190,7 @@ def test_a_cluster_of_gpus_means_its_gpus() -> None:
         program.step(IDS)
 
 
+@pytest.mark.slow
 def test_estimates_are_of_the_clusters_own_operators() -> None:
     model, plan = Llama(), {"mesh": {"tp": 2}, "precision": "bf16"}
     h100, a100 = (
@@ -217,7 +219,7 @@ def _attention(folder: Path) -> Counter[str]:
     return Counter(re.findall(r"aten\._scaled_dot_product_(\w+)\.", code))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("axes", "options"),
     [({"dp": 1}, {}), ({"cp": 2}, {"context": "ulysses"}), ({"tp": 2}, {"sequence_parallel": True}), ({"pp": 2}, {})],

@@ -70,6 +70,7 @@ def test_screenshots_are_those_that_pages_ask_for() -> None:
     assert pictures.on_page_markdown("a\n\n<!-- screenshot nothing: of this name -->\n\nb") == "a\n\n\n\nb"
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_by_one_script_and_shown_on_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python docs/draw_pictures.py` draws them."""
     script = _script("draw_pictures")

@@ -78,7 +78,7 @@ def _curve(dtype: torch.dtype) -> list[float]:
     return _train(quintnet.compile(_model(dtype), quintnet.Mesh(dp=1), seed=3), _batches(20))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float64, 1e-9), pytest.param(torch.float32, 1e-4, marks=pytest.mark.slow)], ids=str
@@ -124,6 +124,7 @@ def test_masks_differ_between_steps_and_seeds_and_stop_in_evaluation() -> None:
     assert abs(float(one.evaluate(batch)) - float(model(*batch).detach())) < 1e-12
 
 
+@pytest.mark.slow
 def test_the_state_is_two_numbers_and_any_layout_continues_from_it() -> None:
     batches = _batches(4)
     program = quintnet.compile(_model(torch.float64), LAYOUTS[0][0], seed=3)

@@ -102,6 +102,7 @@ def page(folder: Path) -> Page:
     return Page((folder / "index.html").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_the_page_stands_alone(page: Page, folder: Path) -> None:
     assert set(page.ids) >= SECTIONS | {"stage-0", "stage-1"} and len(page.ids) == len(set(page.ids))
     for tag, target in page.links:
@@ -163,6 +164,7 @@ def test_every_exchange_is_in_the_schedule(folder: Path, program: quintnet.Compi
     assert found["transfers"][0]["forward_bytes"] == 2 * 8 * 32 * 4 // 2  # [rows, length, width] over tp=2
 
 
+@pytest.mark.slow
 def test_measured_steps_and_other_plans_stand_beside(program: quintnet.CompiledProgram, tmp_path: Path) -> None:
     cluster = quintnet.Cluster("h100", nodes=1, gpus_per_node=2)
     report = quintnet.plan(Stack(2), cluster, BATCH, loss_fn=F.mse_loss, top_k=2)

@@ -94,7 +94,7 @@ def _gathered(program: quintnet.CompiledProgram) -> dict[torch.dtype, int]:
     return dict(found)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_half_the_bytes_are_gathered(recipe: str) -> None:
     """Forward and backward: of rows and of columns, or twice the same numbers."""
@@ -108,7 +108,7 @@ def test_half_the_bytes_are_gathered(recipe: str) -> None:
     assert found == {torch.float8_e4m3fn: numbers * 2, torch.bfloat16: head}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize(("recipe", "copies"), [("rowwise", 2), ("tensorwise", 1)])
 def test_a_step_gathers_8_bits_once(recipe: str, copies: int, zero: int) -> None:
@@ -172,6 +172,7 @@ class AfterExperts(nn.Module):
         return F.cross_entropy(self.head(self.down(x)), y)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero", [1, 2])
 def test_slices_of_what_is_gathered_once_are_cast_once(zero: int) -> None:
     given = torch.randn(16, 32), torch.randint(0, 8, (16,))
@@ -196,6 +197,7 @@ def _process(dp: int) -> list[Tensor]:
     return [loss, *(p.grad.full_tensor() for p in program.parameters())]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_processes_gather_8_bits() -> None:
     expected = _process(2)
     for found in quintnet.launch(_process, 2, (2,), timeout=120):

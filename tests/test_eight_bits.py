@@ -137,6 +137,7 @@ def assert_equal(made: dict[str, Tensor], expected: dict[str, Tensor], limit: fl
         assert (made[name] - one).abs().max() <= limit * one.abs().max(), name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_one_rank_computes_what_the_recipe_says(recipe: str) -> None:
     model = net(plain_layer(RECIPES[recipe]), sizes_of(recipe)[0])
@@ -200,6 +201,7 @@ def test_what_stays_in_16_bits_is_said() -> None:
     assert quintnet.compile(small, quintnet.Mesh(), (x, y), loss_fn=F.mse_loss).kept_in_16_bits == ()
 
 
+@pytest.mark.slow
 def test_it_is_as_far_from_float64_as_one_rank() -> None:
     given = tuple(t.float() for t in batch())
     program = quintnet.compile(

@@ -12,7 +12,7 @@ def test_no_loss_is_left_out() -> None:
     assert losses_of_torch() <= LOSSES.keys()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", all_cases())
 def test_a_loss_is_that_of_the_unsplit_module(name: str, layout: str) -> None:

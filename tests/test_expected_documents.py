@@ -66,7 +66,7 @@ def _attention(program: quintnet.CompiledProgram) -> list[fx.Node]:
     return [node for node in nodes if work_of(node.target) == "attention"]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CONTEXTS)
 @pytest.mark.parametrize("precision", ["model", "bf16"])
 def test_attention_is_priced_by_what_the_busiest_rank_sees(name: str, precision: str) -> None:
@@ -87,6 +87,7 @@ def test_attention_is_priced_by_what_the_busiest_rank_sees(name: str, precision:
         assert launches_of(node) >= 1
 
 
+@pytest.mark.slow
 def test_one_document_is_what_no_documents_are() -> None:
     x, ids = _batch(SIZES)
     for options in CONTEXTS.values():
@@ -125,6 +126,7 @@ def test_keys_travel_as_far_as_documents_reach() -> None:
     assert sent[0][1] > 2 * sent[1][1] > 0 and sent[2][1] == 0
 
 
+@pytest.mark.slow
 def test_windows_end_a_ring() -> None:
     for mask, steps in (("causal", 4), (f"causal_window_{LENGTH // 4}", 2), (f"causal_chunk_{LENGTH // 4}", 1)):
         x, _ = _batch(SIZES)
@@ -134,6 +136,7 @@ def test_windows_end_a_ring() -> None:
         assert {ring_steps(node) for node in _attention(program)} == {steps}
 
 
+@pytest.mark.slow
 def test_estimates_read_the_batch() -> None:
     """Of two rows with documents of their own; given as a plan's option they cost the same."""
     sizes = [LONG, lengths(sum(LONG), 3)]
@@ -150,6 +153,7 @@ def test_estimates_read_the_batch() -> None:
         assert quintnet.estimate(model, cluster, (x, ids), whole).seconds == none.seconds
 
 
+@pytest.mark.slow
 def test_plans_keep_what_they_expect() -> None:
     """So that a program that is compiled with one is simulated with the same documents, on any rank."""
     model, batch, cluster = Packed(), _batch(SIZES, SIZES), quintnet.Cluster(_quick(), gpus_per_node=2)
@@ -169,6 +173,7 @@ def test_plans_keep_what_they_expect() -> None:
         quintnet.estimate(model, cluster, batch, {"mesh": {"dp": 2}, "expect": {"documents": [0]}})
 
 
+@pytest.mark.slow
 def test_plans_of_packed_rows_try_rings_in_order() -> None:
     """Where a row holds several documents, be they equal, and positions may be split; no decision is overruled."""
     cluster, length = quintnet.Cluster(_quick(), gpus_per_node=2), 2 * LENGTH
@@ -200,6 +205,7 @@ def _llama(rows: int) -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"input_ids": ids, "labels": ids, "position_ids": positions}
 
 
+@pytest.mark.slow
 def test_position_ids_are_read() -> None:
     model, batch = _llama(1)
     cluster, plan = quintnet.Cluster(_quick(), gpus_per_node=1), {"mesh": {"dp": 1}}
@@ -213,7 +219,7 @@ def test_position_ids_are_read() -> None:
     assert quintnet.plan(model, cluster, batch, top_k=1, plan=plan).best.expect.documents == tuple(SIZES)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_what_is_computed_again_expects_the_same(precision: str) -> None:

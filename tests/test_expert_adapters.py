@@ -48,6 +48,7 @@ def _exact(entry: Entry, axes: dict[str, int], options: dict[str, Any]) -> quint
     return program
 
 
+@pytest.mark.slow
 def test_rows_of_experts_go_through_both_factors() -> None:
     program = _exact(_experts("Mixtral", 1), {"ep": 2}, {})
     stage = program.ranks[0].stages[0]

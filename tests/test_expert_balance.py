@@ -115,7 +115,7 @@ def test_the_bias_moves_once_a_step_by_the_rows_of_all_microbatches(axes: Any, o
     assert len({tuple(bias) for _, bias in expected}) == 4, "it moves in every step"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_however_rows_are_counted(counts: str, microbatches: int) -> None:
@@ -125,6 +125,7 @@ def test_however_rows_are_counted(counts: str, microbatches: int) -> None:
     assert any(one.what == "buffer" and one.name == "bias" for one in report.comparisons)
 
 
+@pytest.mark.slow
 def test_a_loss_that_reads_the_counts_needs_all_rows() -> None:
     with pytest.raises(quintnet.CompileError, match="needs the sum over all rows") as error:
         quintnet.compile(Balanced(reads=True).double(), quintnet.Mesh(dp=2), _batch(), microbatches=2)
@@ -144,6 +145,7 @@ def test_dumps_and_code_say_what_is_computed_when_the_step_is_over(tmp_path: Pat
     assert "sign" not in program.ranks[0].forward.code
 
 
+@pytest.mark.slow
 def test_a_program_from_the_cache_moves_the_bias(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)

@@ -50,6 +50,7 @@ def test_what_rows_of_experts_take_grows_with_the_busiest_rank() -> None:
     assert "the busiest rank of experts is taken to get 2.5 times its share" in busy.simulate().notes
 
 
+@pytest.mark.slow
 def test_rows_of_the_busiest_rank_are_in_memory() -> None:
     """Activations of dispatched rows are 2.5 times as large: the rows, the first products, and what the second gets."""
     even, busy = (Footprints(_program(factor, {"ep": 4})._primary().program) for factor in (1.0, 2.5))

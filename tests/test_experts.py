@@ -152,6 +152,7 @@ def _process(axes: dict[str, int]) -> tuple[float, Tensor, Tensor]:
     return loss, gradients["up"], gradients["router.weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     [{"dp": 1, "ep": 3}, *(pytest.param({"dp": 2, "ep": n}, marks=pytest.mark.slow) for n in (2, 3))],
@@ -164,7 +165,7 @@ def test_processes_exchange_rows(axes: dict[str, int]) -> None:
         assert torch.allclose(up, expected[1], atol=1e-14) and torch.allclose(router, expected[2], atol=1e-14)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "rows", "options"),
     [
@@ -246,7 +247,7 @@ class Capacity(nn.Module):
         return F.cross_entropy(self.head(x + back).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [{"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}, {"tp": 4}], ids=str)
 def test_one_hot_dispatch_with_capacity_drops_what_the_reference_drops(axes: dict[str, int]) -> None:
     batch = _batch_of_sequences()

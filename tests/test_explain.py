@@ -34,7 +34,7 @@ def test_what_is_done_and_what_it_costs() -> None:
         program.explain("blocks.9")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("why_not", "kind"), [("row", "S(1)"), ("replicated", "I"), ({"tp": "S(1)"}, "S(1)")])
 def test_another_way_is_compiled_and_compared(why_not: object, kind: str) -> None:
     program = _compiled(Mesh(dp=2, tp=2))

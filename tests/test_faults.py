@@ -70,7 +70,7 @@ def _gone(folder: Path) -> bool:
     return all(state(one.read_text()) == "Z" for one in folder.glob("pid*"))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("what", "seconds", "code", "says"),
     [
@@ -144,12 +144,14 @@ def _reads_what_never_comes() -> None:
     time.sleep(3600)
 
 
+@pytest.mark.slow
 def test_a_rank_that_another_waits_for_on_its_device_is_named() -> None:
     with pytest.raises(quintnet.RunError, match="rank 1 did not come to work in time") as caught:
         quintnet.launch(_reads_what_never_comes, 2, collective_timeout=2, timeout=120)
     assert caught.value.code == "QN402" and "_reads_what_never_comes" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["shape", *(pytest.param(w, marks=pytest.mark.slow) for w in ("dtype", "none"))])
 def test_a_bad_batch_on_one_rank_is_the_same_error_on_all(what: str, tmp_path: Path) -> None:
     with pytest.raises(quintnet.InputError, match=r"(?s)QN102.*rank 1: .*all others: \(float64\[6, 16\]") as caught:

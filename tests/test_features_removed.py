@@ -103,7 +103,7 @@ def _without(feature: str, folder: Path) -> None:
     (package / "features/__init__.py").write_text(text)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("feature", FEATURES, ids=[feature.name for feature in FEATURES])
 def test_a_feature_can_be_removed(feature: Feature, tmp_path: Path) -> None:
     name = feature.name

@@ -57,6 +57,7 @@ def _program(fault: str, mesh: quintnet.Mesh, **options: bool) -> tuple[nn.Modul
 MESH = quintnet.Mesh(pp=2, dp=2, tp=2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fault", "value", "phase", "line"),
     [
@@ -78,6 +79,7 @@ def test_the_first_bad_operator_is_named(fault: str, value: str, phase: str, lin
     assert program.get_rng_state()["step"] == 0  # the step did not happen
 
 
+@pytest.mark.slow
 def test_a_bad_batch_or_parameter_is_named_as_the_source() -> None:
     _, program = _program("none", MESH)
     batch = _batch()
@@ -91,6 +93,7 @@ def test_a_bad_batch_or_parameter_is_named_as_the_source() -> None:
         program.step(_batch())
 
 
+@pytest.mark.slow
 def test_good_gradients_survive_a_bad_step() -> None:
     _, program = _program("none", MESH)
     program.step(_batch())
@@ -103,6 +106,7 @@ def test_good_gradients_survive_a_bad_step() -> None:
         assert torch.equal(parameter.grad.full_tensor(), kept[name])  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_the_check_can_be_left_out() -> None:
     _, program = _program("mask", MESH, check_finite=False)
     assert program.step(_batch()).isnan()

@@ -77,7 +77,7 @@ LAYOUTS: dict[str, tuple[quintnet.Mesh, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_all_scores(layout: str, mask: str) -> None:
@@ -97,6 +97,7 @@ def test_gradients_are_those_of_all_scores(layout: str, mask: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_verify_compares_with_the_module_though_it_has_no_backward_here() -> None:
     torch.manual_seed(0)
     program = quintnet.compile(Flex("packed").double(), quintnet.Mesh(cp=2), _batch(), context="ring")
@@ -105,6 +106,7 @@ def test_verify_compares_with_the_module_though_it_has_no_backward_here() -> Non
     assert report.ok and report.worst.error < 1e-12, str(report)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [({"score_mod": lambda score, b, h, q, k: score * 2}, "score_mod"), ({"return_lse": True}, "return_lse")],

@@ -131,6 +131,7 @@ def test_the_plain_module_is_equal() -> None:
     assert compiled(Odd("")).verify().ok
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("plain_traces")
 @pytest.mark.parametrize("fault", _marked(*FAULTS, fast=("hook", "mode", "buffer", "python", "attribute", "closure")))
 def test_what_tracing_loses_is_refused_by_compile(fault: str) -> None:
@@ -140,6 +141,7 @@ def test_what_tracing_loses_is_refused_by_compile(fault: str) -> None:
     assert FAULTS[fault] in str(caught.value)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("plain_traces")
 @pytest.mark.parametrize("fault", _marked(*FAULTS, fast=("hook", "mode", "buffer")))
 def test_without_the_check_verify_finds_it(fault: str) -> None:
@@ -180,6 +182,7 @@ class Noisy(nn.Module):
         return self.b(F.scaled_dot_product_attention(h, h, h, dropout_p=0.3).mean((1, 2)))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_verify_draws_the_masks_of_evaluation_too() -> None:
     report = compiled(Noisy()).verify()
     assert report.ok and "output" in {c.what for c in report.comparisons}
@@ -209,6 +212,7 @@ def _reads_memory_as_it_lies() -> bool:
     return not torch.allclose(right, other)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _reads_memory_as_it_lies(), reason="this version of torch reads it in the order that it says")
 def test_a_kernel_that_reads_memory_in_another_order_is_found_by_each_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof of derivatives, the comparison with the module, and verify: one is on at a time."""
@@ -304,6 +308,7 @@ def deep(dtype: torch.dtype) -> nn.Module:
     return model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_deep_models_are_equal_in_every_precision(dtype: torch.dtype) -> None:
     assert difference(deep(dtype), (torch.randn(8, 16, dtype=dtype), BATCH[1]), F.cross_entropy) is None
@@ -319,7 +324,7 @@ def _entries() -> list[Any]:
     ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("entry", _entries())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_hugging_face_models_give_no_false_alarm(entry: zoo.Entry, dtype: torch.dtype) -> None:
@@ -342,6 +347,7 @@ class Blocks(nn.Module):
         return x.square().mean() * self.scale
 
 
+@pytest.mark.slow
 def test_blocks_of_a_model_without_values_run_once_with_drawn_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model, batch = Blocks(), (torch.empty(8, 64),)
@@ -361,6 +367,7 @@ def test_blocks_of_a_model_without_values_run_once_with_drawn_ones(monkeypatch: 
     assert found is not None and found.code == "QN111" and "differs by" in str(found)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_runs_by_blocks_or_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = Blocks(), (torch.randn(8, 64),)
     shared: list[bool] = []
@@ -380,6 +387,7 @@ def test_a_model_that_does_not_fit_runs_by_blocks_or_says_so(monkeypatch: pytest
         assert difference(model, batch) is None
 
 
+@pytest.mark.slow
 def test_what_is_outside_of_blocks_must_fit_before_anything_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model, batch = nn.Sequential(OrderedDict(first=nn.Linear(64, 64), blocks=Blocks())), (torch.empty(8, 64),)
@@ -412,6 +420,7 @@ def _two_ranks() -> list[str]:
         return found
 
 
+@pytest.mark.slow
 def test_every_rank_raises_what_one_of_them_found() -> None:
     first, second = quintnet.launch(_two_ranks, 2, timeout=240, collective_timeout=60)
     assert first == second

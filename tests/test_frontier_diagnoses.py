@@ -66,7 +66,7 @@ def _locked(net: Net, x: Tensor) -> Tensor:
     return (h * F.dropout(torch.ones(1, 4), 0.5, net.training) * F.dropout(torch.ones_like(h), 0.3)).square().mean()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("f", [_drop_path, _locked])
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_masks_of_tensors_that_forward_makes(f: Any, microbatches: int) -> None:
@@ -153,7 +153,7 @@ def net_of(f: Any) -> Net:
     return net
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", APART)
 def test_samples_that_are_treated_alone_run_in_microbatches(name: str) -> None:
     f, *batch = APART[name]
@@ -161,6 +161,7 @@ def test_samples_that_are_treated_alone_run_in_microbatches(name: str) -> None:
     trains_equally(lambda: net_of(f), tuple(batch), meshes={"dp2 x tp2": {"dp": 2, "tp": 2}})
 
 
+@pytest.mark.slow
 def test_a_table_made_of_the_batch_runs_in_microbatches() -> None:
     """The lookup adds up what each microbatch has of the table."""
 
@@ -181,6 +182,7 @@ class Left(nn.Module):
         return self.b((self.w @ self.a(x).transpose(1, 2)).transpose(1, 2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("split", [2, 4])  # 6 positions: two ranks have 3 each, four compute all of them
 def test_a_weight_on_the_left_runs_over_sequences(split: int) -> None:
     meshes = {"cp": {"cp": split}, "dp2": {"dp": 2}}
@@ -204,6 +206,7 @@ COUPLED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_couples_samples_is_named_and_its_fix_works(name: str) -> None:
     f, cause = COUPLED[name]
@@ -215,6 +218,7 @@ def test_what_couples_samples_is_named_and_its_fix_works(name: str) -> None:
 HALF = {"dp1": {"dp": 1}, "dp4": {"dp": 4}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2 x tp2": {"dp": 2, "tp": 2}}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", HALF)
 def test_labels_are_counted_in_more_than_16_bits(layout: str) -> None:
     batch = (torch.randn(70_000, 2).half(), torch.randint(2, (70_000,)))
@@ -253,6 +257,7 @@ class Recurrent(nn.Module):
         return self.r(x)[0].square().mean()
 
 
+@pytest.mark.slow
 def test_an_lstm_in_float32_is_taken_apart() -> None:
     x, model = _x(8, 3, 4), Recurrent()
     expected = model(x)
@@ -290,6 +295,7 @@ def test_an_operator_without_a_price_is_named_at_once(monkeypatch: pytest.Monkey
         assert error.value.where is not None
 
 
+@pytest.mark.slow
 def test_networks_whose_derivatives_nobody_described_are_planned() -> None:
     """Resizing, padding, and messages along the edges of a graph; what was guessed is said."""
 
@@ -312,6 +318,7 @@ def test_networks_whose_derivatives_nobody_described_are_planned() -> None:
         assert any(bound in note for note in notes) == guessed
 
 
+@pytest.mark.slow
 def test_the_rows_that_an_error_names_work() -> None:
     def pairs(net: Net, x: Tensor) -> Tensor:
         return net.hidden(x).reshape(2, -1, 4).square().mean()
@@ -346,6 +353,7 @@ def test_an_assertion_on_values_is_no_matter_of_the_batch() -> None:
     trains_equally(lambda: Net(checked), (X,), meshes={"dp2": {"dp": 2}})
 
 
+@pytest.mark.slow
 def test_distributions_that_check_their_arguments() -> None:
     """Their checks only raise, and are no part of a program."""
 

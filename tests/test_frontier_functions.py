@@ -33,6 +33,7 @@ def net(between: Callable[[Net, Tensor], Tensor] = lambda _, h: torch.tanh(h)) -
     return Net(between).double()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints(reentrant: bool) -> None:
     def between(_: Net, h: Tensor) -> Tensor:
@@ -86,6 +87,7 @@ def test_hooks_that_forward_sets_and_nothing_follows_are_refused(between: Any, c
     assert found.value.code == "QN105"
 
 
+@pytest.mark.slow
 def test_forward_hooks_are_part_of_the_program() -> None:
     def build() -> Net:
         model = net()
@@ -238,7 +240,7 @@ FUNCTIONS: dict[str, Callable[[Net, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name: str) -> None:
     frontier.trains_equally(lambda: net(FUNCTIONS[name]), (X,))

@@ -286,6 +286,7 @@ def _applied(function: Any) -> Callable[[Net], Any]:
     return lambda m: m.first.register_forward_hook(lambda _, given, out: function.apply(out))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("hook", "what", "line"),
     [

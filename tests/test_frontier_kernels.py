@@ -126,7 +126,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_operators_without_a_rule_that_change_values_in_place(name: str) -> None:
     options: dict[str, Any] = {"plan": {"unknown_ops": "replicate"}}
@@ -192,7 +192,7 @@ ODD: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ODD)
 def test_odd_operators(name: str) -> None:
     trains_equally(ODD[name], (X, SIGNS), meshes=TWO)

@@ -96,7 +96,7 @@ def _table(net: Any, step: int) -> None:
     net.table.fill_(step)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "before",
     [

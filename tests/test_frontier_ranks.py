@@ -171,6 +171,7 @@ def _all_cases() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_with_other_values_are_named(size: int) -> None:
     ranks = quintnet.launch(_all_cases, size, timeout=240, collective_timeout=60)

@@ -234,6 +234,7 @@ def restored(axes: dict[str, int], other: dict[str, int], folder: Path) -> float
     return max(abs(float(one(make_batch())) - losses[2]) for one in (again.step, third.evaluate))
 
 
+@pytest.mark.slow
 def test_a_state_dict_of_a_loss_that_is_a_module() -> None:
     class Scaled(nn.Module):
         def __init__(self, scale: float) -> None:
@@ -260,6 +261,7 @@ def test_a_state_dict_of_a_loss_that_is_a_module() -> None:
     assert other.evaluate(make_batch()) == one.evaluate(make_batch())
 
 
+@pytest.mark.slow
 def test_parameters_of_a_loss_are_saved_and_loaded(tmp_path: Path) -> None:
     assert {"loss_fn.0.weight", "loss_fn.scale"} < dict(with_a_loss({"dp": 1}, 0)[0].named_parameters()).keys()
     for i, (one, other) in enumerate(itertools.pairwise(TWO)):

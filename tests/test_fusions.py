@@ -157,6 +157,7 @@ def _mib(count: Traffic) -> float:
     return sum(size for name, size in count.bytes.items() if name not in PRODUCTS | ATTENTION) / 2**20
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "fp8 rowwise" else name for name in CASES]
 )
@@ -176,6 +177,7 @@ def test_kernels_and_bytes_stay_within_their_budgets(name: str) -> None:
     assert all(any(part in operator for part in ONCE) for operator in once.eager), once.eager
 
 
+@pytest.mark.slow
 def test_an_operator_that_inductor_does_not_see_costs_bytes_and_is_named() -> None:
     case = Case(
         lambda: nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 64, bias=False)),

@@ -120,6 +120,7 @@ class Plain(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.slow
 def test_a_plain_module_generates_between_training_steps() -> None:
     torch.manual_seed(0)
     model = Plain().double()

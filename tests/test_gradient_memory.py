@@ -91,7 +91,7 @@ ALONE: list[tuple[type[nn.Module], int, torch.dtype, dict[str, Any], str]] = [
 
 
 @emulated
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "rows", "dtype", "options", "held"), ALONE, ids=str)
 def test_a_peak_is_parameters_gradients_and_values_together(
     model: type[nn.Module], rows: int, dtype: torch.dtype, options: dict[str, Any], held: str
@@ -127,6 +127,7 @@ def _measured_all(jobs: Sequence[tuple[type[nn.Module], dict[str, int], dict[str
     return [(measured, row.peak.bytes) for measured, row in found]
 
 
+@pytest.mark.slow
 @emulated
 @pytest.mark.parametrize("jobs", [TOGETHER[:2], pytest.param(TOGETHER[2:], marks=pytest.mark.slow)])
 def test_peaks_of_two_devices(jobs: Sequence[tuple[type[nn.Module], dict[str, int], dict[str, Any]]]) -> None:

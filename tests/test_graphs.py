@@ -306,6 +306,7 @@ KINDS = ("apart", "moved", "joint", "expanded")
 CALLS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from(KINDS), st.integers(0, 3)), min_size=1, max_size=12)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 @settings(deadline=None, max_examples=300)
 @given(CALLS)

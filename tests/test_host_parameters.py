@@ -38,7 +38,7 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
     return ids, ids
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "decided", "rows"), PLANS, ids=str)
 def test_an_estimate_is_what_is_simulated(axes: dict[str, int], decided: dict[str, Any], rows: int) -> None:
     """In time; and no less memory of the device. On the host are AdamW's moments, too."""

@@ -62,7 +62,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("hot", [[0], [3, 1], [0, 1, 2, 3]], ids=str)
 @pytest.mark.parametrize(("axes", "options"), LAYOUTS, ids=str)
 def test_hot_experts_are_exact(axes: dict[str, int], options: dict[str, Any], hot: list[int]) -> None:
@@ -71,7 +71,7 @@ def test_hot_experts_are_exact(axes: dict[str, int], options: dict[str, Any], ho
     assert report.ok and report.worst.error < 1e-12, str(report)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Mixtral", "DeepSeek-V3", "Qwen2-MoE", "gpt-oss"])
 @pytest.mark.parametrize(
     ("axes", "options"),
@@ -94,12 +94,14 @@ def test_hot_experts_of_models_of_transformers(name: str, axes: dict[str, int], 
     assert "pick_experts" in program.ranks[0].forward.code
 
 
+@pytest.mark.slow
 def test_what_a_capacity_drops_of_hot_experts() -> None:
     options = {"hot_experts": {"up": [1]}}
     report = quintnet.compile(WholeCapacity().double(), quintnet.Mesh(dp=2, ep=2), _batch(), **options).verify()
     assert report.ok and report.worst.error < 1e-12, str(report)
 
 
+@pytest.mark.slow
 def test_rows_of_hot_experts_do_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the routing itself: to other ranks goes each row of an expert that is theirs, and none of a hot one."""
     sent, ids = dict[int, Tensor](), dict[int, Tensor]()
@@ -241,6 +243,7 @@ def test_what_cannot_be_hot(hot: dict[str, list[int]], options: dict[str, Any], 
     assert error.value.code == code
 
 
+@pytest.mark.slow
 def test_plans_have_them() -> None:
     batch, cluster = (torch.randn(16, WIDTH), torch.randint(0, 8, (16,))), quintnet.Cluster("h100", gpus_per_node=2)
     plan = {"mesh": {"ep": 2}, "hot_experts": HOT, "expect": {"hot_rows": 0.75}}
@@ -310,6 +313,7 @@ def _process(axes: dict[str, int]) -> list[Tensor]:
     return [loss.detach(), *(p.grad.full_tensor() for _, p in program.named_parameters())]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_processes_keep_rows_of_hot_experts() -> None:
     expected = _process({"ep": 2})
     for found in quintnet.launch(_process, 2, ({"ep": 2},), timeout=120):

@@ -75,7 +75,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("axes", "options"), LAYOUTS, ids=str)
 def test_calls_do_not_grow_with_the_number_of_parameters(axes: dict[str, int], options: dict[str, Any]) -> None:
     """Those of a step, of clipping and of zero_grad. That one parameter or another is added up is the generated
@@ -203,6 +203,7 @@ def _page_faults_of_steps(num_steps: int) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts pages as Linux does")
 def test_memory_stays_from_step_to_step() -> None:
     """In a process of its own: what else lies on a heap decides which free memory goes back to the system. Single

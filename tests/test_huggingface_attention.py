@@ -160,7 +160,7 @@ def _build(name: str) -> tuple[nn.Module, tuple[Tensor, ...], float]:
     return model(), _batch(which), error
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_becomes_one_operator(name: str) -> None:
     model, batch, _ = _build(name)
@@ -202,6 +202,7 @@ def test_dropout_in_attention_is_drawn_as_elsewhere() -> None:
     assert program.verify().ok
 
 
+@pytest.mark.slow
 def test_chunks_of_the_models_own_positions_are_no_ids() -> None:
     """What the operator is told of positions that the model makes itself is a word."""
     program = quintnet.compile(_llama4(), MESHES[0], _batch("plain"), loss_fn=_loss, context="ring")
@@ -209,6 +210,7 @@ def test_chunks_of_the_models_own_positions_are_no_ids() -> None:
     assert "None, None, None, " in code and "'causal_chunk_4'" in code and "cumsum" not in code
 
 
+@pytest.mark.slow
 def test_positions_of_the_model_itself_are_one_document() -> None:
     """They are constants, so that the device's own causal kernel runs."""
     program = quintnet.compile(_llama(), quintnet.Mesh(dp=1), _batch("plain"), loss_fn=_loss)
@@ -216,6 +218,7 @@ def test_positions_of_the_model_itself_are_one_document() -> None:
     assert "cumsum" not in code and "logical_and" not in code
 
 
+@pytest.mark.slow
 def test_a_mask_of_the_users_own_is_kept() -> None:
     """4-D, and seen by nothing but the model: keys are gathered, whatever the plan says."""
     torch.manual_seed(0)
@@ -255,7 +258,7 @@ class Narrow(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["all_gather", "ring"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_values_of_another_width_than_keys_have_a_kernel_too(mesh: quintnet.Mesh, context: str) -> None:

@@ -137,7 +137,7 @@ def traced(name: str) -> ModuleCheck:
     return check_of(resnet(18, width=8, classes=10), images(32, classes=10))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("factor", [1 + 3e-4, 1 - 1e-3, 0.0])
 @pytest.mark.parametrize("name", ["kinks", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_a_derivative_that_is_wrong_by_little_is_refused(
@@ -148,7 +148,7 @@ def test_a_derivative_that_is_wrong_by_little_is_refused(
     assert found is not None and found.code == "QN111" and "gradient" in found.message
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [1 + 3e-4, 1 - 1e-3])
 def test_a_value_that_is_wrong_by_little_is_refused(fault: float) -> None:
     right, wrong = Kinks(), Kinks(fault)
@@ -156,7 +156,7 @@ def test_a_value_that_is_wrong_by_little_is_refused(fault: float) -> None:
     assert found is not None and found.code == "QN111"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_float64_runs_the_very_graph(dtype: torch.dtype, every_difference_counts: list[str]) -> None:
     model = Kinks(dtype=dtype).to(dtype)
@@ -177,6 +177,7 @@ def test_a_program_that_rounds_where_the_module_does_not_is_refused(monkeypatch:
     assert found is not None and found.code == "QN111"
 
 
+@pytest.mark.slow
 def test_an_operator_that_is_wrong_in_float32_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     sides = sides_of(Kinks())
     assert wrong_operators(sides) == []

@@ -83,6 +83,7 @@ def _segments(module: fx.GraphModule) -> list[Segment]:
     return [part for part in split(module.graph) if isinstance(part, Segment)]
 
 
+@pytest.mark.slow
 def test_equal_segments_of_blocks_and_ranks_are_one() -> None:
     program = _program("gpt", {"tp": 2})
     stage = program.ranks[0].stages[0]
@@ -97,6 +98,7 @@ def _saved_bytes(stage: StageProgram) -> int:
     return sum(num_bytes(x) for node in made for x in values(node))
 
 
+@pytest.mark.slow
 def test_a_backward_without_collectives_is_one_segment_and_saves_less() -> None:
     name = "hf_llama_double"
     stages = {b: _program(name, {"dp": 1}, backend=b)._primary().program.stages[0] for b in BACKENDS}

@@ -67,7 +67,7 @@ MORE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "axes", "options"),
     [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
@@ -115,6 +115,7 @@ def test_evaluation_has_constants_of_its_own() -> None:
     assert program.verify().ok
 
 
+@pytest.mark.slow
 def test_other_numbers_of_rows_and_the_loss_follow() -> None:
     case, model = CASES["vit"], build("vit")
     images, labels = case.batch(12)

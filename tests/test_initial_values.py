@@ -105,6 +105,7 @@ def _in_a_process(layouts: list[Layout]) -> list[list[str]]:
     return [*found, ["ranks with other values were not told"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "layouts"),
     [
@@ -128,6 +129,7 @@ def _llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+@pytest.mark.slow
 def test_values_of_a_hugging_face_model() -> None:
     ids = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}

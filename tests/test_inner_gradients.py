@@ -199,7 +199,7 @@ def compare(forward: Forward, make: Callable[[], nn.Module], layout: str, **opti
             assert torch.allclose(p.grad, wanted[name], rtol=1e-10, atol=1e-13), name
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("forward", "make", "layout"), CASES)
 def test_a_forward_that_differentiates_is_exact(forward: Forward, make: Callable[[], nn.Module], layout: str) -> None:
     compare(forward, make, layout)

@@ -66,6 +66,7 @@ def _clean() -> dict[str, str]:
     return {**known, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["srun", *(pytest.param(x, marks=pytest.mark.slow) for x in [*TOLD][1:])])
 def test_a_script_with_launch_finds_the_world_of_its_launcher(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

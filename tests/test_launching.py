@@ -91,6 +91,7 @@ def _run(command: list[str], folder: Path, given: str | None = None) -> subproce
     )
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_explained(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     made = _run([str(tmp_path / "script.py")], tmp_path)

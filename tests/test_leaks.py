@@ -129,6 +129,7 @@ def _kept() -> Counter[str]:
     return Counter({kind: there[kind] for kind in kinds} | {"text": texts})
 
 
+@pytest.mark.slow
 def test_programs_leave_nothing_of_their_traces() -> None:
     """What torch keeps of the latest trace is there from the first program on."""
     for _ in range(2):

@@ -77,7 +77,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return made
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_length_is_that_of_the_module(layout: str, captures: list[bool]) -> None:
     axes, options = LAYOUTS[layout]
@@ -115,7 +115,7 @@ def test_one_compilation_for_many_lengths(layout: str, monkeypatch: pytest.Monke
     assert len(usual) == 4 + len(lengths)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "axes"),
     [
@@ -213,6 +213,7 @@ def test_gradients_of_several_lengths_are_added_up() -> None:
     assert worst_error(found, {n: p.grad for n, p in twin.named_parameters()})[0] < 1e-12  # type: ignore[arg-type,misc]
 
 
+@pytest.mark.slow
 def test_what_is_not_used_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "MAX_PROGRAMS", 3)
     model, twin = _positions()
@@ -250,6 +251,7 @@ def _in_process(axes: dict[str, int], options: dict[str, Any], lengths: Sequence
     return losses, whole, held, wrong, sum(len(one.symbolic) for one in programs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
@@ -296,6 +298,7 @@ def test_labels_of_another_length_than_inputs() -> None:
     assert _difference(program, twin, batches, loss_fn) < 1e-12
 
 
+@pytest.mark.slow
 def test_next_token_loss_of_any_length() -> None:
     pytest.importorskip("transformers")
     model = build("hf_llama_double")

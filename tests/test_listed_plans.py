@@ -60,6 +60,7 @@ def _listed() -> PlanReport:
     return _planned(among={"loss_chunks": (1, CHUNKS), "async_tp": (False, True)})
 
 
+@pytest.mark.slow
 def test_the_best_of_listed_decisions_is_the_best_of_all_searches() -> None:
     report = _listed()
     apart = {}
@@ -92,6 +93,7 @@ def test_precisions_are_listed_and_say_what_each_costs() -> None:
     assert report.best.precision == min(report.alternatives, key=lambda a: a.found.seconds).decisions["precision"]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_plan_that_only_fits_with_its_loss_in_parts_is_found_and_runs() -> None:
     least = {}
     for chunks in (1, CHUNKS):
@@ -127,6 +129,7 @@ def test_what_cannot_be_listed_is_refused() -> None:
         _planned(among={"loss_chunks": (0,)})
 
 
+@pytest.mark.slow
 def test_the_command_line_lists_decisions() -> None:
     target = ["plan", f"{__name__}:words", "--gpu", "a100", "--gpus-per-node", "2", "--set", "microbatches=1"]
     done = CliRunner().invoke(app, [*target, "--set", "zero=0", "--among", f"loss_chunks=1,{CHUNKS}"])

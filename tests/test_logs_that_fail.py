@@ -102,6 +102,7 @@ def test_a_console_that_is_gone(error: Exception, monkeypatch: pytest.MonkeyPatc
     assert len(told) == 1 and told[0].startswith("the console cannot be written")
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_a_run_whose_reader_has_gone(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text("from tests.test_logs_that_fail import _trainer\n_trainer(console=True).fit()\n")
     read, write = os.pipe()

@@ -211,7 +211,7 @@ def test_loops(loop: str, layout: dict[str, Any]) -> None:
     _equal(LOOPS[loop](layout), _plain())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loop", "layout"), [("quintnet.Trainer", {"dp": 2, "zero": 3}), ("a loop of one's own", {"pp": 2})]
 )

@@ -173,7 +173,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -186,7 +186,7 @@ def test_everything_around_a_step(kind: str, layout: str, accumulate: int, tmp_p
     assert evaluations == [step for step, name in known.logs if name == "eval_accuracy"] and len(evaluations) > 1
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("before", "after"), RESUMED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_in_an_epoch(kind: str, before: str, after: str, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def _model() -> nn.Module:
     return Tagger().double()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("mesh", "microbatches"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_is_that_of_the_whole_batch(name: str, mesh: quintnet.Mesh, microbatches: int) -> None:
@@ -106,6 +106,7 @@ def _contrastive(out: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(scores, torch.arange(scores.shape[0]))
 
 
+@pytest.mark.slow
 def test_a_contrastive_loss_is_exact_or_refused() -> None:
     with pytest.raises(quintnet.CompileError, match="QN104"):
         quintnet.compile(_model(), quintnet.Mesh(dp=2), _batch(), loss_fn=_contrastive, microbatches=2)
@@ -117,7 +118,7 @@ def test_a_contrastive_loss_is_exact_or_refused() -> None:
         assert error < 1e-9, worst
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps", [True, False])
 def test_batch_statistics_are_exact_or_refused(keeps: bool) -> None:
     """BatchNorm that keeps running statistics, and one that only uses those of the batch."""

@@ -34,6 +34,7 @@ def _in_daemon(answers: Any) -> None:
         answers.put(f"{type(error).__name__}: {error}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("daemon", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_daemonic_process_is_told(daemon: bool) -> None:
     """And the fix works."""
@@ -69,6 +70,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.slow
 def test_a_machine_without_loopback_is_told_at_once(tmp_path: Path) -> None:
     """And the same process can launch when the machine has it."""
     unshare = shutil.which("unshare")

@@ -62,7 +62,7 @@ def test_pytorch_refuses_a_format_itself(target: Any, memory: str) -> None:
         _unsplit(target, memory)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("target", SOME, ids=str)
 def test_some_operators_in_every_memory_format(target: Any) -> None:
     for memory in FORMATS:

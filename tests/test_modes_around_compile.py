@@ -79,7 +79,7 @@ def plain() -> tuple[Tensor, list[Tensor]]:
     return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("check", ["first", "off"])
 @pytest.mark.parametrize("mode", MODES)
@@ -133,6 +133,7 @@ def test_operations_of_a_step_are_counted(mesh: dict[str, int], monkeypatch: pyt
             assert tool.get_total_flops() == wanted
 
 
+@pytest.mark.slow
 def test_hooks_of_all_modules_that_are_the_users_are_followed() -> None:
     model = build()
     program = quintnet.compile(model, Mesh(dp=2), BATCH, loss_fn=F.cross_entropy)

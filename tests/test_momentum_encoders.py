@@ -81,6 +81,7 @@ def test_slices_and_four_ranks() -> None:
     report(case, {"dp2 x tp2": compare(case, {"dp": 2, "tp": 2})})
 
 
+@pytest.mark.slow
 def test_a_trained_parameter_that_follows_another() -> None:
     class Pulled(Momentum):
         def forward(self, x: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ def _on_device(program: quintnet.CompiledProgram) -> list[int]:
     return [sum(sizes.get(name, 0) for name in set(stage.saved) - outside) for stage in compiled.stages]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "live"), [({"pp": 2}, [2, 1]), ({"dp": 1}, [1])], ids=str)
 def test_a_budget_counts_nothing_that_is_on_the_host(axes: dict[str, int], live: list[int]) -> None:
     """A budget that all of the values would break is kept by a program that computes nothing again for it."""

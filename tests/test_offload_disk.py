@@ -41,7 +41,7 @@ def files(folder: Path) -> Counter[str]:
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "axes", "options"), LAYOUTS, ids=str)
 def test_the_bits_and_the_bytes(
     name: str, axes: dict[str, int], options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -86,12 +86,14 @@ def _several(folder: str) -> list[bool]:
     return [*equal, not files(Path(folder))["0"] or not files(Path(folder))["1"]]
 
 
+@pytest.mark.slow
 def test_processes_have_files_of_their_own(tmp_path: Path) -> None:
     for equal in quintnet.launch(_several, 2, args=(str(tmp_path),)):
         assert all(equal) and len(equal) > 10
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, expected = stepped("gpt", {"pp": 2}, {"microbatches": 4})
     program, found = stepped("gpt", {"pp": 2}, {"microbatches": 4, **on_disk(tmp_path)})
@@ -117,6 +119,7 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path: Path, monkeypatch:
     assert not files(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_bad_value_is_found_where_it_is_without_files(tmp_path: Path) -> None:
     told = []
     for more in ({}, on_disk(tmp_path)):
@@ -132,6 +135,7 @@ def test_a_bad_value_is_found_where_it_is_without_files(tmp_path: Path) -> None:
     assert program.verify(CASES["mlp"].batch(8)).ok
 
 
+@pytest.mark.slow
 def test_a_folder_must_be_there_before_anything_is_computed(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="offload_folder") as error:
         stepped("mlp", {"dp": 1}, on_disk(tmp_path / "missing"))
@@ -161,6 +165,7 @@ def _planned(write: float, **plan: Any) -> quintnet.PlanReport:
     return quintnet.plan(build("mlp"), Cluster(device, 1, 1), case.batch(4096), loss_fn=case.loss_fn, plan=given)
 
 
+@pytest.mark.slow
 def test_plans_with_a_disk_take_as_long_as_it_does() -> None:
     host, fast, slow = _planned(60), _planned(60, offload_folder="/nvme"), _planned(0.1, offload_folder="/nvme")
     seconds = [report.found.ranked[0].seconds for report in (host, fast, slow)]

@@ -63,6 +63,7 @@ def test_the_bits_are_those_without(name: str, axes: dict[str, int], options: Op
         )
 
 
+@pytest.mark.slow
 def test_parameters_are_on_the_host_once_a_block_and_function() -> None:
     """In a forward, and again in the backward. What a gather needs is there before it starts."""
     program, _ = stepped("gpt", {"dp": 2}, {"zero": 3, "offload": PARAMETERS})
@@ -82,6 +83,7 @@ def test_parameters_are_on_the_host_once_a_block_and_function() -> None:
     assert not [name for name in kept.saved if name in {n.name for n in read}]
 
 
+@pytest.mark.slow
 def test_host_memory_is_told() -> None:
     plain, _ = stepped("gpt", {"dp": 2}, {"zero": 3})
     program, _ = stepped("gpt", {"dp": 2}, {"zero": 3, "offload": PARAMETERS})
@@ -160,6 +162,7 @@ def _kept(program: quintnet.CompiledProgram, batch: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients, before, strict=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("train", [_elementwise, _whole, _kept])
 def test_training_gives_the_same_parameters(train: Callable[[quintnet.CompiledProgram, Any], None]) -> None:
     plain, ours = _trained(train, ()), _trained(train, PARAMETERS)
@@ -206,6 +209,7 @@ def test_programs_without_training_copy_too() -> None:
     assert program._primary().program.stages[0].forward.code.count("copy_in(") == 4
 
 
+@pytest.mark.slow
 def test_copies_start_a_block_before_the_gather_does() -> None:
     """By prices of six blocks over four GPUs, a step takes little more than without offload: a block's slices have
     left the host when they are gathered, which is while the block before it is computed."""

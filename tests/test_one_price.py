@@ -11,7 +11,7 @@ from quintnet_compiler.cost_models.hardware import A100_80, H100
 PAIRS = [(name, layout) for layout in LAYOUTS for name in CASES if applies(name, layout)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_a_graph_costs_what_its_closed_form_costs(name: str, layout: str) -> None:
     gpu = "a100" if PAIRS.index((name, layout)) % 2 else "h100"

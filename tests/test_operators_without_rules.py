@@ -36,7 +36,7 @@ def _doubled(m: Any, x: Tensor) -> Tensor:
 OPERATORS = {"triton_op": (_tripled, triple), "custom_op": (_doubled, double)}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_an_operator_without_a_rule(kind: str) -> None:
     body, operator = OPERATORS[kind]

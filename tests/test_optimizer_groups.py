@@ -77,7 +77,7 @@ def test_groups_without_parameters(first: dict[str, Any], then: dict[str, Any], 
     assert _run(then, str(tmp_path), "program", 0)[0] == WANTED
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("by", "whole"), [("program", False), ("model", False), ("program", True)])
 def test_groups_by_layer_over_stages_in_processes(by: str, whole: bool, tmp_path: Path) -> None:
     run = (_run, 2)

@@ -272,6 +272,7 @@ def _a_few(layout: Layout) -> tuple[Outcome, Outcome, Outcome, Outcome]:
     )
 
 
+@pytest.mark.slow
 def test_optimizers_of_split_parameters() -> None:
     for whole, outside, split, refused in quintnet.launch(_a_few, 2, args=(DP3,)):
         _equal([whole, outside, split])

@@ -94,7 +94,7 @@ PROGRAMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name, mesh, options", PROGRAMS, ids=lambda value: str(value))
 def test_bytes_and_live_activations(
     name: str, mesh: dict[str, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -117,7 +117,7 @@ def test_bytes_and_live_activations(
         assert all(point.peak + point.gradients >= point.held for point in found.points)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("name", ["mlp", "gpt", "mixture"])
 def test_the_peak_is_what_the_allocator_says(name: str, microbatches: int) -> None:
@@ -130,7 +130,7 @@ def test_the_peak_is_what_the_allocator_says(name: str, microbatches: int) -> No
     assert (most + row.gradient_bytes, after) == (row.peak.gradients + row.peak.values, 0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["mlp", "gpt", "cnn"])
 def test_an_estimate_has_room_for_what_is_simulated(name: str) -> None:
     """The planner adds up units: what one received and saved as a view counts, too."""
@@ -143,6 +143,7 @@ def test_an_estimate_has_room_for_what_is_simulated(name: str) -> None:
     assert found.gradients + found.saved + found.working >= peak.gradients + peak.values
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_an_estimate_has_room_for_what_stages_send(schedule: str) -> None:
     """Values until their gradients are there, gradients under way, and buffers of the next ones."""
@@ -165,6 +166,7 @@ def test_results_that_nobody_reads_die_at_once() -> None:
     assert first.peak - first.held <= 2 * 8 * 8 * 8 * 8 * 8  # two images of 8 x 8 with 8 channels, of 8 rows
 
 
+@pytest.mark.slow
 def test_a_program_is_simulated_ahead_of_time() -> None:
     case = CASES["gpt"]
     program = quintnet.compile(build("gpt"), Mesh(dp=256, pp=2, tp=4), case.batch(1024), microbatches=4)
@@ -178,6 +180,7 @@ def test_a_program_is_simulated_ahead_of_time() -> None:
     assert slow.seconds > report.seconds and sum(row.count for row in slow.rows) == 2048
 
 
+@pytest.mark.slow
 def test_boundary_values_are_freed_during_the_step() -> None:
     """What a rank keeps does not grow with the microbatches that 1F1B runs."""
     case = CASES["gpt"]

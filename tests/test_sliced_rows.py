@@ -92,7 +92,7 @@ def _chosen(program: quintnet.CompiledProgram, axis: str = "tp") -> list[Strateg
 WAYS = [("o", True, False), ("i", False, True)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("skew", [0.0, 10.0])
 @pytest.mark.parametrize(("up", "down"), product(range(len(WAYS)), repeat=2))
 def test_every_way_is_exact(up: int, down: int, skew: float) -> None:
@@ -115,7 +115,7 @@ def test_every_way_is_exact(up: int, down: int, skew: float) -> None:
     assert report.ok and report.worst.error < 1e-12, str(report)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("skew", [0.0, 10.0])
 @pytest.mark.parametrize(
     ("axes", "options"),
@@ -137,7 +137,7 @@ def test_slices_that_prices_choose_are_exact(axes: dict[str, int], options: dict
     assert report.ok and report.worst.error < 1e-12, str(report)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
@@ -167,6 +167,7 @@ def _process() -> tuple[float, Tensor, Tensor]:
     return loss, gradients["up"], gradients["router.weight"]
 
 
+@pytest.mark.slow
 def test_processes_exchange_slices() -> None:
     model, batch = _model(5.0), _batch()
     loss = model(*batch)
@@ -210,6 +211,7 @@ class Rows(nn.Module):
         return (x + made.view(x.shape)).square().mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_each_rank_sends_its_slice_once_each_way(tp: int) -> None:
     """Of n rows of h floats on a rank, forward and backward: n h / tp go to their experts and as much comes back;
@@ -224,7 +226,7 @@ def test_each_rank_sends_its_slice_once_each_way(tp: int) -> None:
     assert found["gathered over tp"] >= 3 * (n * h * 4) / tp and found["scattered over tp"] == 2 * (n * h * 4)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("axes", "rows", "options", "sliced"),
     [
@@ -287,6 +289,7 @@ def test_types_that_rows_cannot_travel_in() -> None:
     assert why(replace(over_tp, inside=(S(1), over_tp.inside[1])), over_ep) == "i, o do not belong together"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("change", ["other types", "left out", "over another axis", "twice"])
 def test_moves_that_types_do_not_ask_for(change: str) -> None:
     with slow_links():

@@ -84,6 +84,7 @@ def test_a_small_model_imports_what_compiles_it() -> None:
     ] == []
 
 
+@pytest.mark.slow
 def test_tables_are_complete_when_a_model_was_compiled() -> None:
     """Importing every module adds no rule, precision, feature, pass or fact of an operator."""
     every = """
@@ -116,6 +117,7 @@ def test_what_the_command_line_says_without_asking() -> None:
     assert any(PAGE in (option.help or "") for option in loaded("watch").params)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_a_fork_server_has_imported_what_ranks_need_and_started_nothing() -> None:
     code = """

@@ -51,6 +51,7 @@ class Scaled(nn.Module):
         return (h - y).square().mean()
 
 
+@pytest.mark.slow
 def test_programs_of_further_lengths_have_their_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fifth length is compiled with symbols; numbers stand in their places at the end of a step, too."""
     torch.manual_seed(0)
@@ -73,7 +74,7 @@ def test_programs_of_further_lengths_have_their_own_end(monkeypatch: pytest.Monk
     assert {14, 16} <= set(numbers) and all(type(number) is int for number in numbers)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("axes", "options"),
     [

@@ -48,14 +48,14 @@ def test_a_row_says_where_and_why(name: str) -> None:
         assert row.fix in fix, text
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_row_offers_works(name: str) -> None:
     for program in REFUSED[name].fixed:
         _works(program)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_what_was_refused_is_followed(name: str) -> None:
     _works(FOLLOWED[name])
@@ -98,6 +98,7 @@ CHANGED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CHANGED)
 def test_what_is_compiled_again_after_a_change(name: str) -> None:
     change, cause = CHANGED[name]
@@ -111,6 +112,7 @@ def test_what_is_compiled_again_after_a_change(name: str) -> None:
     assert torch.allclose(again.step((X, Y)), loss(model(X), Y), rtol=1e-9)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("operator", [double, torch.ops.table_of_errors.double, "table_of_errors::double"])
 def test_a_rule_by_any_name_of_an_operator(operator: Any) -> None:
     rule = quintnet.rule(operator, "b t0d1 -> b t1d1", whole="t0d1 t1d1")

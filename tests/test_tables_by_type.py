@@ -46,6 +46,7 @@ class Net(nn.Module):
         return made
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_module_that_was_called_once_trains_as_plain(layout: str) -> None:
     KINDS.clear()

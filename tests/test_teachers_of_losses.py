@@ -105,7 +105,7 @@ def _trained(model: Any, loss_of: Callable[[], Tensor], change: Callable[[], Any
 PLACES = [*(("closure", layout) for layout in LAYOUTS), ("module", "dp2"), ("list", "dp2")]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("holder", "layout"), PLACES)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_a_change_is_followed(name: str, holder: str, layout: str) -> None:
@@ -126,7 +126,7 @@ def test_a_change_is_followed(name: str, holder: str, layout: str) -> None:
     assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(ours.buffers(), teacher.buffers(), strict=True))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_part_that_brings_parameters_is_refused(name: str, holder: str) -> None:
@@ -141,6 +141,7 @@ def test_a_part_that_brings_parameters_is_refused(name: str, holder: str) -> Non
     assert torch.allclose(again.step((X, Y)), loss(model(X), Y), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_number_of_rows_that_did_not_change_is_no_cause() -> None:
     model, teacher = Student().double(), _teacher()
     loss = lambda out, y: F.cross_entropy(out[0], y) + F.mse_loss(out[0], teacher(X))  # noqa: E731
@@ -176,7 +177,7 @@ HIDDEN = {name: change for name, change in (FOLLOWED | REFUSED).items() if "trai
 HIDDEN_PLACES = [("list", "dp2"), ("list", "pp2"), ("attribute", "tp2")]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("holder", "layout"), HIDDEN_PLACES)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_a_change_of_a_hidden_teacher_is_followed(name: str, holder: str, layout: str) -> None:
@@ -197,6 +198,7 @@ def test_a_change_of_a_hidden_teacher_is_followed(name: str, holder: str, layout
     assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(trained, parameters, strict=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["training", "a part that trains"])
 def test_a_hidden_teacher_whose_buffers_change_is_refused(name: str) -> None:
     teacher = _teacher()

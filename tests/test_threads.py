@@ -71,6 +71,7 @@ def _sums(programs: Sequence[quintnet.CompiledProgram]) -> list[list[Tensor]]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("axes", [{"dp": 1}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_gradients_of_threads_add_up(axes: dict[str, int]) -> None:
     programs = [_program(_net(), axes)] * THREADS
@@ -95,6 +96,7 @@ def _same_tensor() -> list[nn.Module]:
     return [first, other]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [_same_module, _same_part, _same_tensor])
 def test_programs_that_share_parameters_take_turns(make: Callable[[], list[nn.Module]]) -> None:
     programs = [_program(model, {"dp": 1}) for model in make()]

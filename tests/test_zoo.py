@@ -119,5 +119,6 @@ def test_a_number_that_was_written_over_is_refused() -> None:
     assert error.value.code == "QN101"
 
 
+@pytest.mark.slow
 def test_ctc_of_a_speech_model_over_rows_and_microbatches() -> None:
     assert outcome(ZOO["wav2vec 2.0, CTC"], Layout({"dp": 2}, 2)).ok

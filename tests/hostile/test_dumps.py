@@ -14,6 +14,7 @@ from . import Outside, check_dump, refused
 FILES = ("plan.json", "schedule.txt", "passes/01_Normalize.txt", "ranks/rank000.py")
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("target", ["file.txt", "new.txt", "inner"])
 def test_a_planted_link_to_a_file_is_replaced(

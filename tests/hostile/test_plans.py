@@ -112,6 +112,7 @@ def test_saving_a_plan_replaces_a_link_and_keeps_what_it_pointed_to(outside: Out
     assert sorted(os.listdir()) == ["folder", "plan.json"]
 
 
+@pytest.mark.slow
 def test_nothing_unpickles_or_evaluates() -> None:
     """No source of the compiler calls what turns data into code, but for answers of processes that it started. Other
     tools' checkpoints are read as data (``records.py``: tests/unit/test_formats.py), their values by torch's restricted

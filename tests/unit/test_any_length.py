@@ -112,6 +112,7 @@ def test_a_symbol_in_a_text_is_no_number_to_replace(found: tuple[AnyLength, Any]
     node.kwargs = before
 
 
+@pytest.mark.slow
 def test_a_program_that_differs_is_not_used(found: tuple[AnyLength, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made, usual = found
     monkeypatch.undo()

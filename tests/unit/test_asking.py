@@ -42,6 +42,7 @@ def report() -> PlanReport:
     return quintnet.plan(model, CLUSTER, batch, loss_fn=loss, price=2.0, tokens=1e6)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_front_trades_time_for_memory(report: PlanReport) -> None:
     front = report.front()
     assert len(front.points) > 2 and front.proven and front.points[0] == report.found.ranked[0]
@@ -71,6 +72,7 @@ def test_a_report_pictures_all_that_was_priced(report: PlanReport) -> None:
     assert report.svg() in report._repr_html_()
 
 
+@pytest.mark.slow
 def test_little_memory_does_not_cost_twice_the_time_for_a_few_percent(report: PlanReport) -> None:
     model, batch, loss = mlp()
     lean = quintnet.plan(model, CLUSTER, batch, loss_fn=loss, objective="memory", top_k=1)  # type: ignore[arg-type]
@@ -83,6 +85,7 @@ def test_little_memory_does_not_cost_twice_the_time_for_a_few_percent(report: Pl
     assert lean.front().points[0].seconds == pytest.approx(report.found.ranked[0].seconds)
 
 
+@pytest.mark.slow
 def test_a_scaling_curve_has_the_same_batch_on_other_numbers_of_devices(report: PlanReport) -> None:
     curve = report.scaling((1, 2, 16))
     assert [one.devices for one in curve.points] == [1, 2, 16] and curve.points[1].found == report.found.ranked[0]
@@ -100,6 +103,7 @@ def test_numbers_of_devices_without_a_layout_say_why() -> None:
     assert "8 devices: needs 90 GiB" in str(curve) and "<table>" in curve._repr_html_() and curve.svg() == ""
 
 
+@pytest.mark.slow
 def test_one_argument_is_varied(report: PlanReport) -> None:
     slow = report.sweep("rows", [4, 8])
     seconds = [one.found.seconds for one in slow.points if one.found]
@@ -116,6 +120,7 @@ def test_one_argument_is_varied(report: PlanReport) -> None:
             report.sweep(argument, [amount])
 
 
+@pytest.mark.slow
 def test_networks_and_lengths_are_varied() -> None:
     model = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 64))
     batch = {"x": torch.zeros(8, 32, dtype=torch.long), "mask": torch.ones(8, 32), "rows": torch.ones(8, 3)}
@@ -150,6 +155,7 @@ def test_a_simpler_plan_that_is_nearly_as_fast_is_said(report: PlanReport) -> No
     assert there.numbers()["simpler"]["layout"] == str(one)
 
 
+@pytest.mark.slow
 def test_two_clusters_side_by_side(report: PlanReport) -> None:
     versus = report.beside(quintnet.Cluster("h100-pcie", 1, 2), price=3.0)
     assert versus.names == ("2 x A100-SXM-80GB", "2 x H100-PCIe-80GB") and versus.other
@@ -175,6 +181,7 @@ def test_what_a_plan_pins_may_have_no_layout_elsewhere() -> None:
         report.beside(CLUSTER, price=-1)
 
 
+@pytest.mark.slow
 def test_a_reserve_of_memory_is_kept_and_said(report: PlanReport) -> None:
     assert "memory may be 73.6 GiB of 80.0 GiB: 8% stays free" in str(report)
     assert json.loads(report.to_json())["reserve"] == 0.08
@@ -236,6 +243,7 @@ def test_tables_of_estimates(report: PlanReport) -> None:
 # -- the command line
 
 
+@pytest.mark.slow
 def test_plan_answers_further_questions() -> None:
     given = ["plan", TARGET, "--gpu", "a100", "--gpus-per-node", "2", "--top", "1", "--price", "2"]
     said = CliRunner().invoke(app, [*given, "--front", "--beside", "l4:1:0.5", "--json"])

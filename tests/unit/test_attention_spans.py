@@ -39,6 +39,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> LoopedSpans:
     return made
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("sight", SIGHTS, ids=str)
 def test_spans_are_what_is_seen(sight: Sight) -> None:
     """Of all small blocks: the same pairs, with no query and no key in two spans, and none that sees nothing."""
@@ -125,7 +126,7 @@ def test_ids_in_several_places_stay_tiles() -> None:
     assert some.apart is some
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("context", ["ring", pytest.param("all_gather", marks=pytest.mark.slow)])
 def test_programs_equal_the_model(loop: LoopedSpans, mask: str, context: str) -> None:

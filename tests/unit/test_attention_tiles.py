@@ -169,7 +169,7 @@ MASKS += [(Sight(True, window, chunk), {"packed": packed, "grouped": packed})
 MASKS += [(Sight(False, 0, 5), {"padded": True, "grouped": True})]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [CpuKernel(), Matmuls()], ids=lambda kernel: type(kernel).__name__)
 @pytest.mark.parametrize(
     "tile_bytes",
@@ -189,6 +189,7 @@ def test_tiles_add_up_to_attention(monkeypatch: pytest.MonkeyPatch, kernel: Atte
         _compare(Sight(True, 3), RUNS[2], tile_bytes, widths=widths, padded=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kernel", [CpuKernel(), Matmuls()], ids=lambda kernel: type(kernel).__name__)
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.06), (torch.float16, 8e-3)], ids=str

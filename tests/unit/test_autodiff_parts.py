@@ -157,6 +157,7 @@ def _transformer() -> Any:
     return next(made for name, made in golden_passes("transformer") if name == "Differentiate")
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_with_as_little_as_possible() -> None:
     made = _transformer()
     inside = {

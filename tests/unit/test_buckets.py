@@ -47,7 +47,7 @@ def test_room_is_a_multiple_of_16_bytes() -> None:
     assert [aligned_count(n, torch.bfloat16) for n in (1, 9)] == [8, 16] and aligned_count(3, torch.complex128) == 3
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_every_gradient_is_aligned(zero: int, dtype: torch.dtype) -> None:
@@ -71,6 +71,7 @@ def test_gradients_of_odd_sizes_are_those_of_the_unsplit_model(zero: int) -> Non
     assert _compiled(torch.float64, zero=zero, microbatches=2).verify().ok
 
 
+@pytest.mark.slow
 def test_buckets_are_as_large_as_the_plan_says() -> None:
     few, many = _compiled(), _compiled(bucket_mib=1e-6)
     assert (len(_store(few).buckets), len(_store(many).buckets)) == (1, 8)

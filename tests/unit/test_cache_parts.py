@@ -76,6 +76,7 @@ def test_equal_traces_have_one_key() -> None:
     assert _key(capture(Net(), BATCH)) == _key(_captured())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "batch"),
     [
@@ -92,6 +93,7 @@ def test_other_traces_have_other_keys(model: Callable[[], nn.Module], batch: Any
     assert _key(capture(model(), batch)) != _key(_captured())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -111,6 +113,7 @@ def test_what_is_asked_for_is_in_the_key(changes: dict[str, Any]) -> None:
     assert _key(captured, **changes) != _key(captured)
 
 
+@pytest.mark.slow
 def test_settings_and_files_are_in_the_key() -> None:
     captured = _captured()
     usual = _key(captured)
@@ -325,6 +328,7 @@ def test_a_program_that_was_changed_is_refused() -> None:
         read_program(data, captured, "", lambda: program)
 
 
+@pytest.mark.slow
 def test_a_file_of_another_key_is_written_again(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     assert [_read(_compiled(folder)) for _ in range(2)] == [False, True]

@@ -59,7 +59,7 @@ TABLES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("before", [False, True], ids=["", "kept before"])
 @pytest.mark.parametrize("check", ["first", "off"])
 @pytest.mark.parametrize("name", TABLES)
@@ -112,6 +112,7 @@ class Held:
         self.x = x
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "wrapped",
     [
@@ -166,6 +167,7 @@ def frozen() -> Iterator[list[object]]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 def test_functions_are_found_that_a_program_has_frozen(frozen: list[object]) -> None:
     @functools.cache
     def own(size: int) -> Tensor:

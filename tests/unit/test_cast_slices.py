@@ -72,6 +72,7 @@ def test_slices_are_cast_where_products_read_nothing_else() -> None:
         assert slice_cast_strategies(program, node, kinds, RuleBook(RULES)) == {}
 
 
+@pytest.mark.slow
 def test_slices_with_padding_and_of_a_dim_that_is_split_further_are_gathered_wide() -> None:
     seen, _, _ = _asked(_model(), {"dp": 3}, "tensorwise")
     program, weight, kinds = seen["0.weight"]

@@ -158,7 +158,7 @@ def _killed_at(number: int, monkeypatch: pytest.MonkeyPatch, kind: type) -> None
     monkeypatch.setattr(kind, "open", dying(kind.open, reads=True))  # type: ignore[attr-defined]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("step", [4, 5, 6])  # goes back, replaces, goes on
 def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(
     step: int, made: Made, url: str, monkeypatch: pytest.MonkeyPatch

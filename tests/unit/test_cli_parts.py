@@ -93,6 +93,7 @@ def test_a_target_needs_a_mesh_or_a_plan_with_one() -> None:
     assert program.mesh == Mesh(dp=2) and program.plan.microbatches == 2
 
 
+@pytest.mark.slow
 def test_decisions_are_set_by_name(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     Plan(mesh={"dp": 2}, zero=1, seed=3).save(file)
@@ -119,6 +120,7 @@ def test_decisions_are_set_by_name(tmp_path: Path) -> None:
     assert cards["places"][0]["memory_bytes"] < 24 * 2**30
 
 
+@pytest.mark.slow
 def test_verbs_about_one_program(tmp_path: Path) -> None:
     assert "0.weight" in explain(TARGET, "0", mesh="tp=2").text
     assert json.loads(simulate(TARGET, mesh="tp=2").document)["seconds"] > 0
@@ -133,6 +135,7 @@ def test_verbs_about_one_program(tmp_path: Path) -> None:
         diff(tmp_path / "a", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_plan_is_found_written_and_priced(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     found = plan(TARGET, nodes=1, gpus_per_node=2, out=out)
@@ -158,6 +161,7 @@ def test_verbs_that_start_processes_refuse_before_they_start_any(
         train(tmp_path / "missing.yaml")
 
 
+@pytest.mark.slow
 def test_cache_lists_programs_and_removes_old_ones(tmp_path: Path) -> None:
     folder = tmp_path / "programs"
     with pytest.raises(typer.BadParameter, match="no folder"):

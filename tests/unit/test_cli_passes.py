@@ -34,6 +34,7 @@ def test_the_passes_that_ran_and_what_they_changed() -> None:
     assert rows["InsertCommunication"]["added"] > 0
 
 
+@pytest.mark.slow
 def test_the_program_before_and_after_one_pass() -> None:
     found = _document(TARGET, mesh="tp=2", only="insertcommunication")
     assert "all_reduce" not in found["before"] and "quintnet.convert" in found["after"]

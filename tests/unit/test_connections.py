@@ -45,6 +45,7 @@ def test_no_schedule_hangs(name: str, skips: bool, waits: bool) -> None:
         assert stuck(schedule, MODES["links"], waits=waits) == [], where
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["links at first use", "channels"])
 def test_the_model_knows_what_hangs(mode: str) -> None:
     """What was done before: the default, one microbatch, met at first use; shared channels crossed."""

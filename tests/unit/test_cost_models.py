@@ -71,6 +71,7 @@ def _korthikanti(layers: int, hidden: int, heads: int) -> Decoder:
 # -- closed forms
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_closed_forms_equal_a_counted_model(kind: str) -> None:
     length = 16

@@ -109,7 +109,7 @@ def test_cut_equals_brute_force(kind: str, num_stages: int, make: Generator) -> 
     assert score(_starts(program, num_stages, schedule)) == pytest.approx(best, rel=1e-9)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("num_stages", "microbatches"), [(3, 4), (4, 2), (4, 8), (6, 12)])
 def test_a_search_finds_nearly_what_trying_all_cuts_finds(num_stages: int, microbatches: int) -> None:
     program = _sharded(GPT(width=64, depth=8, heads=4), CASES["gpt"].batch(8 * 5), None)
@@ -170,7 +170,7 @@ def _prices(program: CompiledProgram) -> ProgramPrices:
     return ProgramPrices(program._primary().program, ClusterCosts(Cluster("h100")))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "gpt"])
 def test_no_other_cut_is_simulated_to_be_faster(kind: str) -> None:
     """Of all cuts between layers, by the simulation's own prices of each layer; but for what an even cut may cost."""
@@ -191,6 +191,7 @@ def test_no_other_cut_is_simulated_to_be_faster(kind: str) -> None:
         assert program.simulate().seconds <= 1.015 * min(found), num_stages
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["linear", "gpt", "cnn"])
 def test_stages_are_priced_before_there_is_a_backward_as_after(kind: str) -> None:
     """By the simulation's prices of the functions that ranks run; the last stage's loss has kernels of its own."""
@@ -202,7 +203,7 @@ def test_stages_are_priced_before_there_is_a_backward_as_after(kind: str) -> Non
             assert found.time_of(op) == pytest.approx(simulated, rel=0.08 if stage < 3 else 0.2), (stage, op)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [Mesh(pp=4, tp=2), Mesh(pp=4, cp=2)], ids=["tp", "cp"])
 def test_stages_wait_for_collectives_as_their_programs_do(mesh: Mesh) -> None:
     """But for what is gathered again for the backward, beside other work."""

@@ -59,7 +59,7 @@ class Direct(nn.Module):
         return loss
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("changes", [False, True], ids=["", "with a change in place"])
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_are_autograds(name: str, changes: bool) -> None:

@@ -78,6 +78,7 @@ MISTAKES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mutate", MISTAKES)
 def test_a_mistake_is_found(mutate: Any) -> None:
     before, after = _programs()

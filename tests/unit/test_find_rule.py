@@ -73,6 +73,7 @@ def _arguments(sample: Sample) -> tuple[Any, ...]:
     return sample.call(tensors, lambda target, *args, **kwargs: (*args, kwargs) if kwargs else args)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sample", PROVEN, ids=str)
 def test_what_is_found_is_proven_by_brute_force(sample: Sample) -> None:
     """Forward and backward on ranks, as rules of the table are (test_sharding_rules.py)."""

@@ -193,6 +193,7 @@ def test_a_program_round_trips_through_all_formats(tmp_path: Path) -> None:
         assert same(adam.state_dict(), optimizer.state_dict()) and same(plain.state_dict(), dict(program.state_dict()))
 
 
+@pytest.mark.slow
 def test_a_program_is_stateful(tmp_path: Path) -> None:
     program, _ = _program(0, {"dp": 2})
     dcp.save({"model": program}, checkpoint_id=tmp_path / "dcp", no_dist=True)

@@ -193,7 +193,7 @@ def _model() -> nn.Module:
     return nn.Sequential(Norm(8), nn.Linear(8, 16), Norm(16), nn.Linear(16, 8, bias=False), Norm(8)).double()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("axes", "norms"), [({"dp": 2}, 3), ({"tp": 2}, 1), ({"pp": 2, "tp": 2}, 1)], ids=str)
 def test_it_trains_as_the_model_does(axes: dict[str, int], norms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the CPU is taken for a GPU. A norm that tensor parallelism splits by features is none; how many it splits

@@ -42,7 +42,7 @@ def _pairs(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_are_those_of_torch_to_the_bit(on_cpu: list[str], dtype: torch.dtype) -> None:
     kernels = GradientKernels("cpu")
@@ -129,7 +129,7 @@ def _gradients(axes: dict[str, int], **plan: Any) -> list[Tensor]:
     return [p.grad.full_tensor() for p in program.parameters() if p.grad is not None]  # type: ignore[attr-defined]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("axes", "plan"),

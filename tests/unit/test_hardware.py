@@ -133,6 +133,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         quintnet.Cluster(tmp_path / "none.json")
 
 
+@pytest.mark.slow
 def test_every_device_has_prices_for_a_step() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 16))
     batch = (torch.randn(16, 64), torch.randint(0, 16, (16,)))

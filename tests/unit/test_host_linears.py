@@ -91,6 +91,7 @@ def test_only_weights_that_stay_are_packed() -> None:
         assert not linears.few_rows(torch.ones(2, 8), weight).any()
 
 
+@pytest.mark.slow
 @needs_onednn
 def test_texts_are_written_with_the_weights_of_the_moment() -> None:
     """They are packed while generate has control, and read anew by the next call."""

@@ -55,6 +55,7 @@ def test_the_operators() -> None:
         alike(mask, 2)
 
 
+@pytest.mark.slow
 def test_rows_are_filled_one_by_one_in_parts_of_a_batch_only() -> None:
     assert aten.masked_scatter.default in _normal(1) and fill_rows not in _normal(1), "any batch is allowed"
     assert {fill_rows, alike} < _normal(2) and aten.masked_scatter.default not in _normal(2)

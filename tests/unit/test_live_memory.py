@@ -53,6 +53,7 @@ def test_a_message_holds_what_it_sends_and_what_arrives_until_it_is_waited_for()
     assert memory.fresh == 128 and [len(x) for x in made] == [6, 10]
 
 
+@pytest.mark.slow
 def test_what_a_message_reads_lives_as_long_as_it() -> None:
     """An argument that the caller lets go: dynamic ones are counted as freed when the message ends."""
     memory, transport, x = LiveMemory((), ()), SilentTransport(MESH, 1), _numbers(4)

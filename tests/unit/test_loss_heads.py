@@ -42,7 +42,7 @@ STAY: dict[str, Loss] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", STAY)
 def test_what_stays_whole(name: str) -> None:
     program = compiled(STAY[name], {"dp": 1}, loss_chunks=4)

@@ -83,6 +83,7 @@ def _with_derivative(sample: Sample) -> bool:
     return sample.target not in NO_SECOND_DERIVATIVE
 
 
+@pytest.mark.slow
 def test_all_that_autograd_makes_of_an_operator_with_a_rule_has_a_price() -> None:
     assert not _unpriced(filter(_with_derivative, (samples[0] for samples in SAMPLES.values())))
 

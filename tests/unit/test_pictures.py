@@ -64,6 +64,7 @@ def test_parts_of_a_dtensor_are_what_it_is_made_of(
         quintnet.visualize(whole)
 
 
+@pytest.mark.slow
 def test_names_that_differ_in_numbers_are_one_row_and_rows_are_bounded() -> None:
     def compiled(names: list[str]) -> quintnet.CompiledProgram:
         model = nn.Sequential(nn.ModuleDict({name: nn.Linear(4, 4) for name in names}))

@@ -228,6 +228,7 @@ def _captures(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[Captur
     return capture(model, batch), capture(model, batch, each=True), any(one is not None for one in repeated)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "model",
     [Stack(Block), Stack(lambda i: Block(i) if i % 2 else Squares(i), 2 * DEPTH)],
@@ -251,7 +252,7 @@ def test_settings_of_blocks_that_were_not_traced_are_guarded() -> None:
     assert not found.guards.hold() and "layers.4.linear.factor" in found.guards.broken()[0]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "model",
     [
@@ -308,7 +309,7 @@ class Assigns(Stack):
         return loss
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [Penalised(Block), BelowModes(Block), Tries(Block), Assigns()], ids=lambda model: type(model).__name__
 )
@@ -320,6 +321,7 @@ def test_parts_of_blocks_that_are_used_elsewhere_are_in_the_trace(
     assert found.changed == each.changed and _guarded(found) == _guarded(each)
 
 
+@pytest.mark.slow
 def test_torch_export_is_not_told_of_parts_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     export = torch.export.export

@@ -57,6 +57,7 @@ def test_a_rank_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
         assert replica(subject, None, {}, {}) is None
 
 
+@pytest.mark.slow
 def test_a_program_is_rescued_only_right_after_a_step_that_was_interrupted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

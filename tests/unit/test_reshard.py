@@ -78,7 +78,7 @@ def test_programs_of_other_parameters_are_refused() -> None:
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 @pytest.mark.parametrize("target", DTYPES, ids=str)
 def test_numbers_are_rounded_as_the_module_would(source: torch.dtype, target: torch.dtype) -> None:

@@ -102,6 +102,7 @@ CLAIMS: dict[tuple[str, int], tuple[Callable[..., float], Callable[[int], int], 
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name, v", CLAIMS)
 def test_every_generator_is_valid_and_has_the_known_bubble_and_memory(name: str, v: int) -> None:
     share, least, live = CLAIMS[name, v]

@@ -66,6 +66,7 @@ def test_a_module_that_is_like_another_gets_its_graph_with_its_own_tensors(name:
     assert one.guards is None and two.guards is None
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("other", OTHERS)
 def test_what_is_traced_in_another_way_is_traced(other: str) -> None:
     shared = SharedCaptures()

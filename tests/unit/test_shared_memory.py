@@ -139,6 +139,7 @@ def test_a_process_of_another_host_is_not_found() -> None:
     assert _connect(b"\0nobody listens here", b"s" * SECRET_BYTES) is None
 
 
+@pytest.mark.slow
 def test_an_end_that_nothing_needs_is_closed_without_a_warning() -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -73,7 +73,7 @@ def _losses(tensor: str, layout: tuple[dict[str, int], dict[str, Any]] | None) -
     return losses
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("tensor", TENSORS)
 def test_attributes_of_tensors_are_followed(tensor: str, layout: tuple[dict[str, int], dict[str, Any]]) -> None:
@@ -150,7 +150,7 @@ def _asked(mesh: dict[str, int] | None) -> list[float]:
     return losses
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_values_that_python_read_are_compared(mesh: dict[str, int]) -> None:
     expected = _asked(None)

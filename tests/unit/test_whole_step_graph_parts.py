@@ -136,7 +136,7 @@ def _obstacle(model: nn.Module, batch: Any, axes: dict[str, int] | None = None, 
     return obstacle(program, program.rank(0), CUDA, "cuda")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "cnn"])
 def test_models_are_captured(name: str) -> None:
     case = CASES[name]
@@ -153,6 +153,7 @@ def test_collectives_are_not() -> None:
     assert reason is not None and "2 ranks, and collectives in a graph are not implemented yet" in reason
 
 
+@pytest.mark.slow
 def test_offloaded_values_are_not() -> None:
     options: dict[str, Any] = {"loss_fn": F.cross_entropy, "microbatches": 2, "offload": ("activations",)}
     reason = _obstacle(build("gpt"), CASES["gpt"].batch(8), **options | {"loss_fn": None})

@@ -80,6 +80,7 @@ def test_tokens_are_positions_of_whole_numbers() -> None:
     assert tokens_of([pixels, labels]) == 0 and tokens_of([labels, 3, None]) == 0
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_the_unsplit_model_whatever_the_layout() -> None:
     model, batch = gpt()
     program = quintnet.compile(model, quintnet.Mesh(dp=1), batch, check="off")
@@ -110,6 +111,7 @@ def test_objectives_are_those_that_there_are() -> None:
 # -- the command line
 
 
+@pytest.mark.slow
 def test_estimate_takes_a_mesh_a_precision_a_goal_and_a_price() -> None:
     given = "--mesh", "dp=2,tp=2", "--precision", "bf16", "--tokens", "1e9", "--price", "2", "--gpu", "l40s"
     said = CliRunner().invoke(app, ["estimate", TARGET, *given, "--json"])
@@ -129,6 +131,7 @@ def test_estimate_without_a_mesh_or_with_two_is_refused(tmp_path: object) -> Non
     assert said.exit_code == 4 and "QN216" in said.stderr
 
 
+@pytest.mark.slow
 def test_plan_takes_an_objective_a_precision_and_a_price() -> None:
     given = ["--objective", "cost", "--precision", "bf16", "--price", "2", "--work", "500", "--gpus-per-node", "2"]
     said = CliRunner().invoke(app, ["plan", TARGET, *given, "--json"])
