@@ -189,7 +189,8 @@ def test_what_step_did_already_is_refused_by_name() -> None:
     for backward in (
         lambda: loss.backward(),  # type: ignore[no-untyped-call]
         lambda: torch.autograd.backward(loss / 4),
-        lambda: torch.amp.GradScaler("cpu").scale(loss).backward(),  # type: ignore[attr-defined]
+        lambda: torch.amp.GradScaler("cpu").scale(loss),  # type: ignore[attr-defined]
+        lambda: torch.amp.GradScaler("cpu").scale([loss, 2 * loss]),  # type: ignore[attr-defined]
     ):
         with pytest.raises(quintnet.RunError, match=r"QN113(.|\n)*step computed the gradients"):
             backward()

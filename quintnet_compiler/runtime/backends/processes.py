@@ -32,6 +32,7 @@ from ..launch.calls import next_label
 from ..launch.consistency import SAME_SCRIPT, agree, tell
 from ..state.buckets import reduced_axes, scattered_axes
 from ..state.changed_state import split_results, written_state
+from ..state.drawn_parts import draw_whole_tensors
 from ..state.grad_handoff import HandOver
 from ..state.gradients import shared_by, too_many_gradients
 from ..state.local_values import StageGradient, StoredPart, whole_number
@@ -79,6 +80,7 @@ class ProcessBackend:
         agree({"torch": torch.__version__, "plan": plan}, device)
         self.label = next_label()
         numbers_by(whole_number)
+        draw_whole_tensors()
         watch_optimizers()
         self.values = SameValues(mesh, device)
         self.values.see(tensors)

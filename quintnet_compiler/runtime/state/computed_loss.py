@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from ...compat.torch import plain_function
 from ...core.errors import RunError
@@ -16,21 +18,30 @@ _SCALING = frozenset(("mul", "div", "true_divide", "add", "sub", "rsub", "__rdiv
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
+def _is_called_by_grad_scaler() -> bool:
+    """Return whether the function of torch that runs now was called in GradScaler's module."""
+    caller = sys._getframe(2)  # of __torch_function__
+    return caller.f_globals.get("__name__") == GradScaler.__module__
+
+
 class SettledLoss(Tensor):
-    """A scalar tensor on which backward is refused, also after scaling it as GradScaler does.
+    """A scalar tensor on which backward is refused, also after scaling it, and GradScaler's ``scale``.
+
+    A scaler would divide gradients by a factor that they do not have.
 
     Raises:
-        RunError: QN113 by ``backward``.
+        RunError: QN113 by ``backward`` and by ``GradScaler.scale``.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _BACKWARD:
+        if func in _BACKWARD or _is_called_by_grad_scaler():
+            what = "backward was called on" if func in _BACKWARD else "a GradScaler scales"
             raise RunError(
                 "QN113",
-                "backward was called on the loss that step returned, and step computed the gradients",
+                f"{what} the loss that step returned, and step computed the gradients",
                 fix="leave backward (and GradScaler) out: program.step(batch), then optimizer.step()",
             )
         result = plain_function(func, types, args, kwargs or {})
