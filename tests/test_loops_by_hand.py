@@ -123,7 +123,7 @@ def _compiled(axes: dict[str, int], options: dict[str, Any]) -> dict[str, dict[s
     return states
 
 
-@pytest.mark.slow  # tests/unit/test_drawn_parts.py shows where random numbers come from
+@pytest.mark.slow  # tests/unit/test_local_values.py shows where random numbers come from
 @pytest.mark.parametrize(("axes", "options"), [({"tp": 2}, {}), ({"dp": 2}, {"zero": 3}), ({"dp": 2}, {})])
 def test_parameters_are_those_of_the_plain_loop(axes: dict[str, int], options: dict[str, Any]) -> None:
     expected = {body.__name__: _plain(body) for body in BODIES}

@@ -192,8 +192,7 @@ def numbers_by(number: Callable[[DTensor], Any]) -> None:
 
 @cache
 def draws_by(functions: tuple[Any, ...], draw: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
-    """From now on, what these random operators give for a DTensor, where torch gives other numbers to each part;
-    instead: nothing, operators of users are called with torch's own DTensors."""
+    """Set what random operators give for a DTensor; instead: nothing, users call them with torch's own DTensors."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(dict.fromkeys(functions, draw))
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...compat.distributed import local_tensor, numbers_by, replace_local_tensor
+from ...compat.distributed import local_tensor, replace_local_tensor
 from ...compat.torch_hooks import share_hooks
 from ...core.empty_storage import of_other_ranks
 from ...core.errors import RunError
@@ -32,10 +32,9 @@ from ..launch.calls import next_label
 from ..launch.consistency import SAME_SCRIPT, agree, tell
 from ..state.buckets import reduced_axes, scattered_axes
 from ..state.changed_state import split_results, written_state
-from ..state.drawn_parts import draw_whole_tensors
 from ..state.grad_handoff import HandOver
 from ..state.gradients import shared_by, too_many_gradients
-from ..state.local_values import StageGradient, StoredPart, whole_number
+from ..state.local_values import StageGradient, StoredPart, read_and_draw_whole_dtensors
 from ..state.module_parameters import Slots, check_fits, local_of, move_tensor, retire
 from ..state.optimizer_settings import OptimizerSettings
 from ..state.same_state import SameState, Saved
@@ -79,8 +78,7 @@ class ProcessBackend:
             )
         agree({"torch": torch.__version__, "plan": plan}, device)
         self.label = next_label()
-        numbers_by(whole_number)
-        draw_whole_tensors()
+        read_and_draw_whole_dtensors()
         watch_optimizers()
         self.values = SameValues(mesh, device)
         self.values.see(tensors)

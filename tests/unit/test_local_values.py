@@ -15,8 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quintnet_compiler.compat.distributed import interleaved_shard
 from quintnet_compiler.core.errors import RunError
-from quintnet_compiler.runtime.state.drawn_parts import draw_whole_tensors
-from quintnet_compiler.runtime.state.local_values import StageGradient
+from quintnet_compiler.runtime.state.local_values import StageGradient, read_and_draw_whole_dtensors
 
 DRAWS: list[Callable[[Tensor], Tensor]] = [
     torch.randn_like,
@@ -25,7 +24,6 @@ DRAWS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.normal_(1.0, 2.0),
     lambda x: nn.init.uniform_(x, -1.0, 3.0),
     lambda x: x.bernoulli_(0.3),
-    lambda x: nn.init.trunc_normal_(x, std=0.5),
     lambda x: x.exponential_(generator=torch.Generator().manual_seed(3)),
 ]
 
@@ -48,7 +46,7 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[tuple[int, DeviceMesh]]:
     ids=["rows", "whole", "two parts"],
 )
 def test_numbers_are_those_of_the_whole_tensor(kind: Any, parts: list[list[int]], mesh: tuple[int, DeviceMesh]) -> None:
-    draw_whole_tensors()
+    read_and_draw_whole_dtensors()
     rank, devices = mesh
     rows = parts[rank]
     whole = torch.zeros(len({*parts[0], *parts[1]}), 3)
@@ -63,7 +61,7 @@ def test_numbers_are_those_of_the_whole_tensor(kind: Any, parts: list[list[int]]
 
 
 def test_a_gradient_of_a_stage_is_refused(mesh: tuple[int, DeviceMesh]) -> None:
-    draw_whole_tensors()
+    read_and_draw_whole_dtensors()
     _, devices = mesh
     gradient = DTensor.from_local(torch.zeros(2, 3), devices, [Replicate()], run_check=False)
     gradient.__class__ = StageGradient
