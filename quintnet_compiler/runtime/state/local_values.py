@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...compat.distributed import draws_by, dtensor_over, local_tensor, numbers_by
-from ...compat.torch import foreach_norm, plain_function
+from ...compat.torch import foreach_norm, plain_function, schema
 from ...core import slices
 from ...core.errors import RunError
 from ...core.sharding import Sharding
@@ -105,7 +105,7 @@ def _draw(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTen
     drawn = function(whole, *rest, **kwargs)
     replicated = DTensor.from_local(drawn, x.device_mesh, [Replicate()] * x.device_mesh.ndim, run_check=False)
     part = local_tensor(replicated.redistribute(placements=x.placements))
-    if function._schema.is_mutable:
+    if schema(function).is_mutable:
         local_tensor(x).copy_(part)
         return x
     return dtensor_over(part, x.device_mesh, x.placements, x.shape, tuple(drawn.stride()))
