@@ -151,7 +151,7 @@ def test_what_a_host_asks_for_is_counted(device: Emulated) -> None:
 # -- all ranks in one process, on one device
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 2], ids=["current device", "another device"])
 @pytest.mark.parametrize(
     ("name", "axes", "options"),
@@ -358,7 +358,7 @@ def test_the_page_counts_what_there_is() -> None:
     assert told in page
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("eager", "jobs"),
     [

@@ -123,6 +123,7 @@ def test_the_attribute_is_that_of_the_last_forward(mesh: dict[str, int], monkeyp
     assert program.verify().ok
 
 
+@pytest.mark.slow
 def test_equal_blocks_of_which_each_has_a_mask() -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)

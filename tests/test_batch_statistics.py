@@ -84,7 +84,7 @@ def test_schedules_and_options(options: dict[str, Any]) -> None:
     report(case, {str(options): compare(case, axes)})
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
 def test_verify_proves_it(axes: dict[str, int]) -> None:
     case = _case(Noisy)
@@ -97,6 +97,7 @@ def test_verify_proves_it(axes: dict[str, int]) -> None:
     assert found.ok and {one.name for one in found.comparisons if one.what == "buffer"} >= {"norm.running_mean"}
 
 
+@pytest.mark.slow
 def test_verify_finds_microbatches_that_all_read_the_first_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     true = executor.Executor._forward
 
@@ -127,6 +128,7 @@ def test_evaluation_is_of_the_whole_batch() -> None:
         assert torch.allclose(program.evaluate(batch), model(*batch), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_refusals_name_the_option() -> None:
     case = _case(Twice)
     x, y = case.batch(0)
@@ -172,6 +174,7 @@ def test_processes() -> None:
         assert {one.kind for one in found.values()} == {"equal"}, (name, found)
 
 
+@pytest.mark.slow
 def test_synchronised_and_cumulative_norms() -> None:
     """Of all rows, as the module has them."""
     case = sync_norms()["sync"]

@@ -94,6 +94,7 @@ def test_programs_are_priced_node_by_node(mesh: dict[str, int]) -> None:
     assert "aten.mm.default" in str(report) and json.loads(report.to_json())["operators"]
 
 
+@pytest.mark.slow
 def test_what_was_not_measured_has_no_price() -> None:
     case = CASES["cnn"]
     program = quintnet.compile(build("cnn"), Mesh(dp=2), case.batch(4), loss_fn=case.loss_fn)
@@ -104,7 +105,7 @@ def test_what_was_not_measured_has_no_price() -> None:
         three.simulate(CalibratedCosts(machine()))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_products_are_priced_in_the_dtype_that_was_measured(dtype: str) -> None:
     case = CASES["gpt"]

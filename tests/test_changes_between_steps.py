@@ -218,7 +218,7 @@ def test_what_forward_counts_in_a_class_or_a_module_is_refused(get: Callable[[An
     assert ".n' (from 0 to 1)" in str(refused.value) and Counted.n == config.n == 0
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("drawn", _drawn(40), ids=", ".join)
 def test_a_change_between_steps(drawn: tuple[str, str, str, str]) -> None:
     _is_followed(*drawn)

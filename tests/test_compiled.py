@@ -138,6 +138,7 @@ def test_a_plan_fixes_a_parameter(fixed: str) -> None:
     assert abs(program.step(CASES["gpt"].batch(8)) - loss) / loss < 1e-9
 
 
+@pytest.mark.slow
 def test_what_does_not_divide_is_kept_whole_and_still_exact() -> None:
     torch.manual_seed(0)
     model = GPT(vocab=31, width=36, heads=3, depth=2).double()  # 3 heads and 31 tokens on tp=2
@@ -167,6 +168,7 @@ class UnevenQKV(nn.Module):
         return self.head(x + self.proj(y.transpose(1, 2).reshape(b, t, 32))).mean(dim=1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_uneven_heads_of_any_number(ranks: int) -> None:
     """2 key heads on 2, 4 and 8 ranks; a fused projection of unequal pieces; 8 classes."""

@@ -30,7 +30,7 @@ def _calls(program: quintnet.CompiledProgram) -> Counter[str]:
     return Counter(re.findall(r"comm\.(\w+)\(", program.ranks[0].forward.code))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["all_gather", "ulysses", "ring"])
 @pytest.mark.parametrize(
     ("name", "mesh", "microbatches"),
@@ -53,6 +53,7 @@ def test_context_parallelism_equals_the_module(name: str, mesh: quintnet.Mesh, m
     assert report.ok and report.worst.error < 1e-12, str(report)
 
 
+@pytest.mark.slow
 def test_all_gather_moves_keys_and_values_and_ulysses_exchanges_heads() -> None:
     case = CASES["gpt"]
     gathered = _calls(quintnet.compile(build("gpt"), quintnet.Mesh(cp=2), case.batch(4)))

@@ -127,7 +127,7 @@ def holds(kind: AxisType, ranks: int) -> bool:
     return not rest and units > 1 and (kind.unit == 1 or units % ranks != 0)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False], ids=["with gradients", "without gradients"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_pair_of_types_of_sizes_that_do_not_divide(

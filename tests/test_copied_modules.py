@@ -186,7 +186,7 @@ def test_copies_and_averages_are_those_of_plain_pytorch_in_processes(layouts: li
             _assert_equal(found, expected, layout)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [*LAYOUTS, {"dp": 2, "tp": 2, "zero": 3}], ids=str)
 def test_copies_and_averages_are_those_of_plain_pytorch(layout: dict[str, Any]) -> None:
     _assert_equal(_losses(layout), _expected(), layout)

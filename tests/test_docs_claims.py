@@ -100,6 +100,7 @@ def _mixture() -> quintnet.CompiledProgram:
     return quintnet.compile(Mixture(), quintnet.Mesh(ep=2), batch, check="off")
 
 
+@pytest.mark.slow
 def test_the_table_of_passes_is_the_pipeline_that_runs() -> None:
     ran = [name for name in _everything().compile_seconds if not name.startswith("check_")]
     assert ran == [one.name for one in PIPELINE]

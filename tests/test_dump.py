@@ -118,6 +118,7 @@ def test_the_page_stands_alone(page: Page, folder: Path) -> None:
     assert "default-src 'none'" in text and page.scripts == 1
 
 
+@pytest.mark.slow
 def test_the_page_says_what_is_there(page: Page, program: quintnet.CompiledProgram) -> None:
     text = page.text
     assert "from stage 0, for each microbatch: 1.00 KiB, and 1.00 KiB of gradients back" in text

@@ -201,7 +201,7 @@ def test_tensor_ranks_split_the_matrices_of_experts() -> None:
     assert all(program.plan.parameters[name]["tp"].startswith("S") for name in ("up", "down"))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "recipe"),
     [({"dp": 2}, "tensorwise"), ({"ep": 2}, "rowwise"), ({"pp": 2}, "rowwise"), ({"ep": 2}, "mxfp8")],
@@ -230,6 +230,7 @@ def test_what_stays_in_16_bits_is_said() -> None:
     assert up == "up: in_features 32 and out_features 64 is no multiple of 128" and down[:5] == "down:"
 
 
+@pytest.mark.slow
 def test_weights_of_experts_are_cast_once_a_step() -> None:
     x, y = batch()
     options = {"precision": "fp8", "fp8_recipe": "rowwise", "fp8_skip": ("first",), "microbatches": 2}

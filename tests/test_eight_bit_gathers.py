@@ -71,7 +71,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS, ids=str)
 def test_the_bits_are_those_of_a_wide_gather(mesh: dict[str, int], plan: dict[str, Any], recipe: str) -> None:

@@ -174,7 +174,7 @@ def test_every_layout_rounds_to_the_same_numbers(mesh: dict[str, int], plan: dic
     assert_equal(step(mesh, recipe, **plan), step({}, recipe))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "recipe"), [({"dp": 2}, "tensorwise"), ({"pp": 2}, "rowwise"), ({"tp": 2}, "mxfp8")])
 def test_a_microbatch_has_scales_of_its_own(mesh: dict[str, int], recipe: str) -> None:
     """As if the model were called with one microbatch after the other."""

@@ -66,7 +66,7 @@ def _attention(program: quintnet.CompiledProgram) -> list[fx.Node]:
     return [node for node in nodes if work_of(node.target) == "attention"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTEXTS)
 @pytest.mark.parametrize("precision", ["model", "bf16"])
 def test_attention_is_priced_by_what_the_busiest_rank_sees(name: str, precision: str) -> None:

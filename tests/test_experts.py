@@ -35,7 +35,7 @@ def _calls(program: quintnet.CompiledProgram) -> Counter[str]:
     return Counter(re.findall(r"comm\.(?:start_)?(\w+)\(", program.ranks[0].forward.code))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("skew", [0.0, 10.0])
 @pytest.mark.parametrize(
     ("axes", "experts", "microbatches"),
@@ -247,7 +247,7 @@ class Capacity(nn.Module):
         return F.cross_entropy(self.head(x + back).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}, {"tp": 4}], ids=str)
 def test_one_hot_dispatch_with_capacity_drops_what_the_reference_drops(axes: dict[str, int]) -> None:
     batch = _batch_of_sequences()
@@ -276,7 +276,7 @@ class WholeCapacity(nn.Module):
         return F.cross_entropy(self.head(x + made), labels)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
@@ -320,11 +320,13 @@ class Listed(nn.Module):
         return F.cross_entropy(out, labels)
 
 
+@pytest.mark.slow
 def test_a_list_of_experts_behind_masks() -> None:
     program = quintnet.compile(Listed(dense=True).double(), quintnet.Mesh(dp=2, tp=2), _batch(), microbatches=2)
     assert program.verify().ok
 
 
+@pytest.mark.slow
 def test_a_list_of_experts_that_pick_their_rows() -> None:
     program = quintnet.compile(Listed(dense=False).double(), quintnet.Mesh(dp=2, tp=2), _batch(), microbatches=2)
     assert program.verify().ok

@@ -20,6 +20,7 @@ def _compiled(mesh: Mesh, **plan: object) -> quintnet.CompiledProgram:
     return quintnet.compile(GPT(depth=3), mesh, CASES["gpt"].batch(8), **plan)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_what_is_done_and_what_it_costs() -> None:
     program = _compiled(Mesh(dp=2, tp=2))
     text = str(program.explain("blocks.1.up"))

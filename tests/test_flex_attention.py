@@ -77,7 +77,7 @@ LAYOUTS: dict[str, tuple[quintnet.Mesh, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_all_scores(layout: str, mask: str) -> None:

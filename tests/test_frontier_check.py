@@ -131,7 +131,7 @@ def test_the_plain_module_is_equal() -> None:
     assert compiled(Odd("")).verify().ok
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("plain_traces")
 @pytest.mark.parametrize("fault", _marked(*FAULTS, fast=("hook", "mode", "buffer", "python", "attribute", "closure")))
 def test_what_tracing_loses_is_refused_by_compile(fault: str) -> None:
@@ -148,6 +148,7 @@ def test_without_the_check_verify_finds_it(fault: str) -> None:
     assert not compiled(Odd(fault), check="off").verify().ok
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plain_traces")
 def test_a_buffer_that_forward_changes_is_found_in_any_precision() -> None:
     report = compiled(Odd("in place"), check="off", precision="bf16").verify()
@@ -308,7 +309,7 @@ def deep(dtype: torch.dtype) -> nn.Module:
     return model
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_deep_models_are_equal_in_every_precision(dtype: torch.dtype) -> None:
     assert difference(deep(dtype), (torch.randn(8, 16, dtype=dtype), BATCH[1]), F.cross_entropy) is None
@@ -324,7 +325,7 @@ def _entries() -> list[Any]:
     ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", _entries())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_hugging_face_models_give_no_false_alarm(entry: zoo.Entry, dtype: torch.dtype) -> None:

@@ -153,7 +153,7 @@ def net_of(f: Any) -> Net:
     return net
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", APART)
 def test_samples_that_are_treated_alone_run_in_microbatches(name: str) -> None:
     f, *batch = APART[name]

@@ -240,12 +240,13 @@ FUNCTIONS: dict[str, Callable[[Net, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name: str) -> None:
     frontier.trains_equally(lambda: net(FUNCTIONS[name]), (X,))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["straight through", "several", "nested", "quantised weight"])
 def test_functions_of_microbatches_whose_values_are_computed_again(name: str) -> None:
     meshes = {"pp2": {"pp": 2}, "dp2 x tp2": {"dp": 2, "tp": 2}}
@@ -316,12 +317,13 @@ def _masked(_: Net, h: Tensor) -> Tensor:
 HOOKS = {"used before": _used_before, "removed": _removed, "masked": _masked}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_of_tensors(name: str) -> None:
     frontier.trains_equally(lambda: net(HOOKS[name]), (X,))
 
 
+@pytest.mark.slow
 def test_hooks_of_parameters() -> None:
     class Hooked(Net):
         """A copy that the harness makes of a module has no hooks: a module sets them when it is asked to train."""

@@ -47,7 +47,7 @@ MODULES: dict[str, Callable[[Net], Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODULES)
 def test_backward_hooks_of_modules(name: str) -> None:
     frontier.trains_equally(lambda: net(MODULES[name]), (X,))
@@ -89,6 +89,7 @@ class Around(Net):
         return self.last(found[0] + (found[2] if self.both else 0) + found[3]).square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("both", [False, True])
 def test_backward_hooks_of_modules_with_several_inputs_and_results(both: bool) -> None:
     def build() -> Around:
@@ -180,6 +181,7 @@ def test_such_hooks_see_what_was_accumulated_before() -> None:
         assert torch.allclose(found.grad, wanted.grad, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_hooks_of_what_a_loss_function_brings() -> None:
     def build() -> Any:
         torch.manual_seed(0)

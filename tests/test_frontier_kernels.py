@@ -70,6 +70,7 @@ class Positional(nn.Module):
         return self.b(F.gelu(self.c(h)[..., :-1]).transpose(1, 2))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_weight_norm_along_the_last_dim() -> None:
     x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
     trains_equally(Positional, (x, x.sin()), F.mse_loss, TWO)
@@ -146,6 +147,7 @@ class TiedWithoutGradient(nn.Module):
         return (self.inner(h) @ self.weight).square().mean()
 
 
+@pytest.mark.slow
 def test_a_tied_parameter_of_which_one_use_has_no_gradient() -> None:
     meshes = {name: LAYOUTS[name] for name in ("dp2", "pp2")} | {"dp2 x pp2": {"dp": 2, "pp": 2}}
     trains_equally(TiedWithoutGradient, (X, SIGNS), meshes=meshes)
@@ -243,6 +245,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str, str, dict[str, nn.Module]]]
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_name_their_cause(name: str) -> None:
     function, code, cause, parts = REFUSED[name]

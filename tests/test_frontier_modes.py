@@ -212,6 +212,7 @@ def test_evaluation_that_changes_its_batch_is_refused() -> None:
             run()
 
 
+@pytest.mark.slow
 def test_what_forward_leaves_equal_and_changes_in_its_own_tensors_is_followed() -> None:
     def body(net: Any, x: Tensor) -> Tensor:
         net.count, net.log = 0, []
@@ -254,7 +255,7 @@ def _partial() -> Any:
     return nn.Linear(16, 4), call, {"loss_fn.0": beside.head, "loss_fn": beside}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [_closure, _method])
 def test_modules_that_a_loss_function_uses_are_trained(build: Callable[[], Any]) -> None:
     meshes = {name: frontier.LAYOUTS[name] for name in ("dp1", "dp2 x tp2")}

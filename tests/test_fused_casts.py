@@ -42,7 +42,7 @@ def _traced(x: Tensor, block: list[int]) -> fx.GraphModule:
     return traced
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [[0, 0], [1, 0]], ids=["tensorwise", "rowwise"])
 def test_no_operator_runs_between_the_kernels_of_a_cast(block: list[int]) -> None:
     traced = _traced(torch.randn(64, 128, dtype=torch.bfloat16), block)
@@ -124,7 +124,7 @@ def _step(recipe: str, axes: dict[str, int], **plan: Any) -> list[Tensor]:
     return [loss, *(p.grad.full_tensor() for p in program.parameters() if p.grad is not None)]  # type: ignore[attr-defined]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "axes", "plan"),
     [
@@ -145,6 +145,7 @@ def test_compiled_casts_of_parameters_change_no_bit(
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.slow
 def test_each_parameters_casts_are_a_segment_and_equal_ones_are_compiled_once() -> None:
     (stage,) = _program("tensorwise", {"dp": 1}).ranks[0].stages
     engine = engines.Inductor()

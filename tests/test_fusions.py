@@ -157,7 +157,7 @@ def _mib(count: Traffic) -> float:
     return sum(size for name, size in count.bytes.items() if name not in PRODUCTS | ATTENTION) / 2**20
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "fp8 rowwise" else name for name in CASES]
 )

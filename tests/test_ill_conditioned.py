@@ -86,6 +86,7 @@ def every_difference_counts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [18, pytest.param(50, marks=pytest.mark.slow)])
 def test_resnets_pass_where_float32_is_ill_conditioned(layers: int) -> None:
     torch.manual_seed(0)
@@ -204,6 +205,7 @@ def test_a_sum_that_is_nothing_but_rounding_is_no_wrong_operator() -> None:
     assert wrong_operators(sides) == []
 
 
+@pytest.mark.slow
 def test_a_dtype_of_the_program_alone_gets_no_slack() -> None:
     class Narrow(Kinks):
         def forward(self, x: Tensor) -> Tensor:

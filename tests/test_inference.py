@@ -67,7 +67,7 @@ MORE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes", "options"),
     [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
@@ -102,6 +102,7 @@ class Scaled(nn.Module):
         return self.linear(x) * scale
 
 
+@pytest.mark.slow
 def test_evaluation_has_constants_of_its_own() -> None:
     torch.manual_seed(0)
     model, x, y = Scaled(), torch.randn(4, 4), torch.randn(4, 4)

@@ -82,7 +82,7 @@ def _wrong(axes: dict[str, int], plan: dict[str, Any]) -> list[str]:
     return wrong + _unequal(program, model, _reset(_built()))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("axes", "plan"), LAYOUTS)
 def test_values_of_the_modules_own_code(axes: dict[str, int], plan: dict[str, Any]) -> None:
     assert _wrong(axes, plan) == []
@@ -190,6 +190,7 @@ def test_constructors_of_hugging_face_models(family: str) -> None:
 # -- by name
 
 
+@pytest.mark.slow
 def test_functions_by_name() -> None:
     small = partial(nn.init.trunc_normal_, std=0.02)
     values = {"*": nn.init.zeros_, "*weight": small, "up.*": quintnet.Constant(0.5), "table": nn.init.xavier_uniform_}

@@ -114,6 +114,7 @@ def _whole(model: nn.Module) -> nn.Module:
     return copied
 
 
+@pytest.mark.slow
 def test_a_closed_program_does_not_close_those_of_later() -> None:
     for losses in quintnet.launch(_close_one_of_two, 2, timeout=120):
         assert losses == pytest.approx([losses[-1]] * 5, rel=1e-6)

@@ -91,7 +91,7 @@ def test_every_length_is_that_of_the_module(layout: str, captures: list[bool]) -
     assert float(program.evaluate(batch)) == pytest.approx(float(twin(*batch).detach()), abs=1e-9)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp2, 2 microbatches", pytest.param("dp2 x tp2, ZeRO 3", marks=pytest.mark.slow)])
 def test_one_compilation_for_many_lengths(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs with other numbers are those that compiling makes, and train as the module does."""

@@ -75,6 +75,7 @@ def test_the_best_of_listed_decisions_is_the_best_of_all_searches() -> None:
     assert (report.best.loss_chunks, report.best.async_tp) == best
 
 
+@pytest.mark.slow
 def test_a_report_has_the_best_of_each_listed_decision() -> None:
     report = _listed()
     assert f"  loss_chunks={CHUNKS}, async_tp=False: " in str(report)

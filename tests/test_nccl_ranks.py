@@ -28,6 +28,7 @@ def _good(entries: list[Entry]) -> list[str]:
     return [entry.what for entry in entries if isinstance(entry, Check)]
 
 
+@pytest.mark.slow
 def test_collectives_of_two_ranks(launcher: Launcher) -> None:
     found = launcher.run("collectives", 2, 200).merged
     assert _good([*found]) == ["8 collectives of 2 ranks, at once", "8 collectives of 2 ranks, started"]

@@ -291,6 +291,7 @@ def test_all_optimizers_on_all_layouts(world: int, layouts: list[Layout]) -> Non
         assert "mixed torch.Tensor and DTensor" in str(refused["Adafactor of transformers"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [ALL, PP])
 def test_optimizers_in_one_process(layout: Layout) -> None:
     _equal([_errors(layout, ("AdamW", "LBFGS", "LambOfNumbers"), whole=False)])
@@ -348,6 +349,7 @@ def _reductions_and_others(layout: Layout) -> tuple[list[str], Outcome, Outcome,
     return _reductions(layout), _errors(PP, ["LBFGS", "Muon"], whole=False), *blocks
 
 
+@pytest.mark.slow
 def test_reductions_of_split_gradients() -> None:
     """Also: an optimizer of all parameters together is refused where stages have some of them each; and where ranks
     have parts of the rows of a matrix, blocks of a part are others than those of the whole."""
@@ -391,6 +393,7 @@ def _saves_and_loads(folder: str) -> dict[str, Tensor]:
     return _loads(f"{folder}/here", TP)
 
 
+@pytest.mark.slow
 def test_state_of_whole_parameters_is_read_by_any_layout(tmp_path: Path) -> None:
     net = _net()
     optimizer = Soap(net.parameters(), 0.01)

@@ -142,7 +142,7 @@ BODIES: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", BODIES)
 def test_gradients_are_those_of_the_module(name: str) -> None:
     trains_equally(lambda: Net(BODIES[name]), (X,), meshes=MESHES)
@@ -155,6 +155,7 @@ def test_with_slices_and_microbatches(name: str) -> None:
         report(case, {str(axes): compare(case, axes)})
 
 
+@pytest.mark.slow
 def test_a_norm_that_such_a_function_runs_twice() -> None:
     trains_equally(lambda: Net(BODIES["again"], norm=True), (X,), meshes={"dp2": {"dp": 2}, "tp2": {"tp": 2}})
 
@@ -192,6 +193,7 @@ def test_a_backward_that_counts_is_followed() -> None:
     trains_equally(lambda: Net(lambda net, h: Observed.apply(h, net.count, True)), (X,), meshes=MESHES)  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("body", "cause"),
     [

@@ -29,6 +29,7 @@ def test_rows_hold_documents_in_another_order_each() -> None:
     assert batch["input_ids"].is_meta and batch["position_ids"].shape == (3, 4096)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
 def test_a_packed_plan_is_made_and_simulated() -> None:
     """One row over two devices whose host takes no time, as a small model would be the host's."""

@@ -95,7 +95,7 @@ MORE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "mesh", "options"), [*FAST, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)], ids=str
 )

@@ -49,7 +49,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("axes", "decided"), LAYOUTS)
 def test_a_plan_has_room_for_what_zero_has_whole(axes: dict[str, int], decided: dict[str, Any]) -> None:
     """Parameters and gradients of two blocks at a time, in messages too."""
@@ -124,7 +124,7 @@ def _room(
     return [one.total - one.optimizer - peak.bytes for one, peak in pairs], list(planned.memory)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("axes", "decided", "rows", "early"), EARLY, ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_plan_counts_gradients_when_they_come(

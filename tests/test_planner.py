@@ -125,6 +125,7 @@ def test_the_plan_is_the_best_of_all_layouts(model: str, cluster: str) -> None:
     assert [one.seconds for one in found.ranked] == [one.seconds for one in best]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cluster"),
     [
@@ -154,6 +155,7 @@ def test_no_layout_costs_less_than_its_bounds(model: str, cluster: str) -> None:
         assert tight > len(everything) / 4
 
 
+@pytest.mark.slow
 def test_what_layouts_have_in_common_changes_no_price() -> None:
     """Choices on outer axes, and functions that were run on fake tensors, are known from layouts before."""
     planner = _planner("gpt", "two nodes of 2")
@@ -166,6 +168,7 @@ def test_what_layouts_have_in_common_changes_no_price() -> None:
         assert planner.builder()(one) == units
 
 
+@pytest.mark.slow
 def test_slices_that_cannot_fit_are_not_priced() -> None:
     """Each takes a compilation: two slices with two copies of all state are half of it, which is too much."""
     pinned = Plan(mesh={"tp": 1, "cp": 1, "pp": 1}, zero=3)
@@ -180,6 +183,7 @@ def _folded(model: nn.Module, batch: Any) -> Folded:
     return FoldBlocks()(Normalize(ROWS, torch.device("cpu"))(capture(model, batch)))
 
 
+@pytest.mark.slow
 def test_blocks_are_folded_and_chosen_as_in_the_whole_model() -> None:
     axes = (Axis("dp", 2, "data"), Axis("tp", 2, "model"))
     for model, batch, left in ((*_gpt(8, 64), 3), (*_chain(13), 7)):
@@ -241,6 +245,7 @@ def test_cuts_equal_brute_force(work: list[int], stages: int) -> None:
     assert price(tuple(starts)) == min(price(cut) for cut in itertools.combinations(range(1, len(work)), stages - 1))
 
 
+@pytest.mark.slow
 def test_a_cluster_in_place_of_a_mesh_trains_the_model() -> None:
     model, batch = _gpt(4, 64)
     program = quintnet.compile(model, CLUSTERS["two nodes of 2"], batch, device="cpu")
@@ -266,6 +271,7 @@ def _same_again(model: nn.Module, cluster: quintnet.Cluster, batch: Any, pinned:
     return report.to_json().replace(str(report.seconds), "")
 
 
+@pytest.mark.slow
 def test_estimates_follow_the_schedule() -> None:
     """One model on four ranks: each schedule's bubble is smaller than the one before, and memory is that of ranks."""
     model, cluster = _chain(16, 256)[0], quintnet.Cluster("h100", nodes=1)
@@ -286,6 +292,7 @@ def test_estimates_follow_the_schedule() -> None:
         quintnet.plan(model, cluster, batch, plan={"schedule": "zb-v", "virtual_stages": 3})
 
 
+@pytest.mark.slow
 def test_a_plan_of_several_stages_per_rank_is_made_and_compiles() -> None:
     (model, batch), cluster = _chain(), quintnet.Cluster("h100", nodes=1, gpus_per_node=4)
     pinned = {"mesh": {"pp": 2, "dp": 2}, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 2}
@@ -295,6 +302,7 @@ def test_a_plan_of_several_stages_per_rank_is_made_and_compiles() -> None:
     assert program.schedule.placement == (0, 1, 0, 1) and len(program.plan.stages) == 3
 
 
+@pytest.mark.slow
 def test_saved_values_go_to_the_host_where_nothing_fits_otherwise() -> None:
     case = CASES["mlp"]
     batch, kept = case.batch(4096), {"microbatches": 1, "recompute": "none", "mesh": {"dp": 1}}
@@ -349,6 +357,7 @@ def on_one(make: Callable[[], nn.Module], width: int, gigabytes: float, host: fl
     return quintnet.plan(model, cluster, batch, loss_fn=torch.nn.functional.mse_loss, plan=plan, reserve=0.0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("host", "better"), [(2000, True), (2, False)], ids=["fast link", "slow link"])
 def test_the_host_is_weighed_against_computing_again(host: float, better: bool) -> None:
     """Where saved values do not fit, the faster of both wins, or both together."""
@@ -375,6 +384,7 @@ def test_the_host_is_weighed_against_computing_again(host: float, better: bool) 
     assert found.ask.known() and found.why_not(offload=()).other == again.found.ranked[0]
 
 
+@pytest.mark.slow
 def test_an_optimizer_on_the_host_is_weighed_against_computing_again() -> None:
     """Its state is all that does not fit, and a batch takes much longer than its update. With parameters there, too,
     copies run beside computing."""
@@ -393,6 +403,7 @@ def test_an_optimizer_on_the_host_is_weighed_against_computing_again() -> None:
     assert found.why_not(offload=()).other == again.found.ranked[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [{"mesh": {"dp": 4}, "zero": 2}, {"mesh": {"pp": 2, "tp": 2}, "microbatches": 2}])
 def test_an_optimizer_on_the_host_is_priced_as_it_is_simulated(plan: dict[str, Any]) -> None:
     """What each of the ranks of a stage updates is a share of it in prices, and whole parameters in the program."""
@@ -443,6 +454,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_the_command_plans_and_estimates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny_of_the_planner.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
@@ -498,6 +510,7 @@ def test_a_loss_that_couples_rows_is_planned_without_microbatches() -> None:
     assert {plan.microbatches for plan in report.plans} == {1}
 
 
+@pytest.mark.slow
 def test_ranks_that_a_cluster_has_no_devices_for_are_refused() -> None:
     model, batch = _gpt(2, 64)
     program = quintnet.compile(model, quintnet.Mesh(dp=2, tp=2), batch)

@@ -101,7 +101,7 @@ FEW = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @FEW
 def test_layouts_are_as_near_to_float64_as_one_rank(name: str, axes: dict[str, int], options: dict[str, Any]) -> None:
     """Two programs that round as often, in another order, are about as far from the exact values: over all elements the
@@ -159,6 +159,7 @@ def test_a_model_in_bfloat16_keeps_its_dtype() -> None:
     assert {(spec.summed, spec.reduced) for spec in state} == {(torch.float32, torch.float32)}
 
 
+@pytest.mark.slow
 def test_every_reduction_shows_its_dtype() -> None:
     def sums(**options: Any) -> set[torch.dtype]:
         graph = _compile("mlp", {"tp": 2}, **options)._primary().program.source.graph
@@ -251,6 +252,7 @@ class Tokens(nn.Module):
         return (x + self.down(F.gelu(self.up(y)))) * self.gain
 
 
+@pytest.mark.slow
 def test_every_gather_of_16_bits_is_in_16_bits() -> None:
     ids, labels = torch.randint(8, (8, 4)), torch.randn(8, 4, 16)
     program = quintnet.compile(Tokens(), Mesh(dp=2), (ids, labels), loss_fn=F.mse_loss, zero=3, precision="bf16")
@@ -354,6 +356,7 @@ def test_a_partial_sum_is_never_rounded() -> None:
     assert quintnet.compile(RowThenCast(), Mesh(tp=2), batch, plan=plan, sequence_parallel=False).plan  # its fix
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("axes", "options", "expected"),
     [
@@ -438,6 +441,7 @@ def _overflowing(axes: dict[str, int], options: dict[str, Any]) -> tuple[list[fl
     return scales, skipped, {n: p.detach().full_tensor() for n, p in program.named_parameters()}  # type: ignore[attr-defined]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("axes", "options"), [({"dp": 2}, {"microbatches": 2}), ({"pp": 2, "tp": 2}, {})], ids=str)
 def test_scaled_losses(axes: dict[str, int], options: dict[str, Any]) -> None:
     """Steps that overflow are skipped, and halve the scale; the first that does not trains on."""

@@ -99,6 +99,7 @@ def _launched(folder: Path, pause: float, after: float | None) -> str | None:
             thread.join()
 
 
+@pytest.mark.slow
 def test_runs_that_are_ended_and_queued_again_are_equal_bit_by_bit(tmp_path: Path) -> None:
     """Two of those of the sweep below, without interpreters of their own. The second one ends after an epoch's last
     step or so, before what is done at the epoch's end."""

@@ -86,7 +86,7 @@ def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 # -- round trips
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes", "shard"),
     [
@@ -127,7 +127,7 @@ def test_training_goes_on_from_what_was_saved(tmp_path: Path) -> None:
     torch.testing.assert_close(other.evaluate(_batch()), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "wanted"),
     [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float64)],
@@ -158,6 +158,7 @@ def test_a_plain_module_round_trips_without_transformers_knowing(tmp_path: Path)
     torch.testing.assert_close(other.evaluate(case.batch(4)), program.evaluate(case.batch(4)))
 
 
+@pytest.mark.slow
 def test_a_base_models_files_and_a_new_head(tmp_path: Path) -> None:
     """Files of the model without its head have names without the prefix; the head is new."""
     base = _model("llama").model
@@ -397,6 +398,7 @@ def program() -> quintnet.CompiledProgram:
     return _program(_model("gpt2"), {"tp": 2})
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_and_hostile_folders_change_nothing(what: str, program: quintnet.CompiledProgram, tmp_path: Path) -> None:
     folder = _folder(tmp_path, "gpt2")
@@ -463,6 +465,7 @@ def test_buffers_that_nothing_can_compute_are_named(tmp_path: Path) -> None:
     assert program.step(batch).isfinite()
 
 
+@pytest.mark.slow
 def test_rotary_frequencies_are_computed_exactly() -> None:
     model, empty = _model("llama"), _model("llama", meta=True)
     before = torch.random.get_rng_state()
@@ -473,6 +476,7 @@ def test_rotary_frequencies_are_computed_exactly() -> None:
     assert empty.model.rotary_emb.inv_freq is found  # the module has it from now on
 
 
+@pytest.mark.slow
 def test_verify_needs_values() -> None:
     with pytest.raises(quintnet.CompileError, match="QN604"):
         _program(_model("llama", meta=True), {"tp": 2}).verify()

@@ -57,6 +57,7 @@ def _failing(program: quintnet.CompiledProgram) -> None:
         program.step((torch.zeros(8, 7), torch.zeros(8, 8)))
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind_but_what_is_documented(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned: list[None] = []
     monkeypatch.setattr(backends, "tune_malloc", lambda: tuned.append(None))  # nobody can ask malloc
@@ -127,6 +128,7 @@ def test_torch_is_not_heard_where_a_check_tries_what_it_refuses(
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
+@pytest.mark.slow
 def test_threads_compile_at_once() -> None:
     """Each puts back what was there before, and the programs are those of one thread."""
     before, batch = process_state(), _batch()
@@ -150,6 +152,7 @@ def test_threads_compile_at_once() -> None:
     torch.testing.assert_close([made[0], made[1]], alone)
 
 
+@pytest.mark.slow
 def test_importing_changes_nothing() -> None:
     code = """
 import sys
@@ -196,6 +199,7 @@ def _rank() -> tuple[list[str], set[int], set[int]]:
     return changes(before, process_state()), *policies
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are named in /proc")
 def test_what_a_rank_changes() -> None:
     for found, untuned, tuned in quintnet.launch(_rank, 2, timeout=120):

@@ -115,6 +115,7 @@ def _patience() -> set[float]:
     return {timeout_of(group) for group in (*groups, line)}
 
 
+@pytest.mark.slow
 def test_all_groups_wait_as_long_as_the_world() -> None:
     assert quintnet.launch(_patience, 4, collective_timeout=97, timeout=240) == [{97.0}] * 4
 
@@ -172,6 +173,7 @@ def _disagree(what: str) -> tuple[str, float]:
     return "agreed", 0.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", ["plan", "program", "torch"])
 def test_ranks_that_differ_are_refused_within_a_second(what: str) -> None:
     found = quintnet.launch(_disagree, 3, (what,), timeout=120)

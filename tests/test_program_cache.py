@@ -103,7 +103,7 @@ def _same(layout: Layout, folder: Path, dtype: torch.dtype = torch.float64) -> N
     assert program_data(two) == program_data(one)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_same_steps(layout: Layout, tmp_path: Path) -> None:
     _same(layout, tmp_path / "cache")
@@ -118,6 +118,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.slow
 def test_reports_are_the_same(tmp_path: Path) -> None:
     layout = Layout("mlp", {"tp": 2, "pp": 2}, {"microbatches": 2})
     plain, _ = _compiled(layout, None), _compiled(layout, tmp_path / "cache")
@@ -175,6 +176,7 @@ def _without_a_disk_of_its_own(folder: str) -> tuple[bool, float]:
     return _read(program), float(program.step(CASES["mlp"].batch(8)))
 
 
+@pytest.mark.slow
 def test_ranks_receive_where_no_disk_is_shared(tmp_path: Path) -> None:
     (first, loss), (second, other) = quintnet.launch(_without_a_disk_of_its_own, 2, (str(tmp_path),), timeout=120)
     assert (first, second) == (False, True) and loss == other

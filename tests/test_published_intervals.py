@@ -66,6 +66,7 @@ def test_figures_of_intervals() -> None:
     assert table["all"]["outside_median"] == 0.375 and table["source A"]["width_median"] == 0.75
 
 
+@pytest.mark.slow
 def test_open_rows_are_counted_apart_from_errors() -> None:
     found = intervals([row for row in ROWS.values() if row["id"].startswith(("NARA", "MCORE-H100-3", "LLMF-00"))])
     assert len(found) == 10 and all(predict(ROWS[each.id])["step_time_error"] is None for each in found)

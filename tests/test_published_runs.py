@@ -17,6 +17,7 @@ from benchmarks.published_runs import DATA, predict, ranked
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_published_runs_prints_its_fixed_face(tmp_path: Path) -> None:
     lines = (ROOT / "benchmarks/data/published_runs.csv").read_text().splitlines()
     few = tmp_path / "few.csv"

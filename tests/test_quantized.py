@@ -105,6 +105,7 @@ def test_unpacked_layers_compute_the_same_bits(kind: str) -> None:
         quintnet.compile(plain, quintnet.Mesh(dp=2), batch(), loss_fn=F.mse_loss)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "layout"), [("torchao int8", 1), ("nf4", 2)])
 def test_quantised_layers_on_layouts(kind: str, layout: int) -> None:
     mesh, options = LAYOUTS[layout]
@@ -168,6 +169,7 @@ def test_other_quantised_weights_are_refused_and_nothing_is_changed() -> None:
         quintnet.unpack_quantized(table.requires_grad_(False))
 
 
+@pytest.mark.slow
 def test_peft_on_quantised_layers() -> None:
     """QLoRA as it is written: quantise, add adapters, unpack."""
     peft = pytest.importorskip("peft")

@@ -41,7 +41,7 @@ def _losses(name: str, mesh: Mesh, microbatches: int) -> list[float]:
     return found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NOISY)
 def test_numbers_are_the_same_on_a_layout(name: str) -> None:
     whole = _losses(name, Mesh(dp=1), 1)

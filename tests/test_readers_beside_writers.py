@@ -26,7 +26,7 @@ def _on_disk(tmp_path: Path, files: int, rotates: bool, keep: int, seconds: floa
     assert counts.loads >= counts.states > 2
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("files", "rotates", "keep"), WAYS)
 def test_loads_beside_a_writer(tmp_path: Path, files: int, rotates: bool, keep: int) -> None:
     _on_disk(tmp_path, files, rotates, keep, SECONDS)
@@ -38,7 +38,7 @@ def test_loads_beside_a_writer_for_long(tmp_path: Path, files: int, rotates: boo
     _on_disk(tmp_path, files, rotates, keep, LONG_SECONDS)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [SECONDS, LONG_SECONDS])
 @pytest.mark.parametrize(("rotates", "keep"), [(False, 1), (True, 1), (True, 2), (True, 3)])
 def test_loads_beside_a_writer_into_a_store(tmp_path: Path, rotates: bool, keep: int, seconds: float) -> None:

@@ -41,7 +41,7 @@ def _products(program: quintnet.CompiledProgram) -> int:
     return sum(name in DEAR or "attention" in name for name in names)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "plan"),
     [
@@ -123,6 +123,7 @@ def test_a_budget_is_kept_and_nothing_cheaper_of_the_fixed_kinds_keeps_it(
     assert program.verify(batch).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(pp=3)], ids=str)  # one stage, and three that need different budgets
 def test_a_budget_that_cannot_be_kept_is_refused_with_one_that_can(mesh: Mesh) -> None:
     with pytest.raises(quintnet.CompileError) as caught:
@@ -133,6 +134,7 @@ def test_a_budget_that_cannot_be_kept_is_refused_with_one_that_can(mesh: Mesh) -
         _compiled("gpt", "auto", Mesh(tp=2))
 
 
+@pytest.mark.slow
 def test_a_budget_counts_no_parts_of_losses_and_keeps_no_gradients_for_them() -> None:
     least = {}
     for chunks in (1, 3):
@@ -188,6 +190,7 @@ def test_masks_are_drawn_again_as_they_were() -> None:
     assert curves[:3] == curves[3:6] == curves[6:] and len(set(curves[:3])) == 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [{"dp": 1}, {"pp": 2}], ids=str)
 def test_compiled_losses_save_logits_and_no_log_probabilities(axes: dict[str, int]) -> None:
     """Log-probabilities have 32 bits, logits 16: they are the largest values of language models."""

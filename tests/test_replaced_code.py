@@ -99,6 +99,7 @@ SWITCHES: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_what_torch_is_set_to_between_steps(switch: str) -> None:
     model, batch = Asks(), (torch.randn(8, 6), torch.randint(0, 4, (8,)))

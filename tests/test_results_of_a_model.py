@@ -56,7 +56,7 @@ class Net(nn.Module):
         }[self.result]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("result", ["one", "one by one"])
 def test_losses_of_one_element_train_as_plain(result: str, layout: str) -> None:
@@ -91,7 +91,7 @@ def _same(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("result", ["named", "object"])
 def test_outputs_are_those_of_the_module(result: str, layout: str) -> None:
@@ -103,6 +103,7 @@ def test_outputs_are_those_of_the_module(result: str, layout: str) -> None:
     assert abs(program.evaluate((X, Y)) - model(X, Y)["loss"]) < 1e-9
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("result", "at"), [("logits, loss", 1), ("loss, logits", 0), ("two losses", 1)])
 def test_a_tuple_says_which_element_may_be_the_loss_and_how_to_take_it(result: str, at: int) -> None:
     fix = rf"register_forward_hook\(lambda module, inputs, outputs: outputs\[{at}\]\), before"

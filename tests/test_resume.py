@@ -88,7 +88,7 @@ def _own_loop(axes: dict[str, int], loader: Any, folder: Path, steps: int | None
     return losses
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_what_is_read_after_an_interruption_is_what_plain_pytorch_reads(kind: str, tmp_path: Path) -> None:
     """In the first epoch, in the second, and at the end of the second; starts seed in different ways."""
@@ -104,6 +104,7 @@ def test_what_is_read_after_an_interruption_is_what_plain_pytorch_reads(kind: st
     assert losses == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["shuffle", "noise of its own", "stateful"])
 def test_the_same_in_a_loop_by_hand(kind: str, tmp_path: Path) -> None:
     model, loader = net(), LOADERS[kind]
@@ -253,6 +254,7 @@ def _local(kind: str, folder: str, steps: int | None, number: int) -> list[float
         return trainer.fit().losses
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["distributed", "stream", "noise"])
 def test_data_ranks_that_read_their_own_rows_go_on_with_them(kind: str, tmp_path: Path) -> None:
     losses = quintnet.launch(_local, 2, (kind, str(tmp_path), 4, 1), timeout=120)[0]
@@ -260,6 +262,7 @@ def test_data_ranks_that_read_their_own_rows_go_on_with_them(kind: str, tmp_path
     assert losses == pytest.approx(joined_losses(kind, EPOCHS), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_on_another_number_of_data_ranks_a_distributed_sampler_goes_on_and_a_stream_is_refused(tmp_path: Path) -> None:
     losses = quintnet.launch(_local, 2, ("distributed", str(tmp_path / "sampler"), 4, 1), timeout=120)[0]
     losses += _local("distributed", str(tmp_path / "sampler"), None, 1)
@@ -280,6 +283,7 @@ def _same_rows(local: bool) -> list[str]:
     return [str(warning.message) for warning in told if warning.category is quintnet.CheckWarning]
 
 
+@pytest.mark.slow
 def test_data_ranks_that_all_read_the_same_rows_are_told() -> None:
     for told in quintnet.launch(_same_rows, 2, (True,), timeout=120):
         assert len(told) == 1

@@ -63,6 +63,7 @@ def test_ranks_do_equal_work_at_every_step(ranks: int) -> None:
     assert sum(even[0]) == slowest // 2 + 8 * 8 // 2  # who waits for the slowest takes almost twice as long
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "sample",
     [
@@ -129,6 +130,7 @@ class _Packed(torch.nn.Module):
         return attention(q, k, v, None, documents, scale=0.3, mask="causal").square().mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sizes", [(8, 8, 8, 8), (12, 4, 12, 4), (4, 20, 8)], ids=str)
 def test_a_ring_of_documents_sends_what_they_need(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
     """With documents on at most n neighbours, keys and values go n - 1 steps, forward and again backward; their

@@ -36,7 +36,7 @@ def _batch(rows: list[list[int]], *more: str) -> dict[str, Tensor]:
     return {"x": x, "documents": documents, **{name: shown[name] for name in more}}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "index"),
     [
@@ -62,6 +62,7 @@ def test_these_documents_leave_runs_neither_in_order_nor_as_one_document_does() 
         assert plan not in ([[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 7], [2, 5], [3, 4], [1, 6]]), plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_runs_of_long_rows_equal_the_module(recompute: str) -> None:
     """Four runs for each of two ranks, which go neither in order nor as for one document."""
@@ -76,6 +77,7 @@ def test_runs_of_long_rows_equal_the_module(recompute: str) -> None:
     assert len(plans) == 1, "one plan for all layers, forward and backward"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sizes", [[16], [4, 4, 4, 4], [1, 10, 5], [2, 2, 2, 10]], ids=str)
 def test_a_step_sends_the_runs_that_leave_their_ranks(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
     """Of q, k, v and the result, and of their gradients: eight times the runs that a rank does not compute itself."""

@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], Any]] = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_rows_are_split_wherever_they_stand(case: str, layout: str) -> None:
@@ -93,6 +93,7 @@ def test_a_trace_that_says_where_rows_are_says_so_where_it_is_all_there_is() -> 
     assert capture(turned, batch[::-1]).form.rows_in(batch[::-1]) == 8
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_batch_whose_rows_come_later() -> None:
     loss, batch = CASES["weights alone"]
     report = quintnet.plan(Net(loss).double(), quintnet.Cluster("h100", nodes=1), batch)

@@ -59,6 +59,7 @@ NAMES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rule_is_that_of_the_operator_whatever_names_it(name: str) -> None:
     rule = quintnet.rule(NAMES[name], "b n -> b n")

@@ -96,7 +96,7 @@ CASES: list[tuple[dict[str, int], Drift, str]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("axes", "drift", "said"), CASES)
 def test_a_rank_that_drifts_is_named_with_the_last_step_and_checkpoint_that_were_equal(
     axes: dict[str, int], drift: Drift, said: str, tmp_path: Path
@@ -118,6 +118,7 @@ def _all_alike(folder: str) -> list[list[str]]:
     return [_run(axes, None, f"{folder}/{i}", options, make) for i, (axes, options, make) in enumerate(cases)]
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_drift_are_not_told_so(tmp_path: Path) -> None:
     assert quintnet.launch(_all_alike, 4, (str(tmp_path),), timeout=240) == [[[]] * 4] * 4
 
@@ -185,6 +186,7 @@ def _other_arguments(folder: str) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_ranks_that_save_or_load_something_else_are_told_at_once(tmp_path: Path) -> None:
     expected = [
         "step of save: rank 1: 2; all others: 1",

@@ -44,6 +44,7 @@ def _saves_last(folder: str, how: str) -> str:
     return how
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["return", pytest.param("raise", marks=pytest.mark.slow), "exit"])
 def test_a_job_ends_when_its_last_save_is_on_disk(how: str, tmp_path: Path) -> None:
     if how == "return":
@@ -105,11 +106,13 @@ def test_the_interpreter_waits_for_a_save(prefix: tuple[str, ...], tmp_path: Pat
     assert _program(quintnet.Mesh(dp=1), WIDE).load(tmp_path / "run").step == 1
 
 
+@pytest.mark.slow
 def test_the_interpreter_waits_for_a_save_after_an_exception(tmp_path: Path) -> None:
     assert "ValueError: after save_async" in _script(tmp_path, "raise").stderr
     assert _program(quintnet.Mesh(dp=1), WIDE).load(tmp_path / "run").step == 1
 
 
+@pytest.mark.slow
 def test_the_interpreter_tells_of_a_failed_save(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     said = _script(tmp_path, "return").stderr
@@ -174,6 +177,7 @@ else:
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "how", ["atexit", "before, atexit", "atexit, save", "before, no hook", "before, no hook, atexit"]
 )

@@ -123,7 +123,7 @@ BODIES: dict[str, tuple[Body, dict[str, Callable[[], Any]]]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", BODIES)
 def test_state_changes_as_often_as_in_pytorch(name: str, reentrant: bool) -> None:
@@ -131,7 +131,7 @@ def test_state_changes_as_often_as_in_pytorch(name: str, reentrant: bool) -> Non
     trains_equally(lambda: Net(body, reentrant, **parts), (X,), meshes=MESHES)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -177,6 +177,7 @@ def test_a_checkpoint_that_no_gradient_reaches_runs_once() -> None:
         trains_equally(lambda: Aside(_counts, reentrant), (X,), meshes={"dp2": {"dp": 2}})  # noqa: B023
 
 
+@pytest.mark.slow
 def test_one_block_at_two_places_and_state_that_blocks_share() -> None:
     class Twice(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -232,6 +233,7 @@ REFUSED: dict[str, tuple[Body, bool | None, str]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_second_run_with_other_gradients_is_refused(name: str) -> None:
     body, reentrant, cause = REFUSED[name]
@@ -242,6 +244,7 @@ def test_a_second_run_with_other_gradients_is_refused(name: str) -> None:
         assert "checkpoint(" in text
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("body", [_reads_the_count, _is_normed, _counts])
 def test_what_the_refusal_offers_works(body: Body) -> None:
     normed = {"normed": lambda: spectral_norm(nn.Linear(6, 6))} if body is _is_normed else {}

@@ -105,7 +105,7 @@ def _trained(model: Any, loss_of: Callable[[], Tensor], change: Callable[[], Any
 PLACES = [*(("closure", layout) for layout in LAYOUTS), ("module", "dp2"), ("list", "dp2")]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("holder", "layout"), PLACES)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_a_change_is_followed(name: str, holder: str, layout: str) -> None:
@@ -126,7 +126,7 @@ def test_a_change_is_followed(name: str, holder: str, layout: str) -> None:
     assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(ours.buffers(), teacher.buffers(), strict=True))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_part_that_brings_parameters_is_refused(name: str, holder: str) -> None:

@@ -135,6 +135,7 @@ def test_threads_serve_one_program() -> None:
     assert _together([serve] * THREADS) == []
 
 
+@pytest.mark.slow
 def test_threads_generate_with_one_program() -> None:
     prompts = [torch.tensor([[4, 5, 6 + i]]) for i in range(THREADS)]
     model, mesh = large_model("Llama"), quintnet.Mesh(tp=2)
@@ -236,6 +237,7 @@ def test_modules_of_their_own_wait_for_nobody() -> None:
     assert _together([lambda: program.step(_batch()), lambda: (other.step(_batch()), done.set())]) == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [2, 3])
 def test_hooks_that_call_each_others_programs_in_threads_are_told(number: int) -> None:
     """Each thread's step waits for the next one's program: one thread is told, and all others end."""

@@ -73,7 +73,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("build", "axes", "options"), CASES)
 def test_a_parameter_of_a_loss_function_may_have_several_places(
     build: Callable[[Policy], Beside], axes: dict[str, int], options: dict[str, int], tmp_path: Path

@@ -94,7 +94,7 @@ def _program(mask: str, mesh: quintnet.Mesh, length: int = LENGTH, **options: An
 # -- numbers
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("context", ["all_gather", "ring", pytest.param("ulysses", marks=pytest.mark.slow)])
 def test_tiles_equal_the_model(mask: str, context: str) -> None:
@@ -106,6 +106,7 @@ def test_tiles_equal_the_model(mask: str, context: str) -> None:
     assert report.ok and report.worst.error < 1e-12, str(report)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("context", ["all_gather", "ring"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_documents_whose_positions_do_not_divide(context: str, ranks: int) -> None:
@@ -136,7 +137,7 @@ PACKED: list[tuple[quintnet.Mesh, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [{"packed": True}, {"packed": True, "grouped": True, "window": 200}, {"padded": True, "chunk": 96}],
@@ -157,7 +158,7 @@ def test_documents_of_unequal_length_equal_the_model(
     assert report.ok and report.worst.error < 1e-12, str(report)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "sample",
     [
@@ -200,6 +201,7 @@ def test_tiles_in_two_processes() -> None:
         assert all(ok and error < 1e-12 for error, ok in found), found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [quintnet.Mesh(dp=1), quintnet.Mesh(dp=2, tp=2)], ids=str)
 def test_long_packed_rows_are_tiles_without_context_parallelism_too(mesh: quintnet.Mesh) -> None:
     """So they are where the module and the unsplit program are compared."""
@@ -327,6 +329,7 @@ def test_a_million_tokens_of_models_from_transformers(tmp_path: Path, kind: str)
     assert _largest(tmp_path) <= length * 64
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
 def test_tiles_are_priced_by_what_is_seen() -> None:
     """The last rank, for which others wait, sees almost twice as much as ranks do on average; a window, little."""

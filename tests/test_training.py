@@ -195,6 +195,7 @@ def test_no_sample_is_read_twice_and_none_is_left_out() -> None:
         quintnet.BatchSampler(8, 9)
 
 
+@pytest.mark.slow
 def test_a_loader_of_another_kind_is_read_again_up_to_where_it_was(tmp_path: Path) -> None:
     def trainer(**options: Any) -> quintnet.Trainer:
         made = _trainer({"dp": 1}, **options)
@@ -206,6 +207,7 @@ def test_a_loader_of_another_kind_is_read_again_up_to_where_it_was(tmp_path: Pat
     assert first.losses + trainer(epochs=2, checkpoint_folder=tmp_path).fit().losses == expected.losses
 
 
+@pytest.mark.slow
 def test_it_stops_when_validation_gets_no_better(tmp_path: Path) -> None:
     options = {"patience": 2, "validate_every": 1, "checkpoint_folder": tmp_path / "saves", "console": False}
     trainer = _trainer({"dp": 1}, epochs=9, log_folder=tmp_path, scheduler=None, **options)
@@ -219,6 +221,7 @@ def test_it_stops_when_validation_gets_no_better(tmp_path: Path) -> None:
     assert [(line["step"], line["kind"]) for line in lines] == [(n, "validation") for n in (1, 2, 3)]
 
 
+@pytest.mark.slow
 def test_the_rate_is_reduced_on_a_plateau_of_the_validation(tmp_path: Path) -> None:
     """Beside a loop by hand, and after a run that was cut off between two validations."""
 
@@ -371,6 +374,7 @@ def test_numbers_in_documents(tmp_path: Path) -> None:
     assert read_yaml("[e5, 1e5x, 0x1e5, 1.5, -2e+3, '1e-8', 1e-8]") == ["e5", "1e5x", 0x1E5, 1.5, -2000.0, "1e-8", 1e-8]
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_hands(tmp_path: Path) -> None:
     """A Trainer does not know where the data stood in what program.save wrote; a scheduler may be added later."""
     first = _trainer({"dp": 1}, scheduler=None)

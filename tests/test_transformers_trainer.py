@@ -73,6 +73,7 @@ def assert_same(found: Logs, known: Logs, first: int = 1) -> None:
     assert list(found.values()) == pytest.approx(list(known.values()), rel=2e-5, abs=1e-7)
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_one_device_and_resumes_on_another_layout(tmp_path: Path) -> None:
     known = train(str(tmp_path / "plain"), 4)
     assert_same(train(str(tmp_path / "ours"), 2, quintnet.Mesh(dp=2)), known)
@@ -104,6 +105,7 @@ def test_further_arguments(axis: str, changes: dict[str, Any], tmp_path: Path) -
     assert_same(train(str(tmp_path / "ours"), 2 if axis == "dp" else 4, mesh, **changes), known)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_counted_by_tokens_is_averaged_over_batches(tmp_path: Path) -> None:
     """A model whose forward takes no counts: gradients of accumulated batches are divided by their number."""
 
@@ -155,6 +157,7 @@ def test_arguments_that_cannot_be_followed(
         Own(language_model(), plain, mesh=quintnet.Mesh(dp=2))
 
 
+@pytest.mark.slow
 def test_a_plain_checkpoint_is_not_resumed(tmp_path: Path) -> None:
     train(str(tmp_path), 4, max_steps=2, eval_strategy="no", gradient_accumulation_steps=1)
     with pytest.raises(quintnet.CheckpointError, match=r"QN602[\s\S]*from_pretrained"):
@@ -277,7 +280,7 @@ class Tagger(torch.nn.Module):
 MODELS = {"llama": language_model, "gpt2": gpt2, "tagger": Tagger}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "tp": 2}], ids=str)
@@ -324,6 +327,7 @@ def _smoothed_and_best(folder: str) -> Found:
 SMOOTHED = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.2}
 
 
+@pytest.mark.slow
 def test_smoothed_labels_in_processes(in_processes: list[Found], tmp_path: Path) -> None:
     known = _logs_and_evaluation(str(tmp_path), language_model(), None, **SMOOTHED)
     for ours, _ in in_processes:
@@ -338,6 +342,7 @@ def test_all_ranks_load_the_best_model(in_processes: list[Found], tmp_path: Path
         assert rank[1] == pytest.approx(losses, rel=2e-5) and rank[2] == pytest.approx(weight, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_may_smooth_its_own_loss(tmp_path: Path) -> None:
     """``loss_function`` of the model, instead of the Trainer's argument."""
 

@@ -77,7 +77,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_gradient_of_a_loss_of_labels_is_differentiated_again(name: str) -> None:
     trains_equally(lambda: Net(LOSSES[name]), (X, Y), meshes=MESHES)
@@ -91,6 +91,7 @@ DISTANCES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", DISTANCES)
 def test_distances_of_a_number_of_rows_that_varies(name: str) -> None:
     trains_equally(lambda: Net(DISTANCES[name]), (X,), meshes=MESHES)

@@ -56,7 +56,7 @@ def _gpt(**sizes: int) -> nn.Module:
     return GPT(**{"vocab": 33, "width": 24, "heads": 3, "depth": 2, "length": 20, **sizes}).double()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "axes", "rows", "length", "options"),
     [
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("axes", "stages"), [((2,), 1), ((3,), 2), ((2, 3), 1)], ids=str)
 @pytest.mark.parametrize("name", CASES)
@@ -143,11 +143,12 @@ def _train() -> None:
     assert tuple(table.to_local().shape) in ((17, 24), (16, 24)), table.to_local().shape  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_processes_train_with_sizes_that_do_not_divide() -> None:
     quintnet.launch(_train, 2)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "groups", "ranks"), [(4, 1, 2), (4, 2, 4), (6, 3, 2), (6, 2, 4)])
 def test_key_heads_that_do_not_divide(heads: int, groups: int, ranks: int) -> None:
     pytest.importorskip("transformers")

@@ -101,7 +101,7 @@ def test_every_number_of_rows(loss: str, axes: dict[str, int], options: dict[str
             _equal(program, twin, _rows(rows), LOSSES[loss])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
@@ -218,7 +218,7 @@ def _epochs(microbatches: int) -> tuple[list[float], dict[str, Tensor]]:
     return history.losses, {n: p.full_tensor() for n, p in program.named_parameters()}  # type: ignore[attr-defined]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_epochs_of_the_trainer_whose_last_batch_is_smaller(microbatches: int) -> None:
     torch.manual_seed(0)

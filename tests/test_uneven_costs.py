@@ -248,6 +248,7 @@ WORLDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_processes_hold_and_send_what_the_closed_forms_say(ranks: int) -> None:
     names = WORLDS[ranks]

@@ -104,7 +104,7 @@ def test_rows_that_do_not_divide(function: str, layout: str) -> None:
     train_as_plain(Net(function).double(), layout, [_batch(8), _batch(7)], F.cross_entropy)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["tp2", "dp2 tp2 zero3"])
 @pytest.mark.parametrize("function", ["rounded", "inverse", "linear", "parameter", "hook"])
 def test_features_that_do_not_divide(function: str, layout: str) -> None:

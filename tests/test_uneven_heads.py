@@ -65,6 +65,7 @@ def _held(heads: int, ranks: int, rank: int) -> int:
     return len(chunks[rank]) if rank < len(chunks) else 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("heads", "ranks"), [(3, 2), (3, 4), (10, 4)])
 def test_ranks_store_their_heads_alone(heads: int, ranks: int) -> None:
     """Memory is that of as many heads as the first rank has."""
@@ -78,7 +79,7 @@ def test_ranks_store_their_heads_alone(heads: int, ranks: int) -> None:
     assert (found.parameters, found.gradients) == (expected, expected)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("heads", "axes", "options"),
     [
@@ -117,6 +118,7 @@ def test_a_plan_may_slice_heads_over_data_ranks() -> None:
         assert report.ok and report.worst.error < 1e-12, str(report)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("rows", "ranks"), [(4, 2), (1, 2), (4, 4)])
 def test_no_weight_is_whole_unless_the_plan_says_so(rows: int, ranks: int) -> None:
     """Whatever splits the attention itself."""
@@ -176,6 +178,7 @@ def _operators(program: quintnet.CompiledProgram, plain: nn.Module) -> None:
             torch.testing.assert_close(made(part).full_tensor(), made(whole), rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "options"),
     [

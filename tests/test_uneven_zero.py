@@ -38,7 +38,7 @@ def _tokens(rows: int = 6) -> tuple[Tensor, Tensor]:
     return ids, ids.roll(-1, 1)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
@@ -152,6 +152,7 @@ def _held(ranks: int, rank: int) -> int:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "zero"), [(2, 1), *(pytest.param(n, z, marks=pytest.mark.slow) for n, z in ((3, 1), (2, 2), (4, 3)))]
 )

@@ -123,6 +123,7 @@ def test_an_operator_that_returns_a_new_tensor_works() -> None:
     trains_equally(lambda: Net(lambda _, h: h * add_one(h.detach())), (X,), meshes={"tp2": {"tp": 2}}, plan=plan)
 
 
+@pytest.mark.slow
 def test_what_a_scripted_function_is_given_may_change() -> None:
     def change(net: Any, step: int) -> None:
         net.factor = step * 0.7

@@ -55,6 +55,7 @@ def report() -> quintnet.PlanReport:
     return quintnet.plan(model, SLOW_AND_FAST, batch, loss_fn=F.mse_loss, plan=PINNED, top_k=3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -72,6 +73,7 @@ def test_two_kinds_of_equal_speed_cost_what_one_kind_does(plan: dict[str, object
     assert two.communication == one.communication and two.figures == one.figures
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=["dp", "tp"])
 def test_ranks_of_both_kinds_wait_for_the_slower(mesh: dict[str, int]) -> None:
     both, slow, fast = (
@@ -84,6 +86,7 @@ def test_ranks_of_both_kinds_wait_for_the_slower(mesh: dict[str, int]) -> None:
     assert dict(where.alone)["A100-SXM-80GB"] == pytest.approx(1) and dict(where.alone)["H100-SXM-80GB"] < 0.8
 
 
+@pytest.mark.slow
 def test_the_plan_has_stages_as_uneven_as_its_devices(report: quintnet.PlanReport) -> None:
     best = report.found.ranked[0]
     assert best.layout.pp == 2

@@ -39,7 +39,7 @@ def _losses(name: str, place: str, mesh: dict[str, int] | None) -> list[float]:
     return losses
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", UNSEEN_READS)
 def test_what_is_read_unseen_may_change(name: str) -> None:
     expected = _losses(name, "forward", None)

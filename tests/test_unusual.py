@@ -72,6 +72,7 @@ def test_a_peculiar_model(axes: dict[str, int]) -> None:
     assert report.ok and not report.notes, str(report)
 
 
+@pytest.mark.slow
 def test_flags_of_a_batch_are_part_of_the_program() -> None:
     model = Peculiar().double()
     program, batch = quintnet.compile(model, quintnet.Mesh(dp=2), _batch()), {**_batch(), "deep": False}
@@ -110,6 +111,7 @@ class Steps(nn.Module):
         return self.last(h.transpose(1, 2)).square().mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}], ids=str)
 def test_writes_into_positions_by_number(axes: dict[str, int]) -> None:
     x = torch.randn(64, 16, 32, dtype=torch.float64)

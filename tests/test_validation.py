@@ -111,7 +111,7 @@ def _compiled(model: nn.Module, batch: Any, layout: dict[str, Any], loss_fn: Any
     return quintnet.compile(model, quintnet.Mesh(**axes), batch, loss_fn=loss_fn, **options)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_is_that_of_one_batch(name: str) -> None:
     torch.manual_seed(0)
@@ -122,7 +122,7 @@ def test_the_loss_is_that_of_one_batch(name: str) -> None:
     assert float(program.evaluate_together(batches)) == pytest.approx(float(expected), rel=1e-9)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", ["weights of classes", "two means", "a sum divided by labels, by hand"])
 def test_the_loss_on_layouts(name: str, layout: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ class Shifted(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_causal_model_that_shifts_its_labels(layout: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -220,7 +220,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Tensor, Tensor], Any], Calla
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_after_training(name: str) -> None:
     """Validation has the trained values, and evaluation mode; batches of any number of rows."""
@@ -248,6 +248,7 @@ def _validated(layout: dict[str, Any], name: str) -> tuple[float, float]:
     return history.validations[-1][1]["loss"], sum(losses) / 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [("a closure with a trained head", {"dp": 2}), ("a module", {"pp": 2, "microbatches": 2})],
@@ -274,6 +275,7 @@ REFUSED: dict[str, tuple[Loss, str]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_put_together_is_refused_before_training(name: str) -> None:
     loss_fn, text = REFUSED[name]

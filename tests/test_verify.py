@@ -22,6 +22,7 @@ aten = torch.ops.aten
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_sixty_four_ranks_are_compared_with_the_module() -> None:
     case, model = CASES["vit"], build("vit")
     mesh = quintnet.Mesh(pp=4, dp=4, tp=4)

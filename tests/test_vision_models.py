@@ -29,7 +29,7 @@ def _check(library: str, case: Case, layout: str) -> None:
 LIBRARIES = [(library, name) for library in FAMILIES for name in FAMILIES[library]]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", SPLIT)
 @pytest.mark.parametrize(("library", "name"), LIBRARIES)
 def test_three_steps_are_those_of_the_module(library: str, name: str, layout: str) -> None:

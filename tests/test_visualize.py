@@ -156,6 +156,7 @@ def test_a_notebook_shows_what_is_not_compiled_yet() -> None:
     assert "1,000,000" in _shown(quintnet.compile(nn.Linear(1000, 1000, bias=False, device="meta"), Mesh(dp=2)))
 
 
+@pytest.mark.slow
 def test_a_notebook_of_a_deep_model_is_as_small_as_that_of_a_shallow_one() -> None:
     """Equal blocks are shown once; of unlike ones, as many as there is room for."""
 

@@ -41,7 +41,7 @@ def _batch(ignore: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ignore", [-100, 7])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("axes", [{"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 4}, {"cp": 2, "tp": 2}], ids=str)
@@ -76,6 +76,7 @@ def _as_double(model: Bigram) -> Bigram:
     return twin
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"reduction": "sum"}, {"reduction": "none"}], ids=str)
 def test_other_cross_entropies(options: dict[str, object]) -> None:
     class Loss(Bigram):

@@ -125,7 +125,7 @@ def _train(
         _same([p.state_dict() for p in programs])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -145,6 +145,7 @@ def test_models_train_to_the_bit(name: str, options: dict[str, Any], tape: Tape)
     assert (tape.warmed, len(tape.tapes), tape.replayed) == (1, 1, 6)
 
 
+@pytest.mark.slow
 def test_buffers_dropout_and_evaluation_between_steps(tape: Tape) -> None:
     programs = _pair(Everything, _batch(8, 0))
 
@@ -161,6 +162,7 @@ def test_buffers_dropout_and_evaluation_between_steps(tape: Tape) -> None:
     assert tape.replayed == 2 * (STEPS - 2) + 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"precision": "bf16"}], ids=str)
 def test_random_numbers_are_those_of_the_step_and_the_microbatch(options: dict[str, Any], tape: Tape) -> None:
     programs = _pair(Noisy, _batch(8, 0), microbatches=4, **options)
@@ -174,6 +176,7 @@ def test_random_numbers_are_those_of_the_step_and_the_microbatch(options: dict[s
     assert len(losses) == 6 and tape.replayed == 4
 
 
+@pytest.mark.slow
 def test_each_size_of_batch_has_its_graph(tape: Tape) -> None:
     sizes = [8, 8, 8, 6, 8, 6, 6, 4, 6, 8, 4, 4]
     programs = _pair(Everything, _batch(8, 0))

@@ -136,6 +136,7 @@ def _equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         torch.testing.assert_close(torch.tensor(x), torch.tensor(wanted[name]), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [TP, PP], ids=str)
 def test_whole_updates_in_processes(layout: Layout) -> None:
     for rate, average, noisy, of_all, split in quintnet.launch(_several, 2, args=(layout,), timeout=300):

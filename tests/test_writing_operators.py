@@ -78,6 +78,7 @@ RULES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_operator_that_writes_is_followed_on_all_layouts(layout: str) -> None:
     train_as_plain(Net().double(), layout, [(X, Y), (X + 1, Y)], F.cross_entropy, rules=RULES)

@@ -25,7 +25,7 @@ KINDS = ("GPT-2", "Llama", "Gemma 2", "BERT", "T5", "CLIP", "DeepSeek-V3", "gpt-
 SAMPLE = [(name, columns(ZOO[name])[-1 - i % 3]) for i, name in enumerate(ZOO) if name in KINDS]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["Llama", "ViT", *(name for name in ZOO if name not in ("Llama", "ViT"))])
 def test_nothing_runs_whole_over_tp(name: str) -> None:
     """No matmul, attention or convolution, and no value of other data ranks; but for the similarities of eight texts
@@ -47,6 +47,7 @@ def test_every_axis_of_each_model(name: str, layout: Layout) -> None:
     _check(name, layout)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_of_an_adapted_model_get_no_gradients() -> None:
     entry = ZOO["IA3 of Llama"]
     model, batch = entry.build(), entry.batch(4)

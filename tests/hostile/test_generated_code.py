@@ -188,7 +188,7 @@ def test_the_allow_list_has_every_spelling() -> None:
         check_source(_function(path.strip().partition(";")[0], last="return ()"))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "gpt", "vit", "encoder", "cnn"])
 def test_generated_code_passes_the_allow_list(name: str) -> None:
     case = CASES[name]

@@ -55,6 +55,7 @@ def test_a_front_trades_time_for_memory(report: PlanReport) -> None:
     assert len(json.loads(front.to_json())["front"]) == len(front.points) and "<svg" in front._repr_html_()
 
 
+@pytest.mark.slow
 def test_nothing_goes_to_the_host_where_all_fits_or_where_it_is_decided(report: PlanReport) -> None:
     ask = report.ask
     assert isinstance(ask, Questions)

@@ -203,7 +203,7 @@ def test_stages_are_priced_before_there_is_a_backward_as_after(kind: str) -> Non
             assert found.time_of(op) == pytest.approx(simulated, rel=0.08 if stage < 3 else 0.2), (stage, op)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh(pp=4, tp=2), Mesh(pp=4, cp=2)], ids=["tp", "cp"])
 def test_stages_wait_for_collectives_as_their_programs_do(mesh: Mesh) -> None:
     """But for what is gathered again for the backward, beside other work."""
