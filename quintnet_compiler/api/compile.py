@@ -99,6 +99,7 @@ def compile(
         TypeError: for an option that there is not.
     """
     from ..huggingface.parallel_plan import hf_plan
+    from ..ops.rules.registered import registered_rules
     from ..ops.rules.table import RULES
     from ..runtime.execute.engines import check_engine
     from ..runtime.launch.world import device_for, enter_world
@@ -125,7 +126,7 @@ def compile(
         chosen = read_plan(own).changed(given)
     check_plan(chosen, mesh)
     enter_world(mesh)
-    book = {**RULES, **user_rules(rules)}
+    book = {**RULES, **registered_rules(), **user_rules(rules)}
     where, absent = device_for(model, device, gpu)
     task = Task(
         model, loss_fn, mesh, chosen, book, where, check_finite, training, backend, check, tune_process, absent,

@@ -22,6 +22,7 @@ from ..ir.plan import Plan, check_plan, expecting_documents, read_plan
 from ..ir.plan_options import ExpectationOptions
 from ..ir.plans.feature_fields import check_feature_fields
 from ..ops.rules.notation import Rule, user_rules
+from ..ops.rules.registered import registered_rules
 from ..ops.rules.table import RULES
 from ..planner.asking import Question, plan_model
 from ..planner.compare import listed
@@ -188,7 +189,7 @@ def _planner(
         captured = traced(
             form=BatchForm.of_batch(batch, FlatBatch.flatten(batch, {elsewhere.structure: elsewhere.leaf}).rows)
         )
-    book = {**RULES, **user_rules(rules)}
+    book = {**RULES, **registered_rules(), **user_rules(rules)}
     unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
     found = FlatBatch.flatten(batch)
     machine = PricedCluster(cluster, unknown, reserve, ENGINES[backend].replayed)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ..compat.torch import TorchDispatchMode
-from ..compat.torch_compiler import QUESTIONS, questions_answered
+from ..compat.torch_export import QUESTIONS, questions_answered
 from ..compat.torch_func import (
     count_dispatch_modes,
     count_function_modes,
