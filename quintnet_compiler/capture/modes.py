@@ -16,7 +16,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ..compat.torch import TorchDispatchMode
-from ..compat.torch_export import QUESTIONS, questions_answered
 from ..compat.torch_func import (
     count_dispatch_modes,
     count_function_modes,
@@ -29,6 +28,7 @@ from ..compat.torch_func import (
     set_grad,
 )
 from ..compat.torch_hooks import module_calls_traced
+from ..compat.torch_settings import QUESTIONS, questions_answered
 from ..core import code_origin
 from ..core.errors import CompileError, Where
 from ..core.replaced import for_this_thread, one_thread

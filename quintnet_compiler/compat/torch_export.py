@@ -1,10 +1,9 @@
-"""Private names of torch.export: switches of gradients in a trace, what it keeps, and whether a trace is under way."""
+"""Private names of torch: what torch.export makes of switches of gradients in a trace, and what it keeps of one."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,11 +14,7 @@ from torch._export.passes import replace_set_grad_with_hop_pass as its_pass
 from .torch import composite_in_cpp
 from .torch_symbols import ShapeEnv
 
-__all__ = ["QUESTIONS", "free", "kernels_alone", "questions_answered", "switches_by"]
-
-# Each function that is asked, and what it reads.
-_FLAGS = {"is_compiling": "_is_compiling_flag", "is_exporting": "_is_exporting_flag"}
-QUESTIONS = frozenset(_FLAGS)
+__all__ = ["free", "kernels_alone", "switches_by"]
 
 
 @contextlib.contextmanager
@@ -73,17 +68,4 @@ def switches_by(run: Callable[[fx.Graph, bool], Mapping[str, str]], replace: Any
         return gm, signature
 
     with mock.patch.object(its_pass, name, replace(ours, theirs)):
-        yield
-
-
-@contextlib.contextmanager
-def questions_answered(answer: Callable[[bool], bool], replace: Any) -> Iterator[None]:
-    """Inside, ``torch.compiler.is_compiling()`` and ``is_exporting()`` are ``answer(what they were before)``; no, for
-    code that imported them by name. ``replace(ours, theirs)`` is what the process calls meanwhile. Instead of the
-    flags: the functions alone, and code that imported them is told what torch.export set."""
-    with contextlib.ExitStack() as stack:
-        for name, flag in _FLAGS.items():
-            theirs, truth = getattr(torch.compiler, name), getattr(torch.compiler, flag)
-            stack.enter_context(mock.patch.object(torch.compiler, flag, False))
-            stack.enter_context(mock.patch.object(torch.compiler, name, replace(partial(answer, truth), theirs)))
         yield

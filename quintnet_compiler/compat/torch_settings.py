@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._functorch import config as functorch_config
@@ -16,13 +19,19 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _PLACE = re.compile(r"registered at (\S+?):\d+")
 __all__ = [
+    "QUESTIONS",
     "active_modes",
     "files_of_kernels",
+    "questions_answered",
     "root_of_build",
     "settings_named",
     "settings_of_torch",
     "switches_of_torch",
 ]
+
+# Each function that is asked, and what it reads.
+_FLAGS = {"is_compiling": "_is_compiling_flag", "is_exporting": "_is_exporting_flag"}
+QUESTIONS = frozenset(_FLAGS)
 
 
 def settings_of_torch() -> list[str]:
@@ -133,3 +142,16 @@ def root_of_build() -> str:
     dump: str = torch._C._dispatch_dump("aten::mm")
     schema: str = _PLACE.findall(dump)[0]
     return schema.partition("build/aten/")[0]
+
+
+@contextlib.contextmanager
+def questions_answered(answer: Callable[[bool], bool], replace: Any) -> Iterator[None]:
+    """Inside, ``torch.compiler.is_compiling()`` and ``is_exporting()`` are ``answer(what they were before)``; no, for
+    code that imported them by name. ``replace(ours, theirs)`` is what the process calls meanwhile. Instead of the
+    flags: the functions alone, and code that imported them is told what torch.export set."""
+    with contextlib.ExitStack() as stack:
+        for name, flag in _FLAGS.items():
+            theirs, truth = getattr(torch.compiler, name), getattr(torch.compiler, flag)
+            stack.enter_context(mock.patch.object(torch.compiler, flag, False))
+            stack.enter_context(mock.patch.object(torch.compiler, name, replace(partial(answer, truth), theirs)))
+        yield

@@ -32,7 +32,7 @@ from quintnet_compiler.capture.step_module import StepModule, loss_of
 from quintnet_compiler.capture.traced_as import TRACED_AS, combinations, corrcoef, cov, instance_norm
 from quintnet_compiler.capture.versions import MAX_PROGRAMS, CapturedVersions, Version
 from quintnet_compiler.capture.watched_trace import WatchedTrace
-from quintnet_compiler.compat.torch_export import QUESTIONS, questions_answered
+from quintnet_compiler.compat.torch_settings import QUESTIONS, questions_answered
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.features.text_generation.capture_call import Shape, cache_shapes, capture_call
 from quintnet_compiler.ir.batch_form import BatchForm, FlatBatch
