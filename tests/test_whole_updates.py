@@ -144,7 +144,8 @@ def test_whole_updates_in_processes(layout: Layout) -> None:
         _equal(average, _three_steps(Averaged, None, True))
         assert "QN113" in noisy["error"] and "drawn random numbers" in noisy["error"]
         assert "QN113" in of_all["error"] and "with an optimizer of its own" in of_all["error"]
-        assert "QN113" in split["error"] and "for its parts" in split["error"]
+        drawn = "a gradient of this rank's pipeline stages" if layout == PP else "for its parts"
+        assert "QN113" in split["error"] and drawn in split["error"]
 
 
 def test_noise_over_data_ranks_is_that_of_the_unsplit_module() -> None:
