@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.swa_utils import AveragedModel
 
 import quintnet
@@ -191,6 +192,7 @@ def test_what_step_did_already_is_refused_by_name() -> None:
         lambda: torch.autograd.backward(loss / 4),
         lambda: torch.amp.GradScaler("cpu").scale(loss),  # type: ignore[attr-defined]
         lambda: torch.amp.GradScaler("cpu").scale([loss, 2 * loss]),  # type: ignore[attr-defined]
+        lambda: ShardedGradScaler("cpu").scale(loss),
     ):
         with pytest.raises(quintnet.RunError, match=r"QN113(.|\n)*step computed the gradients"):
             backward()

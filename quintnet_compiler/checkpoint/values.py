@@ -244,7 +244,6 @@ def extra_of(note: Mapping[str, Any]) -> dict[str, Any]:
         extra = from_json(note["typed_extra"])
     except (
         AttributeError,
-        KeyError,
         LookupError,
         OverflowError,
         RecursionError,

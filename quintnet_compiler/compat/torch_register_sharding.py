@@ -1,4 +1,4 @@
-"""What users registered with ``register_sharding`` of torch.distributed.tensor.experimental."""
+"""Private names of torch: the functions that ``register_sharding`` of DTensor was given."""
 
 from __future__ import annotations
 

@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 
 from ...compat.torch import plain_function
 from ...core.errors import RunError
 
 # functions whose result is a SettledLoss, too
 _SCALING = frozenset(("mul", "div", "true_divide", "add", "sub", "rsub", "__rdiv__", "mean", "sum"))
+_SCALERS = ("torch.amp.grad_scaler", "torch.distributed.fsdp.sharded_grad_scaler")  # modules
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 def _is_called_by_grad_scaler() -> bool:
-    """Return whether the function of torch that runs now was called in GradScaler's module."""
+    """Return whether the function of torch that runs now was called in the module of a GradScaler."""
     caller = sys._getframe(2)  # of __torch_function__
-    return caller.f_globals.get("__name__") == GradScaler.__module__
+    return caller.f_globals.get("__name__") in _SCALERS
 
 
 class SettledLoss(Tensor):
