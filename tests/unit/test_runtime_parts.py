@@ -24,7 +24,6 @@ from quintnet_compiler.runtime.state.buckets import GradientSlice, by_rank
 from quintnet_compiler.runtime.state.computed_loss import SettledLoss
 from quintnet_compiler.runtime.state.digests import BLOCK, digests, together
 from quintnet_compiler.runtime.state.grad_handoff import HandOver
-from quintnet_compiler.runtime.state.local_values import StoredPart
 from quintnet_compiler.runtime.state.module_parameters import (
     ReplacedParameter,
     WholeParameter,
@@ -34,7 +33,7 @@ from quintnet_compiler.runtime.state.module_parameters import (
     whole_parameter,
 )
 from quintnet_compiler.runtime.state.same_values import EVERY, ValueDifference, compares_batch
-from quintnet_compiler.runtime.state.true_part import TruePart
+from quintnet_compiler.runtime.state.true_part import StoredPart, TruePart
 
 
 def test_how_bad_a_value_is() -> None:

@@ -25,8 +25,8 @@ from ..execute.whole_steps import StepFunction
 from ..launch.consistency import SAME_SCRIPT
 from ..launch.device_faults import explained
 from ..state.gradients import GradientStore
-from ..state.local_values import StoredPart
 from ..state.same_state import Saved
+from ..state.true_part import StoredPart
 from ..state.whole_optimizer import WholeTensors
 
 HOST = torch.device("cpu")

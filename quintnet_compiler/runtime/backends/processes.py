@@ -34,7 +34,7 @@ from ..state.buckets import reduced_axes, scattered_axes
 from ..state.changed_state import split_results, written_state
 from ..state.grad_handoff import HandOver
 from ..state.gradients import shared_by, too_many_gradients
-from ..state.local_values import StageGradient, StoredPart, read_and_draw_whole_dtensors
+from ..state.local_values import StageGradient, read_and_draw_whole_dtensors
 from ..state.module_parameters import Slots, check_fits, local_of, move_tensor, retire
 from ..state.optimizer_settings import OptimizerSettings
 from ..state.same_state import SameState, Saved
@@ -42,7 +42,7 @@ from ..state.same_values import EVERY, SameValues
 from ..state.split_parameter import split_parameter
 from ..state.split_updates import watch_optimizers
 from ..state.state import new_caches, part_of, sharded_dtensor
-from ..state.true_part import TruePart
+from ..state.true_part import StoredPart, TruePart
 from ..transport.connections import connections_of
 from ..transport.distributed import gradient_groups, shared_transport
 from ..transport.gloo_threads import lower_gloo_thread_priority

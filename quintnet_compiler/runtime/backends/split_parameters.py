@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import RunError
-from ..state.local_values import StoredPart
 from ..state.module_parameters import Slots
+from ..state.true_part import StoredPart
 from .backend import Backend
 
 

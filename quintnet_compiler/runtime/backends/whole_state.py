@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...core import slices
 from ...ir.distributed_program import DistributedProgram, StateSpec
-from ..state.local_values import StoredPart
+from ..state.true_part import StoredPart
 from ..state.whole_optimizer import WholeTensors
 from .whole_parameters import AllHere, AllOnHost
 

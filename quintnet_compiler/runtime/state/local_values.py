@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ...compat.distributed import draws_by, dtensor_over, local_tensor, numbers_by
 from ...compat.torch import foreach_norm, plain_function, schema
-from ...core import slices
 from ...core.errors import RunError
-from ...core.sharding import Sharding
-from .true_part import TruePart
 
 aten = torch.ops.aten
 # what draws numbers for its first argument, and reads no value of it
@@ -118,30 +114,3 @@ def _whole(x: DTensor) -> Tensor:
 
 def _empty(x: DTensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=local_tensor(x).device)
-
-
-@dataclass(frozen=True)
-class StoredPart:
-    """The part of a parameter that a rank stores.
-
-    Attributes:
-        shape: the global shape.
-        sharding: the type on each axis.
-        sizes: the number of ranks of each axis.
-        places: this rank's coordinate on each axis.
-        true: the part without padding.
-    """
-
-    shape: tuple[int, ...]
-    sharding: Sharding
-    sizes: tuple[int, ...]
-    places: tuple[int, ...]
-    true: TruePart
-
-    def __call__(self, x: Any, like: DTensor) -> Any:
-        """Return the part of a whole tensor as a DTensor like ``like``; return anything else unchanged."""
-        if not isinstance(x, Tensor) or isinstance(x, DTensor) or tuple(x.shape) != self.shape:
-            return x
-        part = self.true.of_padded(slices.take_all(x.detach(), self.sharding, self.sizes, self.places)).to(like.device)
-        shape, stride = torch.Size(self.shape), like.stride()
-        return dtensor_over(part, like.device_mesh, like.placements, shape, stride)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from ...compat.distributed import dtensor_over
 from ...core import slices
 from ...core.sharding import Sharding
 from ...ir.program import Axis
@@ -34,6 +38,33 @@ class TruePart:
     def of_padded(self, x: Tensor) -> Tensor:
         """Return ``x`` without its padding, as a view."""
         return without_padding(x, [len(indices) for indices in self.positions])
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """The part of a parameter that a rank stores.
+
+    Attributes:
+        shape: the global shape.
+        sharding: the type on each axis.
+        sizes: the number of ranks of each axis.
+        places: this rank's coordinate on each axis.
+        true: the part without padding.
+    """
+
+    shape: tuple[int, ...]
+    sharding: Sharding
+    sizes: tuple[int, ...]
+    places: tuple[int, ...]
+    true: TruePart
+
+    def __call__(self, x: Any, like: DTensor) -> Any:
+        """Return the part of a whole tensor as a DTensor like ``like``; return anything else unchanged."""
+        if not isinstance(x, Tensor) or isinstance(x, DTensor) or tuple(x.shape) != self.shape:
+            return x
+        part = self.true.of_padded(slices.take_all(x.detach(), self.sharding, self.sizes, self.places)).to(like.device)
+        shape, stride = torch.Size(self.shape), like.stride()
+        return dtensor_over(part, like.device_mesh, like.placements, shape, stride)
 
 
 def without_padding(x: Tensor, shape: Sequence[int]) -> Tensor:
