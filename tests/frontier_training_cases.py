@@ -260,6 +260,14 @@ def _clip_by_program(program: Any, parameters: Sequence[Tensor]) -> None:
 
 def _trust(program: Any, parameters: Sequence[Tensor]) -> None:
     """As LAMB: each gradient as long as its parameter."""
+    with torch.no_grad():
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad.mul_(parameter.norm() / parameter.grad.norm())
+
+
+def _trust_numbers(program: Any, parameters: Sequence[Tensor]) -> None:
+    """Likewise, by way of Python's numbers."""
 
     def whole(norm: Any) -> float:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
@@ -277,4 +285,5 @@ def _gradients() -> Cases:
         "gradients: clipped": replace(plain, after=_clip, apart=by_stage, cause=r"program\.clip_grad_norm"),
         "gradients: clipped by the program": replace(plain, after=_clip_by_program),
         "gradients: scaled by norms": replace(plain, after=_trust),
+        "gradients: scaled by numbers": replace(plain, after=_trust_numbers, apart=by_stage, cause="stay a tensor"),
     }

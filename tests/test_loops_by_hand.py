@@ -35,10 +35,11 @@ def _add_noise(loop: Loop) -> None:
     loop.optimizer.step()
 
 
-def _reset_a_layer(loop: Loop) -> None:
+def _reset_layers(loop: Loop) -> None:
     loop.optimizer.step()
     if loop.number == 1:
         loop.model[2].reset_parameters()
+        loop.model[0].reset_parameters()
 
 
 def _perturb_weights(loop: Loop) -> None:
@@ -73,7 +74,53 @@ def _new_data(loop: Loop) -> None:
         p.data = p.data - RATE * p.grad
 
 
-BODIES = [_add_noise, _reset_a_layer, _perturb_weights, _sharpness_aware, _centred_gradients, _new_data]
+def _norm_of_all(loop: Loop) -> None:
+    norm = torch.stack([p.grad.norm() for p in loop.parameters()]).norm()
+    for p in loop.parameters():
+        p.grad.mul_(1 / (1 + norm))
+    loop.optimizer.step()
+
+
+def _largest_of_all(loop: Loop) -> None:
+    largest = max(p.grad.detach().abs().max() for p in loop.parameters())
+    torch._foreach_mul_([p.grad for p in loop.parameters()], 1 / (1 + largest))
+    loop.optimizer.step()
+
+
+def _without_conflicts(loop: Loop) -> None:
+    first = [p.grad.clone() for p in loop.parameters()]
+    loop.optimizer.zero_grad()
+    loop.step()
+    for p, other in zip(loop.parameters(), first, strict=True):
+        p.grad.sub_(other * ((p.grad * other).sum() / (2 * other.square().sum())))
+    loop.optimizer.step()
+
+
+def _signs_of_all(loop: Loop) -> None:
+    signs = torch.cat([p.grad.flatten() for p in loop.parameters()]).sign()
+    for p, part in zip(loop.parameters(), signs.split([p.numel() for p in loop.parameters()]), strict=True):
+        p.grad.copy_(part.view_as(p))
+    loop.optimizer.step()
+
+
+BODIES = [
+    _add_noise,
+    _reset_layers,
+    _perturb_weights,
+    _sharpness_aware,
+    _centred_gradients,
+    _new_data,
+    _norm_of_all,
+    _largest_of_all,
+    _without_conflicts,
+    _signs_of_all,
+]
+OF_ALL_STAGES = {body.__name__ for body in BODIES} - {
+    "_centred_gradients",
+    "_new_data",
+    "_without_conflicts",
+    "_signs_of_all",
+}
 
 
 def _model() -> nn.Sequential:
@@ -103,31 +150,43 @@ def _plain(body: Callable[[Loop], None]) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-def _compiled(axes: dict[str, int], options: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
-    states = {}
+def _compiled(axes: dict[str, int], options: dict[str, Any]) -> dict[str, dict[str, Tensor] | str]:
+    """Return each loop's parameters by name, those of this rank's stages, or the error that refused the loop."""
+    states: dict[str, dict[str, Tensor] | str] = {}
     for body in BODIES:
-        model = _model()
-        program = quintnet.compile(model, Mesh(**axes), _batches()[0], loss_fn=F.cross_entropy, **options)
-        optimizer = torch.optim.SGD(program.parameters(), RATE)
-        for number, batch in enumerate(_batches()):
-
-            def step(batch: tuple[Tensor, Tensor] = batch, program: quintnet.CompiledProgram = program) -> None:
-                program.step(batch)
-
-            optimizer.zero_grad()
-            step()
-            body(Loop(model, program.parameters, optimizer, step, number))
-        states[body.__name__] = {
-            name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in program.state_dict().items()
-        }
+        try:
+            states[body.__name__] = _trained(body, axes, options)
+        except quintnet.RunError as error:
+            states[body.__name__] = str(error)
     return states
 
 
-@pytest.mark.slow  # tests/unit/test_local_values.py shows where random numbers come from
-@pytest.mark.parametrize(("axes", "options"), [({"tp": 2}, {}), ({"dp": 2}, {"zero": 3}), ({"dp": 2}, {})])
+def _trained(body: Callable[[Loop], None], axes: dict[str, int], options: dict[str, Any]) -> dict[str, Tensor]:
+    model = _model()
+    program = quintnet.compile(model, Mesh(**axes), _batches()[0], loss_fn=F.cross_entropy, **options)
+    optimizer = torch.optim.SGD(program.parameters(), RATE)
+    for number, batch in enumerate(_batches()):
+
+        def step(batch: tuple[Tensor, Tensor] = batch) -> None:
+            program.step(batch)
+
+        optimizer.zero_grad()
+        step()
+        body(Loop(model, program.parameters, optimizer, step, number))
+    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in program.state_dict().items()}
+
+
+LAYOUTS: list[Any] = [({"tp": 2}, {}), ({"dp": 2}, {"zero": 3}), ({"dp": 2}, {}), ({"pp": 2}, {})]
+
+
+@pytest.mark.slow  # tests/unit/test_local_values.py shows where numbers come from
+@pytest.mark.parametrize(("axes", "options"), LAYOUTS)
 def test_parameters_are_those_of_the_plain_loop(axes: dict[str, int], options: dict[str, Any]) -> None:
     expected = {body.__name__: _plain(body) for body in BODIES}
     for states in quintnet.launch(_compiled, 2, (axes, options), timeout=300):
-        for name, state in states.items():
-            for key, value in expected[name].items():
-                torch.testing.assert_close(state[key], value, atol=1e-9, rtol=1e-9, msg=f"{name}: {key}")
+        refused = {name for name, state in states.items() if isinstance(state, str) and "QN113" in state}
+        assert refused == (OF_ALL_STAGES if "pp" in axes else set())
+        for name in states.keys() - refused:
+            assert states[name], name
+            for key, value in states[name].items():
+                torch.testing.assert_close(value, expected[name][key], atol=1e-9, rtol=1e-9, msg=f"{name}: {key}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from ..state.buckets import reduced_axes, scattered_axes
 from ..state.changed_state import split_results, written_state
 from ..state.grad_handoff import HandOver
 from ..state.gradients import shared_by, too_many_gradients
-from ..state.local_values import StageGradient, read_and_draw_whole_dtensors
+from ..state.local_values import mark_stage_gradients, read_and_draw_whole_dtensors
 from ..state.module_parameters import Slots, check_fits, local_of, move_tensor, retire
 from ..state.optimizer_settings import OptimizerSettings
 from ..state.same_state import SameState, Saved
@@ -398,8 +397,8 @@ class ProcessBackend:
             sharded_dtensor(self._true_part(spec).of_padded(x), spec, program.axes, self.stage_mesh)
             for x, spec in ((x, program.state[name]) for name, x in settled.items())
         ]
-        if self.mesh["pp"] > 1:  # without a loop, whose variable would be one more reference when they are counted
-            deque(map(setattr, gradients, repeat("__class__"), repeat(StageGradient)), maxlen=0)
+        if self.mesh["pp"] > 1:
+            mark_stage_gradients(dict(zip(settled, gradients, strict=True)))
         handover = HandOver([self.parameters[name] for name in settled], gradients)
         executor = Executor(program, part, self.transport, self.device, store, self.linears.wrap(program, self.engine))
         return _Process(program, executor, store, step_function(executor), handover)

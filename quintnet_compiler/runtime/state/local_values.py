@@ -1,17 +1,19 @@
-"""A rank's parts of a module's parameters and of their gradients, as DTensors, and what they give as numbers."""
+"""What DTensors of a process give as numbers, and how they draw random ones; gradients of pipeline stages."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...compat.distributed import draws_by, dtensor_over, local_tensor, numbers_by
-from ...compat.torch import foreach_norm, plain_function, schema
+from ...compat.torch import plain_function, schema
 from ...core.errors import RunError
 
 aten = torch.ops.aten
@@ -23,45 +25,144 @@ _FILLS = (
 _READS_PROBABILITIES = (aten.bernoulli,)
 
 
+@dataclass(frozen=True)
+class Source:
+    """Name the gradients of a pipeline stage that a tensor was computed from.
+
+    Attributes:
+        parameter: whose gradient it is; None: of several parameters, or of all that a rank has.
+        elements: of this gradient; 0 for several.
+    """
+
+    parameter: str | None
+    elements: int
+
+
+_SEVERAL = Source(None, 0)
+
+
 class StageGradient(DTensor):
-    """The gradient of a parameter of one pipeline stage; a norm over one rank's gradients is not the model's norm.
+    """The gradient of a parameter of one pipeline stage, and what was computed from it.
+
+    Ranks of other stages do not have it. What is computed for each parameter is right on its own rank; a number that
+    combines the gradients of several parameters is not: the unsplit module's would be of all stages.
+
+    Attributes:
+        source: what it was computed from.
 
     Raises:
-        RunError: QN113 by torch.nn.utils.clip_grad_norm_ and torch.optim.LBFGS.
+        RunError: QN113 where an operator combines gradients of several parameters into one number, where a Python
+            number is asked for, and by ``full_tensor`` of a number.
     """
+
+    source: Source
 
     @staticmethod
     def __torch_function__(
         func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in (torch.linalg.vector_norm, foreach_norm, Tensor.view):
-            caller = sys._getframe(1).f_globals.get("__name__")
-            if caller == "torch.optim.lbfgs":
-                raise RunError(
-                    "QN113",
-                    "this rank has the gradients of its pipeline stages alone, and LBFGS needs products of all",
-                    fix="use a mesh without pp, or an optimizer that updates each parameter by itself, as AdamW",
-                )
-            if caller == "torch.nn.utils.clip_grad":
-                raise RunError(
-                    "QN113",
-                    "this rank has the gradients of its pipeline stages alone, and would clip by their norm",
-                    fix="use program.clip_grad_norm(max_norm): the norm of all gradients, on every rank",
-                )
-        return plain_function(func, types, args, kwargs or {})
+        result = plain_function(func, types, args, kwargs or {})
+        if result is not None:
+            _trace_sources(result, [*args, *(kwargs or {}).values()])
+        return result
+
+    @property
+    def is_number(self) -> bool:
+        """Return whether this is one number of more elements."""
+        return self.numel() == 1 and self.source.elements != 1
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """Return the whole gradient of the parameter."""
+        if self.is_number:
+            raise _number_of_a_stage(self.source)
+        whole: Tensor = super().full_tensor(**options)
+        return whole
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return the same values, no longer as the gradient of a parameter."""
         copied: Tensor = memo.setdefault(id(self), self.detach().clone())
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Write a DTensor: files are read where there are no pipeline stages."""
+        same = dtensor_over(local_tensor(self), self.device_mesh, self.placements, self.shape, self.stride())
+        return same.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def mark_stage_gradients(gradients: Mapping[str, DTensor]) -> None:
+    """Make these gradients, by their parameters' names, a :class:`StageGradient` each: all that this rank has."""
+    for name, gradient in gradients.items():
+        gradient.__class__ = StageGradient
+        gradient.source = Source(name if len(gradients) > 1 else None, gradient.numel())  # type: ignore[attr-defined]
+
+
+def _trace_sources(result: Any, args: Sequence[Any]) -> None:
+    """Say of an operator's results what they were computed from.
+
+    Raises:
+        RunError: QN113 if one is a number of gradients of several parameters.
+    """
+    single = [x for x in args if isinstance(x, Tensor)]
+    many = [list(x) for x in args if isinstance(x, (list, tuple))]
+    inputs = [x for x in chain(single, *many) if isinstance(x, Tensor)]
+    if isinstance(result, Tensor):
+        joined = any(isinstance(x, StageGradient) for x in chain(*many))
+        _set_source(result, _SEVERAL if joined else _combined(single), inputs)
+    elif isinstance(result, (list, tuple)):
+        lists = [x for x in many if len(x) == len(result)]  # an operator on lists takes one of each for a result
+        for index, x in enumerate(result):
+            if isinstance(x, Tensor):
+                _set_source(x, _combined([*single, *(values[index] for values in lists)]), inputs)
+
+
+def _combined(inputs: Iterable[Any]) -> Source | None:
+    sources = {x.source for x in inputs if isinstance(x, StageGradient)}
+    return None if not sources else sources.pop() if len(sources) == 1 else _SEVERAL
+
+
+def _set_source(x: Tensor, source: Source | None, inputs: Sequence[Tensor]) -> None:
+    """Set the source of a result; it may be one of the ``inputs``, which the operator wrote to."""
+    if source is None:
+        return
+    is_written = any(x is written for written in inputs)
+    if type(x) is DTensor and not is_written:
+        x.__class__ = StageGradient
+    if isinstance(x, StageGradient):
+        x.source = replace(source, elements=x.source.elements) if is_written else source
+        if source.parameter is None and x.is_number and (is_written or not _is_view(x, inputs)):
+            raise _number_of_a_stage(source)
+
+
+def _is_view(x: DTensor, inputs: Sequence[Tensor]) -> bool:
+    """Return whether this is a part of an input, for which nothing was computed."""
+    memory = local_tensor(x).untyped_storage().data_ptr()
+    wholes = [local_tensor(whole) for whole in inputs if isinstance(whole, DTensor)]
+    return any(whole.untyped_storage().data_ptr() == memory for whole in wholes)
+
+
+def _number_of_a_stage(source: Source) -> RunError:
+    whose = "the gradients of this rank's parameters"
+    fix = "use program.grad_norm() or program.clip_grad_norm(max_norm): of all gradients, the same on every rank"
+    if source.parameter is not None:
+        whose = f"the gradient of {source.parameter}"
+        fix += "; what is done with one parameter alone can stay a tensor: p.grad.mul_(p.norm() / p.grad.norm())"
+    return RunError(
+        "QN113",
+        f"a number was computed from {whose}: this rank has the gradients of its pipeline stages alone, and the others "
+        "would go on with other numbers",
+        fix=fix,
+    )
+
 
 def whole_number(x: DTensor) -> Any:
     """Return the Python number of a replicated DTensor.
 
     Raises:
-        RunError: QN113 for a DTensor of which each rank has a part or a term.
+        RunError: QN113 for a DTensor of which each rank has a part or a term, and for what was computed from the
+            gradient of a pipeline stage.
     """
+    if isinstance(x, StageGradient) and x.is_number:
+        raise _number_of_a_stage(x.source)
     if not all(placement.is_replicate() for placement in x.placements):
         raise RunError(
             "QN113",
@@ -86,15 +187,16 @@ def _draw(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTen
     """Draw the whole tensor on every rank, and return this rank's part.
 
     Raises:
-        RunError: QN113 for the gradient of a pipeline stage: other ranks would not draw these numbers.
+        RunError: QN113 where other ranks, of other pipeline stages, do not have the tensor, and draw nothing.
     """
     x: DTensor = args[0]
-    if isinstance(x, StageGradient):
+    if x.device_mesh.size() < dist.get_world_size():
         raise RunError(
             "QN113",
-            "random numbers were asked for a gradient of this rank's pipeline stages: the unsplit module would draw "
-            "those of all parameters, one after the other",
-            fix="use a mesh without pp",
+            "random numbers were asked for a parameter or gradient of this rank's pipeline stages: the unsplit module "
+            "would draw those of all stages, one after the other",
+            fix="use a mesh without pp; or draw for a plain copy of the module, on every rank, and load that: "
+            "program.load_state_dict(copy.state_dict())",
         )
     whole = _whole(x) if function.overloadpacket in _READS_PROBABILITIES else _empty(x)
     rest = [_whole(value) if isinstance(value, DTensor) else value for value in args[1:]]
