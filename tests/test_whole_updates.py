@@ -144,7 +144,7 @@ def test_whole_updates_in_processes(layout: Layout) -> None:
         _equal(average, _three_steps(Averaged, None, True))
         assert "QN113" in noisy["error"] and "drawn random numbers" in noisy["error"]
         assert "QN113" in of_all["error"] and "with an optimizer of its own" in of_all["error"]
-        drawn = "a gradient of this rank's pipeline stages" if layout == PP else "for its parts"
+        drawn = "of this rank's pipeline stages" if layout == PP else "for its parts"
         assert "QN113" in split["error"] and drawn in split["error"]
 
 

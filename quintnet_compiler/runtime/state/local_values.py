@@ -26,7 +26,7 @@ _READS_PROBABILITIES = (aten.bernoulli,)
 
 
 @dataclass(frozen=True)
-class Source:
+class GradientSource:
     """Name the gradients of a pipeline stage that a tensor was computed from.
 
     Attributes:
@@ -38,7 +38,7 @@ class Source:
     elements: int
 
 
-_SEVERAL = Source(None, 0)
+_SEVERAL = GradientSource(None, 0)
 
 
 class StageGradient(DTensor):
@@ -55,7 +55,7 @@ class StageGradient(DTensor):
             number is asked for, and by ``full_tensor`` of a number.
     """
 
-    source: Source
+    source: GradientSource
 
     @staticmethod
     def __torch_function__(
@@ -93,7 +93,7 @@ def mark_stage_gradients(gradients: Mapping[str, DTensor]) -> None:
     """Make these gradients, by their parameters' names, a :class:`StageGradient` each: all that this rank has."""
     for name, gradient in gradients.items():
         gradient.__class__ = StageGradient
-        gradient.source = Source(name if len(gradients) > 1 else None, gradient.numel())  # type: ignore[attr-defined]
+        gradient.source = GradientSource(name if len(gradients) > 1 else None, gradient.numel())  # type: ignore[attr-defined]
 
 
 def _trace_sources(result: Any, args: Sequence[Any]) -> None:
@@ -115,12 +115,12 @@ def _trace_sources(result: Any, args: Sequence[Any]) -> None:
                 _set_source(x, _combined([*single, *(values[index] for values in lists)]), inputs)
 
 
-def _combined(inputs: Iterable[Any]) -> Source | None:
+def _combined(inputs: Iterable[Any]) -> GradientSource | None:
     sources = {x.source for x in inputs if isinstance(x, StageGradient)}
     return None if not sources else sources.pop() if len(sources) == 1 else _SEVERAL
 
 
-def _set_source(x: Tensor, source: Source | None, inputs: Sequence[Tensor]) -> None:
+def _set_source(x: Tensor, source: GradientSource | None, inputs: Sequence[Tensor]) -> None:
     """Set the source of a result; it may be one of the ``inputs``, which the operator wrote to."""
     if source is None:
         return
@@ -140,7 +140,7 @@ def _is_view(x: DTensor, inputs: Sequence[Tensor]) -> bool:
     return any(whole.untyped_storage().data_ptr() == memory for whole in wholes)
 
 
-def _number_of_a_stage(source: Source) -> RunError:
+def _number_of_a_stage(source: GradientSource) -> RunError:
     whose = "the gradients of this rank's parameters"
     fix = "use program.grad_norm() or program.clip_grad_norm(max_norm): of all gradients, the same on every rank"
     if source.parameter is not None:
