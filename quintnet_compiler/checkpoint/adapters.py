@@ -84,7 +84,7 @@ def _write(
 
 
 def has_adapters(folder: Path, model: nn.Module) -> bool:
-    """Whether a folder is what PEFT writes for a model of its own."""
+    """Return whether a folder is what PEFT writes for a model of its own."""
     names = [place_of(adapter) for adapter in getattr(model, "peft_config", {})] if is_peft(model) else []
     return any((folder / name / CONFIG).is_file() for name in names)
 

@@ -111,9 +111,9 @@ class SaveLine:
     last: Saving | None = None
     turn: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, found: Snapshot, to: Destination) -> Saving:
-        """Write ``found``, which is a copy, in a thread; or at once, where none can start."""
-        write_to = functools.partial(_write, found, to, self.group)
+    def begin(self, snapshot: Snapshot, to: Destination) -> Saving:
+        """Write ``snapshot``, which is a copy, in a thread; or at once, where none can start."""
+        write_to = functools.partial(_write, snapshot, to, self.group)
         saving = self.last = Saving(to, functools.partial(_in_background, write_to))
         try:
             start_thread(saving.thread)
@@ -142,11 +142,11 @@ class Background:
         spread = dist.is_initialized() and dist.get_world_size() > 1
         return cls(_line_of(dist.group.WORLD if spread else None, os.getpid()))
 
-    def save(self, found: Snapshot, to: Destination, together: contextlib.AbstractContextManager[None]) -> Saving:
-        """Save ``found``, copied before this returns, but after the save before is on disk: its copy is overwritten.
+    def save(self, snapshot: Snapshot, to: Destination, together: contextlib.AbstractContextManager[None]) -> Saving:
+        """Wait for the last save, copy the snapshot (over the copy of the last one), and write it in a thread.
 
         Args:
-            found: what is saved.
+            snapshot: what is saved.
             to: where.
             together: raises on every rank what is raised on one: a save that only some ranks begin would be mixed with
                 the next one.
@@ -156,7 +156,7 @@ class Background:
         with self.line.turn:
             with together:
                 self.line.wait()
-                copied = found.on_host(self.staging.copies)
+                copied = snapshot.on_host(self.staging.copies)
             return self.line.begin(copied, to)
 
     def wait(self) -> None:
@@ -188,9 +188,9 @@ def _in_background(write_to: Callable[[Saving], None], saving: Saving) -> None:
     write_to(saving)
 
 
-def _write(found: Snapshot, to: Destination, group: dist.ProcessGroup | None, saving: Saving) -> None:
+def _write(snapshot: Snapshot, to: Destination, group: dist.ProcessGroup | None, saving: Saving) -> None:
     try:
-        path = write(found, to, group)
+        path = write(snapshot, to, group)
     except BaseException as error:
         saving.set_exception(error if group is None or dist.is_initialized() else _left(saving, error))
     else:

@@ -38,7 +38,7 @@ def place_to_write(folder: CheckpointFolder, step: int) -> CheckpointFiles:
 
 
 def commit(
-    folder: CheckpointFolder, made: CheckpointFiles, step: int, files: Mapping[str, Digest], keep: int | None
+    folder: CheckpointFolder, checkpoint: CheckpointFiles, step: int, files: Mapping[str, Digest], keep: int | None
 ) -> CheckpointFiles:
     """Write the manifest and give the checkpoint its name.
 
@@ -50,12 +50,12 @@ def commit(
         PublishedError: if something failed when the checkpoint had its name. After any other error it does not have it,
             and the folder's others are as they were.
     """
-    digest = write_manifest(made, step, files)
+    digest = write_manifest(checkpoint, step, files)
     later = [entry for entry in folder.named() if entry.step > step]
     if later:
         folder.write_mark(json.dumps({"step": step, "sha256": digest}))
     try:
-        final = folder.publish(made, step)
+        final = folder.publish(checkpoint, step)
     except PublishedError:
         raise
     except BaseException as error:  # Ctrl+C, too

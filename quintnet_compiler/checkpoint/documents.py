@@ -170,7 +170,7 @@ def _read(checkpoint: WrittenFiles, name: str, kind: TypeAdapter[Any]) -> Any:
 
 
 def covers(shape: Sequence[int], boxes: Sequence[StoredBox]) -> bool:
-    """Whether boxes lie in ``shape``, do not overlap, and have as many elements together."""
+    """Return whether boxes lie in ``shape``, do not overlap, and have as many elements together."""
     if any(len(box.at) != len(shape) or len(box.sizes) != len(shape) for box in boxes):
         return False
     if any(a + n > whole for box in boxes for a, n, whole in zip(box.at, box.sizes, shape, strict=True)):
@@ -181,7 +181,7 @@ def covers(shape: Sequence[int], boxes: Sequence[StoredBox]) -> bool:
 
 
 def _overlap(boxes: Sequence[StoredBox]) -> bool:
-    """Whether two of ``boxes``, which are sorted by where they begin, have an element in common."""
+    """Return whether two of ``boxes``, which are sorted by offset, have an element in common."""
     active: list[StoredBox] = []  # those that may reach the next one along the first dim
     for box in boxes:
         active = [other for other in active if not box.at or other.at[0] + other.sizes[0] > box.at[0]]

@@ -13,7 +13,7 @@ from .parts import SavedPart
 
 
 def part_of(x: DTensor) -> SavedPart | None:
-    """Where in a DTensor this rank's part lies, if that may be several boxes (a packed weight's interleaved slices)."""
+    """Return this rank's part if it may be several boxes (a packed weight's interleaved slices), else None."""
     return SavedPart.of(local_tensor(x), x.shape, positions_of(x)) if is_interleaved(x) else None
 
 

@@ -80,7 +80,7 @@ class WriterLock(Protocol):
     def release(self) -> Callable[[], object]: ...
 
     def in_place(self) -> bool:
-        """Whether this process still holds it."""
+        """Return whether this process still holds it."""
 
 
 class CheckpointFolder(Protocol):
@@ -93,7 +93,7 @@ class CheckpointFolder(Protocol):
         """Checkpoints that have their name, the newest first. They may be damaged."""
 
     def leftovers(self) -> list[Entry]:
-        """What dead writers left, the newest first: what was to replace another before it."""
+        """Return what dead writers left, newest first; of one step, a replacement before what it was to replace."""
 
     def unusable(self) -> list[str]:
         """Return names that a checkpoint would have, of what is none: a file, or a link that leads nowhere."""
@@ -109,8 +109,8 @@ class CheckpointFolder(Protocol):
     def new(self, step: int, /) -> CheckpointFiles:
         """Room for a checkpoint that has no name yet. Raises: FileExistsError if a file has the name of ``step``."""
 
-    def publish(self, made: CheckpointFiles, step: int, /) -> CheckpointFiles:
-        """Give ``made``, which is whole, its name. One of the same step is replaced, at once.
+    def publish(self, checkpoint: CheckpointFiles, step: int, /) -> CheckpointFiles:
+        """Give ``checkpoint``, which is whole, its name. One of the same step is replaced, at once.
 
         Raises:
             PublishedError: if something failed when it had its name.

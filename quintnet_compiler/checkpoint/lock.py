@@ -55,7 +55,7 @@ class Holder:
             return None
 
     def ended(self) -> bool:
-        """Whether it is known to have ended: only of this host's processes."""
+        """Return whether it is known to have ended: only of this host's processes."""
         return self.host == socket.gethostname() and _start_of(self.process) != self.started
 
     @property

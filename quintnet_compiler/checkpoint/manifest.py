@@ -55,11 +55,11 @@ def write_text(files: CheckpointFiles, name: str, text: str) -> Digest:
 
 
 def write_manifest(checkpoint: CheckpointFiles, step: int, files: Mapping[str, Digest]) -> str:
-    """Write what a checkpoint has. Return the manifest's own SHA-256."""
+    """Write the manifest of a checkpoint, and return its SHA-256."""
     sizes = {name: [files[name].size, list(files[name].pieces)] for name in sorted(files)}
-    found = {"version": VERSION, "step": step, "piece": PIECE, "files": sizes}
-    digest = _own(found)
-    write_text(checkpoint, MANIFEST, json.dumps({**found, "sha256": digest}, indent=1) + "\n")
+    content = {"version": VERSION, "step": step, "piece": PIECE, "files": sizes}
+    digest = _own(content)
+    write_text(checkpoint, MANIFEST, json.dumps({**content, "sha256": digest}, indent=1) + "\n")
     return digest
 
 

@@ -19,7 +19,7 @@ from .tensor_file import TYPE_NAMES
 
 @dataclass(frozen=True)
 class SavedPart:
-    """What one rank has of a tensor of global ``shape``: ``local``, whose ``boxes`` lie at these global offsets.
+    """One rank's part of a tensor of global ``shape``: ``local``, whose ``boxes`` lie at these global offsets.
 
     A DTensor would say it too, but for slices of several pieces (a fused projection's columns): torch takes those for
     one run.
@@ -31,8 +31,8 @@ class SavedPart:
 
     @classmethod
     def of(cls, local: Tensor, shape: Sequence[int], positions: Sequence[Tensor]) -> SavedPart:
-        """``positions``: for each dim, the global indices that ``local`` holds."""
-        return cls.of_runs(local, shape, [runs_of(found) for found in positions])
+        """Return ``local`` as a part. ``positions``: for each dim, the global indices that it holds."""
+        return cls.of_runs(local, shape, [runs_of(indices) for indices in positions])
 
     @classmethod
     def of_runs(cls, local: Tensor, shape: Sequence[int], runs: Sequence[Runs]) -> SavedPart:
@@ -48,7 +48,7 @@ class SavedPart:
 
     @classmethod
     def whole(cls, local: Tensor) -> SavedPart:
-        """Of a tensor that every rank has."""
+        """Return the part of a tensor that every rank has whole."""
         return cls(local.shape, local, {torch.Size([0] * local.dim()): local})
 
     # -- what torch.distributed.checkpoint asks of a tensor

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Digest:
-    """Of a file: its bytes, and the hash of each piece."""
+    """A file's size in bytes, and the hash of each piece."""
 
     size: int
     pieces: tuple[str, ...]
@@ -104,7 +104,7 @@ def write(sink: FileSink, buffers: Iterable[memoryview]) -> Digest:
             hashes.append(submit_or_run(pool, _hash, piece))
             sink.write(piece)
             size += sum(map(len, piece))
-    return Digest(size, tuple(one.result() for one in hashes))
+    return Digest(size, tuple(future.result() for future in hashes))
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class FilePiece:
 
 def pieces_of(name: str, file: FileSource, written: Digest) -> list[FilePiece]:
     return [
-        FilePiece(name, file, number * PIECE, min(PIECE, written.size - number * PIECE), known)
-        for number, known in enumerate(written.pieces)
+        FilePiece(name, file, number * PIECE, min(PIECE, written.size - number * PIECE), piece_hash)
+        for number, piece_hash in enumerate(written.pieces)
     ]
 
 

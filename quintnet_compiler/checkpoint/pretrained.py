@@ -76,28 +76,28 @@ def everywhere(backend: Backend, code: str) -> contextlib.AbstractContextManager
 
 
 def _checked(subject: WeightsSubject, folder: Path, weights: Weights, allowed: Allowed) -> dict[str, list[Source]]:
-    """Kept name -> its sources (several for a tied parameter that is stored twice).
+    """Return kept name -> its sources (several for a tied parameter that is stored twice).
 
     Raises:
         CheckpointError: QN602 with everything that does not fit.
     """
-    found = assign(subject.model, weights.stored)
-    problems = list(found.problems)
+    assignment = assign(subject.model, weights.stored)
+    problems = list(assignment.problems)
     state = {name: x for name, x in subject.model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     sources: dict[str, list[Source]] = {}
-    for name, source in found.sources.items():
+    for name, source in assignment.sources.items():
         problem = misfit(source, state[name])
         if problem:
             problems.append(f"{name}: {problem}")
         else:
             sources.setdefault(subject.aliases.get(name, name), []).append(source)
-    failed = {subject.aliases.get(name, name) for name in found.sources} - sources.keys()
+    failed = {subject.aliases.get(name, name) for name in assignment.sources} - sources.keys()
     base, own = (subject.model, state.keys()) if not is_peft(subject.model) else base_of(subject.model)
     lacking = [name for name in _missing(subject, {*sources} | failed, state) if name in own]  # adapters keep theirs
     problems += [f"{name}: missing from the files" for name in lacking if not _matches(name, allowed.missing)]
-    extra = [s for s in found.unexpected if not _matches(s.name, allowed.unexpected)]
+    extra = [s for s in assignment.unexpected if not _matches(s.name, allowed.unexpected)]
     problems += [f"{shown(str(s))}: unexpected, {s.shape}" for s in _reported(base, extra)]
-    problems += _useless(allowed, lacking, found)
+    problems += _useless(allowed, lacking, assignment)
     if not problems:
         problems += _torn_ties(subject, sources)
     refuse_all(
@@ -118,19 +118,19 @@ def misfit(source: Source, wanted: Tensor) -> str:
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether every value of one dtype is a value of the other."""
+    """Return whether every value of ``narrow`` is a value of ``wide``."""
     if not (wide.is_floating_point and narrow.is_floating_point) or narrow.itemsize < 2:
         return False
     return torch.promote_types(wide, narrow) == wide
 
 
 def _missing(subject: WeightsSubject, stored: set[str], state: Mapping[str, Tensor]) -> list[str]:
-    """The program's parameters and stored buffers that no file has, but for buffers that the model's code computes."""
+    """Return parameters and stored buffers that no file has, but for buffers that the model's code computes."""
     specs = subject.program.state.values()
     lacking = [s.name for s in specs if s.name not in stored and (s.kind == "parameter" or s.name in state)]
     buffers = [s.name for s in specs if s.kind == "buffer" and s.name in lacking]
-    known = computed_buffers(subject.model, buffers) if buffers else {}
-    return [name for name in lacking if name not in known]
+    computed = computed_buffers(subject.model, buffers) if buffers else {}
+    return [name for name in lacking if name not in computed]
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -150,8 +150,8 @@ def _reported(model: nn.Module, extra: Sequence[Source]) -> list[Source]:
     return [source for source in extra if not any(re.search(p, getattr(source, "name", "")) for p in patterns)]
 
 
-def _useless(allowed: Allowed, lacking: Sequence[str], found: Assignment) -> list[str]:
-    unexpected = [source.name for source in found.unexpected]
+def _useless(allowed: Allowed, lacking: Sequence[str], assignment: Assignment) -> list[str]:
+    unexpected = [source.name for source in assignment.unexpected]
     return [
         f"{kind}={pattern!r} matches nothing"
         for kind, patterns, names in (
@@ -164,29 +164,29 @@ def _useless(allowed: Allowed, lacking: Sequence[str], found: Assignment) -> lis
 
 
 def _torn_ties(subject: WeightsSubject, sources: Mapping[str, Sequence[Source]]) -> list[str]:
-    """Tied parameters of which the files hold two different ones (in this rank's part)."""
+    """Return a line for each tied parameter of which files hold two that differ (in this rank's part)."""
     problems = []
     for spec, part, positions in subject.backend.parts(subject.program):
-        found = list(sources.get(spec.name, ()))
-        for other in found[1:]:
+        stored = list(sources.get(spec.name, ()))
+        for other in stored[1:]:
             runs, values = [runs_of(p) for p in positions], [torch.empty_like(part), torch.empty_like(part)]
-            for source, out in zip((found[0], other), values, strict=True):
+            for source, out in zip((stored[0], other), values, strict=True):
                 source.read(runs, out)
             if not torch.equal(*values):
-                problems.append(f"{spec.name}: tied in the model, but {found[0]} and {other} differ")
+                problems.append(f"{spec.name}: tied in the model, but {stored[0]} and {other} differ")
     return problems
 
 
 def _unused_buffers(subject: WeightsSubject, sources: Mapping[str, Sequence[Source]]) -> None:
-    """Buffers that files hold and the program does not read: kept in the module, for whoever saves it again."""
-    for name, found in sources.items():
+    """Read buffers that the program does not use into the module, so that saving it stores them again."""
+    for name, stored in sources.items():
         if name not in subject.program.state:
             path, _, last = name.rpartition(".")
             module = subject.model.get_submodule(path)
             old = module._buffers[last]
             assert old is not None
             new = torch.empty_like(old, device="cpu" if old.is_meta else None)
-            found[0].read([((0, size),) for size in new.shape], new)
+            stored[0].read([((0, size),) for size in new.shape], new)
             if old.is_meta:
                 module._buffers[last] = new
             else:

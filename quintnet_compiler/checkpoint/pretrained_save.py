@@ -68,7 +68,7 @@ def make_new(folder: Path, temporary: Path) -> None:
 
 
 def _entries(subject: WeightsSubject, folder: Path) -> tuple[list[TensorEntry], dict[str, Tensor]]:
-    """What to write, each tied tensor once; and the values of those tensors that no rank's program holds."""
+    """Return what to write, each tied tensor once, and the values of tensors that no rank's program holds."""
     values = _values_to_save(subject)
     unstorable = {name: text for name, x in values.items() if (text := _why_not_stored(name, x))}
     entries = _entry_of_each(subject, {name: x for name, x in values.items() if name not in unstorable})

@@ -16,7 +16,7 @@ from .training_state import MODEL, Snapshot, snapshot_here
 def replica(
     subject: WeightsSubject, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], run: Mapping[str, Any]
 ) -> Snapshot | None:
-    """A checkpoint of this rank's own tensors, without a word from others; None if some are split or elsewhere.
+    """Return a snapshot of this rank's own tensors, without a word from others; None if some are split or elsewhere.
 
     They are a whole state of the run by themselves: what each rank does to a replica is the same, so nobody has to know
     which step the others have finished.
@@ -28,9 +28,9 @@ def replica(
         if any(mine) and not all(mine):  # a replica has all, or those of such an optimizer have none
             return None
     try:
-        found = snapshot_here(subject, optimizer, extra, run)
+        own = snapshot_here(subject, optimizer, extra, run)
     except CheckpointError:
         return None
     needed = {f"{MODEL}{spec.name}" for spec in subject.program.state.values() if spec.kind == "parameter"}
-    whole = all(part.local.shape == part.shape for part in found.parts.values())
-    return found if whole and needed <= found.parts.keys() else None
+    whole = all(part.local.shape == part.shape for part in own.parts.values())
+    return own if whole and needed <= own.parts.keys() else None

@@ -19,9 +19,8 @@ class Staging:
     room: Tensor | None = None
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Of ``tensors``; those of the time before are overwritten."""
-        found = on_host([x for x in tensors if x.device.type != "cpu"])
-        away = iter(found)
+        """Return copies of ``tensors`` in host memory; those of the last call are overwritten."""
+        away = iter(on_host([x for x in tensors if x.device.type != "cpu"]))
         here = [x.detach() for x in tensors if x.device.type == "cpu"]
         places = iter(self._places(here))
         return [next(away) if x.device.type != "cpu" else next(places).copy_(x.detach()) for x in tensors]
@@ -36,22 +35,24 @@ class Staging:
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """``tensors`` in host memory: those that are there already, and copies of others. What lies on an accelerator comes
-    through pinned memory on a stream of its own, so that copies run at the speed of the bus, and the host waits once
-    for all of them. (The caching allocator of pinned memory keeps it for the next time.)"""
-    found = [x.detach() for x in tensors]
-    away = [i for i, x in enumerate(found) if x.device.type != "cpu"]
+    """Return ``tensors`` in host memory: those that are there already, and copies of others.
+
+    Copies from an accelerator go through pinned memory on a stream of their own: they run at the speed of the bus, and
+    the host waits once for all of them. (The caching allocator of pinned memory keeps it for the next time.)
+    """
+    copies = [x.detach() for x in tensors]
+    away = [i for i, x in enumerate(copies) if x.device.type != "cpu"]
     if not away:
-        return found
-    device = found[away[0]].device
+        return copies
+    device = copies[away[0]].device
     stream = torch.Stream(device=device)
     stream.wait_stream(torch.accelerator.current_stream(device))  # for what steps have made
     with stream:
         for i in away:
-            room = torch.empty(found[i].shape, dtype=found[i].dtype, device="cpu", pin_memory=True)
-            found[i] = room.copy_(found[i], non_blocking=True)
+            room = torch.empty(copies[i].shape, dtype=copies[i].dtype, device="cpu", pin_memory=True)
+            copies[i] = room.copy_(copies[i], non_blocking=True)
     stream.synchronize()
-    return found
+    return copies
 
 
 def _room(size: int) -> Tensor:

@@ -41,7 +41,7 @@ class UnloadableError(Exception):
 
 
 class SavePlanning(DefaultSavePlanner):
-    """Of :class:`.parts.SavedPart`: each box is written by one of the ranks that have it."""
+    """A plan to save :class:`.parts.SavedPart`: each box is written by one of the ranks that have it."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         part: SavedPart = self.state_dict[index.fqn]
@@ -96,15 +96,15 @@ class Writer(StorageWriter):
             tensors[str(number)] = planner.resolve_data(item).detach().cpu()  # type: ignore[union-attr]
             keys[str(number)] = item
         done: Future[list[WriteResult]] = Future()
-        name, found = f"rank-{self.rank:05}.safetensors", []
+        name, results = f"rank-{self.rank:05}.safetensors", []
         if tensors:
             with self.folder.at(plan.storage_data).create(name) as file:
                 digest = write(file, buffers(tensors))
             for key, item in keys.items():
                 x = tensors[key]
                 stored = StoredTensor(name, key, digest, x.dtype, tuple(x.shape))
-                found.append(WriteResult(item.index, x.nbytes, storage_data=stored))
-        done.set_result(found)
+                results.append(WriteResult(item.index, x.nbytes, storage_data=stored))
+        done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

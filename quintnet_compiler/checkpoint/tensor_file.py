@@ -29,8 +29,8 @@ LARGEST_HEADER = 100_000_000  # bytes; safetensors reads no larger ones
 
 @dataclass(frozen=True)
 class StoredType:
-    """How tensors of a dtype lie in a file. ``carrier``: the dtype there, by safetensors' name. ``parts``: the dims
-    after the tensor's own, if several numbers make an element."""
+    """A dtype's form in a file. ``carrier``: the dtype there, by safetensors' name. ``parts``: the dims after the
+    tensor's own, if several numbers make an element."""
 
     dtype: torch.dtype
     carrier: str
@@ -58,7 +58,7 @@ _HEADER = TypeAdapter(dict[str, _Entry])
 
 
 class BadHeader(Exception):
-    """What is wrong with a file's header."""
+    """An error in a file's header."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def buffers(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 
 
 def read_header(source: FileSource) -> dict[str, FileTensor]:
-    """The tensors of a file.
+    """Return the tensors of a file.
 
     Raises:
         BadHeader: if it is not a safetensors file, or a tensor is not within it.
@@ -108,9 +108,9 @@ def read_header(source: FileSource) -> dict[str, FileTensor]:
             raise BadHeader(f"its header would have {length} bytes")
         text = bytearray(length)
         source.read_into(8, memoryview(text))
-        found = json.loads(text)
-        found.pop("__metadata__", None)
-        entries = _HEADER.validate_python(found)
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        entries = _HEADER.validate_python(header)
     except (ValidationError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise BadHeader(f"it has no header of a safetensors file: {shown(str(error))}") from None
     tensors = {}
@@ -181,7 +181,7 @@ def blocks(tensor: FileTensor, box: tuple[slice, ...], into: Tensor) -> Iterator
 
     They end where pieces of the file do, if that is between two rows.
     """
-    if all(one == slice(0, n) for one, n in zip(box[1:], tensor.shape[1:], strict=True)) and into.is_contiguous():
+    if all(span == slice(0, n) for span, n in zip(box[1:], tensor.shape[1:], strict=True)) and into.is_contiguous():
         # one run of bytes, cut anywhere
         row = math.prod(tensor.shape[1:])
         run = box[0] if box else slice(0, 1)

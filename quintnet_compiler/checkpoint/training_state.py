@@ -38,7 +38,7 @@ MODEL, OPTIMIZER = "model/", "optimizer/"
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint had beside tensors. ``extra``: what was given to ``save``."""
+    """Values of a checkpoint other than tensors. ``extra``: what was given to ``save``."""
 
     step: int
     path: Path | str
@@ -51,7 +51,7 @@ Accept = Callable[[Restored], object]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is saved of one rank: tensors, and the rest as JSON."""
+    """One rank's state to save: tensors, and the rest as JSON."""
 
     parts: Mapping[str, SavedPart]
     note: Mapping[str, Any]
@@ -62,16 +62,16 @@ class Snapshot:
             part.require_storable(name)
 
     def on_host(self, copies: Callable[[Sequence[Tensor]], Sequence[Tensor]] = on_host) -> Snapshot:
-        """The same in host memory, by ``copies`` of all tensors."""
-        made = iter(copies([box for part in self.parts.values() for box in part.boxes.values()]))
-        parts = {name: replace(part, boxes={at: next(made) for at in part.boxes}) for name, part in self.parts.items()}
+        """Return the same in host memory, by ``copies`` of all tensors."""
+        boxes = iter(copies([box for part in self.parts.values() for box in part.boxes.values()]))
+        parts = {name: replace(part, boxes={at: next(boxes) for at in part.boxes}) for name, part in self.parts.items()}
         return Snapshot(parts, self.note)
 
 
 def snapshot(
     subject: WeightsSubject, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], run: Mapping[str, Any]
 ) -> Snapshot:
-    """What to save, where it lies.
+    """Return a snapshot of the tensors where they lie.
 
     Raises:
         CheckpointError: QN603 or QN604, on every rank.
@@ -109,8 +109,8 @@ def snapshot_here(
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a checkpoint is written: the folder that has it, its step, how many to keep (None: all), and the folders
-    that this program has locked."""
+    """The place of a checkpoint: the folder that has it, its step, how many to keep (None: all), and the folders that
+    this program has locked."""
 
     folder: CheckpointFolder
     step: int
@@ -131,7 +131,7 @@ def require_number(name: str, x: object, least: int) -> None:
 
 
 def write(
-    found: Snapshot, to: Destination, group: dist.ProcessGroup | None = None, *, alone: bool = False
+    state: Snapshot, to: Destination, group: dist.ProcessGroup | None = None, *, alone: bool = False
 ) -> Path | str:
     """Write a snapshot; every rank takes part. With ``group``, that is how they talk. ``alone``: this rank has all.
 
@@ -143,11 +143,11 @@ def write(
     folder, step = to.folder, to.step
     alone = alone or (group is None and (not dist.is_initialized() or dist.get_world_size() == 1))
     rank = 0 if alone else dist.get_rank(group)
-    kinds = {name: (part.local.dtype, tuple(part.shape)) for name, part in found.parts.items()}
-    writer = Writer(folder, step, to.keep, found.note, kinds, lambda notes: _merged(step, notes), rank, to.locks)
+    kinds = {name: (part.local.dtype, tuple(part.shape)) for name, part in state.parts.items()}
+    writer = Writer(folder, step, to.keep, state.note, kinds, lambda notes: _merged(step, notes), rank, to.locks)
     try:
         with to.locks.turn(folder) if rank == 0 else contextlib.nullcontext():
-            save_state_dict(dict(found.parts), writer, process_group=group, no_dist=alone, planner=SavePlanning())
+            save_state_dict(dict(state.parts), writer, process_group=group, no_dist=alone, planner=SavePlanning())
     except CheckpointException as error:
         published = _published(error)
         if published is None and writer.temporary is not None:
@@ -364,10 +364,10 @@ def _names_elsewhere(model: nn.Module) -> dict[int, str]:
 
 
 def _merged(step: int, notes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    found = {"step": step, **notes[0]}
-    if "optimizer" in found:
-        found["optimizer"] = merged([note["optimizer"] for note in notes])
-    return found
+    merged_note = {"step": step, **notes[0]}
+    if "optimizer" in merged_note:
+        merged_note["optimizer"] = merged([note["optimizer"] for note in notes])
+    return merged_note
 
 
 def _names(saved: Iterable[str]) -> Iterator[str]:

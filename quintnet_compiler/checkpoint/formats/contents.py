@@ -14,7 +14,7 @@ from ...weights.files import shown
 
 @dataclass(frozen=True)
 class OptimizerContents:
-    """Of each parameter, the optimizer's ``state`` (tensors, or other values) and the ``options`` of its group.
+    """The optimizer's ``state`` (tensors, or other values) of each parameter, and the ``options`` of its group.
 
     ``kind``: the optimizer's class; empty where the format does not say it.
     """
@@ -36,7 +36,7 @@ class Contents:
     left_out: tuple[str, ...] = ()
 
     def renamed(self, changes: Iterable[tuple[str, str]]) -> Contents:
-        """With other beginnings of names: each that begins with the first of a pair begins with the second.
+        """Return a copy with other prefixes of names: the second of a pair in place of the first.
 
         Raises:
             CheckpointError: QN602 for a pair that fits no name, and for two names that become one.
@@ -53,7 +53,7 @@ class Contents:
         if self.optimizer is None:
             return replace(self, model=model)
         state, options = (
-            {names.get(name, name): x for name, x in found.items()}
-            for found in (self.optimizer.state, self.optimizer.options)
+            {names.get(name, name): x for name, x in by_parameter.items()}
+            for by_parameter in (self.optimizer.state, self.optimizer.options)
         )
         return replace(self, model=model, optimizer=OptimizerContents(self.optimizer.kind, state, options))

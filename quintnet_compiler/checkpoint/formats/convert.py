@@ -24,8 +24,8 @@ from .safetensors_folder import read_safetensors, write_safetensors
 
 @dataclass(frozen=True)
 class Choices:
-    """How to read and what to write. ``step``: which checkpoint of a folder of several, or the number of what is
-    written; ``model_key``: see :func:`.dcp_folder.read_dcp`; ``rename``: see :meth:`.Contents.renamed`; ``config``: see
+    """Options of a conversion. ``step``: which checkpoint of a folder of several, or the number of what is written;
+    ``model_key``: see :func:`.dcp_folder.read_dcp`; ``rename``: see :meth:`.Contents.renamed`; ``config``: see
     :func:`.safetensors_folder.write_safetensors` and :func:`.megatron.as_hugging_face`."""
 
     step: int | None = None
@@ -36,7 +36,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was read and written. ``left_out``: what the source has and the destination does not."""
+    """A report of what was read and written. ``left_out``: what the source has and the destination does not."""
 
     source: Format
     destination: Format
@@ -61,7 +61,7 @@ class Conversion:
 
 
 def format_of(folder: Path) -> Format:
-    """What is in a folder.
+    """Return the format of a folder.
 
     Raises:
         CheckpointError: QN601 if it is none of the formats.
@@ -106,7 +106,7 @@ def convert(source: Path, destination: Path, to: Format, choices: Choices = Choi
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     size = sum(x.nbytes for x in contents.model.values())
-    states = 0 if contents.optimizer is None else sum(1 for one in contents.optimizer.state.values() if one)
+    states = 0 if contents.optimizer is None else sum(1 for state in contents.optimizer.state.values() if state)
     return Conversion(kind, to, len(contents.model), size, states, contents.step, left_out)
 
 
@@ -115,13 +115,13 @@ def _read(source: Path, kind: Format, choices: Choices) -> Contents:
         within = (source / MANIFEST).is_file()  # one checkpoint, not the folder that has it
         step = int(source.name.rpartition("-")[2]) if within else choices.step
         return read_quintnet(source.parent if within else source, step)
-    found = read_dcp(source, choices.model_key) if kind is Format.DCP else read_safetensors(source)
-    if is_megatron(found.model) and choices.config is not None:
-        found = replace(found, model=as_hugging_face(found.model, choices.config))
-    elif is_megatron(found.model) and not choices.rename:
+    contents = read_dcp(source, choices.model_key) if kind is Format.DCP else read_safetensors(source)
+    if is_megatron(contents.model) and choices.config is not None:
+        contents = replace(contents, model=as_hugging_face(contents.model, choices.config))
+    elif is_megatron(contents.model) and not choices.rename:
         raise CheckpointError(
             "QN602",
             f"{shown(str(source))} has Megatron-core's tensors, which no plain module has",
             fix="--config config.json of the same model gives them the names of transformers; --rename keeps theirs",
         )
-    return found if choices.step is None else replace(found, step=choices.step)
+    return contents if choices.step is None else replace(contents, step=choices.step)

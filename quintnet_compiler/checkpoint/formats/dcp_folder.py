@@ -51,22 +51,22 @@ class _Planner(DefaultLoadPlanner):
             raise ValueError(f"{key} cannot be read without running code: {error}") from None
 
 
-def values_of(folder: Path, found: DcpMetadata, keys: Iterable[str]) -> dict[str, Any]:
-    """These items of a folder, whole.
+def values_of(folder: Path, stored: DcpMetadata, keys: Iterable[str]) -> dict[str, Any]:
+    """Read these items of a folder, whole.
 
     Raises:
         CheckpointError: QN601 if one cannot be read without running code, or is damaged.
     """
     state: dict[str, Any] = {}
     for key in keys:
-        item = found.metadata.state_dict_metadata[key]
+        item = stored.metadata.state_dict_metadata[key]
         tensor = isinstance(item, TensorStorageMetadata)
         state[key] = torch.empty(item.size, dtype=item.properties.dtype) if tensor else None  # type: ignore[union-attr]
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_load(state, storage_reader=_Folder(folder, found.metadata), planner=planner, no_dist=True)
+            dcp_load(state, storage_reader=_Folder(folder, stored.metadata), planner=planner, no_dist=True)
     except CheckpointException as failed:  # of torch's reader, for anything that is wrong with a file
         error = failed.failures[0][0]
         raise CheckpointError(
@@ -82,15 +82,15 @@ def read_dcp(folder: Path, model_key: str | None) -> Contents:
     Raises:
         CheckpointError: QN601 if it cannot be read, QN602 if its keys cannot be told apart.
     """
-    found = read_dcp_metadata(folder)
-    items = found.metadata.state_dict_metadata
+    stored = read_dcp_metadata(folder)
+    items = stored.metadata.state_dict_metadata
     layout = layout_of(items, model_key, own=OWN)
-    values = values_of(folder, found, layout.keys | ({OWN, STEP} & items.keys()))
+    values = values_of(folder, stored, layout.keys | ({OWN, STEP} & items.keys()))
     own = _own(folder, values.pop(OWN, "{}"))
     names = {key.removeprefix(layout.model): key for key in layout.model_keys}
     return Contents(
         {name: values[key] for name, key in names.items() if isinstance(values[key], torch.Tensor)},
-        optimizer_of(layout, values, names.keys(), found.paths, own.get("class", "")),
+        optimizer_of(layout, values, names.keys(), stored.paths, own.get("class", "")),
         own.get("step", int(values.get(STEP, 0))),
         extra_of(own),
         own.get("run", {}),
@@ -100,9 +100,9 @@ def read_dcp(folder: Path, model_key: str | None) -> Contents:
 
 def _own(folder: Path, text: Any) -> Mapping[str, Any]:
     try:
-        found = json.loads(text)
-        if isinstance(found, dict):
-            return found
+        note = json.loads(text)
+        if isinstance(note, dict):
+            return note
     except (ValueError, TypeError, RecursionError):
         pass
     raise CheckpointError("QN601", f"{shown(str(folder))}: the item {OWN!r} is damaged", fix="convert it again")
@@ -123,16 +123,17 @@ def write_dcp(folder: Path, contents: Contents) -> None:
         dcp_save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
 
 
-def _optimizer(found: OptimizerContents) -> dict[str, Any]:
+def _optimizer(contents: OptimizerContents) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     flat: dict[str, Any] = {}
-    for name, given in found.options.items():
-        options = {key: tuple(x) if isinstance(x, list) else x for key, x in given.items()}
-        group = next((one for one in groups if {k: x for k, x in one.items() if k != "params"} == options), None)
+    for name, group_options in contents.options.items():
+        options = {key: tuple(x) if isinstance(x, list) else x for key, x in group_options.items()}
+        alike = (group for group in groups if {k: x for k, x in group.items() if k != "params"} == options)
+        group = next(alike, None)
         if group is None:
             group = {**options, "params": []}
             groups.append(group)
         group["params"].append(name)
         if not name.isdecimal():  # else they would have the keys of a group
             flat |= {f"param_groups.{name}.{key}": x for key, x in options.items()}
-    return {"state": {name: dict(state) for name, state in found.state.items()}, "param_groups": groups, **flat}
+    return {"state": {name: dict(state) for name, state in contents.state.items()}, "param_groups": groups, **flat}

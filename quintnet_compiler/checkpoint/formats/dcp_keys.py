@@ -24,7 +24,7 @@ BESIDE = ("train_state.", "lr_scheduler.", "dataloader.", "optimizer.", "rng_sta
 
 @dataclass(frozen=True)
 class DcpKeys:
-    """What the keys of the model and of the optimizer (None: there is none) begin with."""
+    """The prefixes of the model's and of the optimizer's keys (None: there is no optimizer), and these keys."""
 
     model: str
     optimizer: str | None
@@ -86,7 +86,7 @@ def _beginning(keys: Iterable[str], *prefixes: str) -> frozenset[str]:
 
 
 def _prefix(keys: Collection[str], stated: Collection[str]) -> str:
-    """What the model's keys begin with. ``stated``: a parameter's name, a dot, and what the optimizer keeps of it."""
+    """Return the prefix of the model's keys. ``stated``: a parameter's name, a dot, what the optimizer keeps of it."""
     usual = [prefix for prefix in ("app.model.", "model.", "") if any(key.startswith(prefix) for key in keys)]
     if not stated:
         return next((prefix for prefix in usual if all(key.startswith(prefix) for key in keys)), "")
@@ -170,9 +170,9 @@ def _put(into: dict[Any, Any], keys: tuple[str | int, ...], value: Any) -> None:
 
 
 def _listed(x: Any) -> Any:
-    """Dicts whose keys are the numbers of a list's items, as lists."""
+    """Return ``x`` with nested dicts of the keys 0, 1, ... turned into lists."""
     if not isinstance(x, dict):
         return x
-    made = {key: _listed(one) for key, one in x.items()}
-    numbers = list(range(len(made)))
-    return [made[i] for i in numbers] if made and sorted(made, key=str) == sorted(numbers, key=str) else made
+    items = {key: _listed(item) for key, item in x.items()}
+    numbers = list(range(len(items)))
+    return [items[i] for i in numbers] if items and sorted(items, key=str) == sorted(numbers, key=str) else items

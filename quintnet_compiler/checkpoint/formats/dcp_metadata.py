@@ -31,7 +31,7 @@ Paths = Mapping[str, tuple[str | int, ...]]
 
 @dataclass(frozen=True)
 class StoredAt:
-    """Where in a folder an item is, as torch's own reader asks for it."""
+    """The place of an item in a folder, as torch's own reader asks for it."""
 
     relative_path: str
     offset: int
@@ -41,7 +41,7 @@ class StoredAt:
 
 @dataclass(frozen=True)
 class DcpMetadata:
-    """What a folder holds. ``paths``: where in nested state dicts each key was, as the file says."""
+    """The items of a folder. ``paths``: where in nested state dicts each key was, as the file says."""
 
     metadata: Metadata
     paths: Paths
@@ -63,8 +63,8 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
         if path.stat().st_size > LARGEST_METADATA:
             raise ValueError(f"it is larger than {LARGEST_METADATA} bytes")
         with path.open("rb") as file:
-            found = records_in(file)
-        return _checked(folder, found)
+            record = records_in(file)
+        return _checked(folder, record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(
             "QN601",
@@ -73,23 +73,25 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
         ) from None
 
 
-def _checked(folder: Path, found: Any) -> DcpMetadata:
-    top = _state(found, "Metadata")
+def _checked(folder: Path, record: Any) -> DcpMetadata:
+    top = _state(record, "Metadata")
     metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for key, one in top["state_dict_metadata"].items():
-        metadata[_text(key)] = _tensor(key, one) if _is(one, "TensorStorageMetadata") else _bytes(key, one)
-    there = {one.name: one.stat().st_size for one in folder.iterdir() if one.is_file() and not one.is_symlink()}
+    for key, item in top["state_dict_metadata"].items():
+        metadata[_text(key)] = _tensor(key, item) if _is(item, "TensorStorageMetadata") else _bytes(key, item)
+    file_sizes = {
+        path.name: path.stat().st_size for path in folder.iterdir() if path.is_file() and not path.is_symlink()
+    }
     storage: dict[MetadataIndex, Any] = {}
     for index, place in top["storage_data"].items():
         at, where = _state(index, "MetadataIndex"), place.state
         key, offset = _text(at["fqn"]), at.get("offset")
-        if (file := _text(where["relative_path"])) not in there:
+        if (file := _text(where["relative_path"])) not in file_sizes:
             raise ValueError(f"{shown(key)} is in {shown(file)}, which is not a file of the folder")
         if where.get("transform_descriptors"):
             raise ValueError(f"{shown(key)} is stored in another form: {shown(str(where['transform_descriptors']))}")
-        made = MetadataIndex(key, None if offset is None else _sizes(offset))
-        storage[made] = StoredAt(file, _number(where["offset"]), _number(where["length"]))
-        if storage[made].offset + storage[made].length > there[file]:
+        stored_index = MetadataIndex(key, None if offset is None else _sizes(offset))
+        storage[stored_index] = StoredAt(file, _number(where["offset"]), _number(where["length"]))
+        if storage[stored_index].offset + storage[stored_index].length > file_sizes[file]:
             raise ValueError(f"{shown(key)} lies behind the end of {shown(file)}")
     for key, tensor in metadata.items():
         for index, size in _items(key, tensor):
@@ -101,15 +103,15 @@ def _checked(folder: Path, found: Any) -> DcpMetadata:
 
 
 def _tensor(key: str, record: Pickled) -> TensorStorageMetadata:
-    found = record.state
-    properties = found["properties"].state
+    fields = record.state
+    properties = fields["properties"].state
     dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]  # earlier versions: a dict
     kind = getattr(torch, dtype.kind[1], None) if dtype.kind[0] == "torch" else None
     if not isinstance(kind, torch.dtype):
         raise ValueError(f"{shown(key)} has the dtype {shown('.'.join(dtype.kind))}")
-    size = _sizes(found["size"])
+    size = _sizes(fields["size"])
     chunks = []
-    for chunk in found["chunks"]:
+    for chunk in fields["chunks"]:
         box = _state(chunk, "ChunkStorageMetadata")
         chunks.append(ChunkStorageMetadata(_sizes(box["offsets"]), _sizes(box["sizes"])))
     boxes = [StoredBox(tuple(c.offsets), tuple(c.sizes), "", "") for c in chunks if c.sizes.numel()]
@@ -119,7 +121,7 @@ def _tensor(key: str, record: Pickled) -> TensorStorageMetadata:
 
 
 def _items(key: str, tensor: TensorStorageMetadata | BytesStorageMetadata) -> Iterator[tuple[MetadataIndex, int]]:
-    """What there is of a key, and its bytes at least."""
+    """Yield each part of a key, and the bytes that it has at least."""
     if not isinstance(tensor, TensorStorageMetadata):
         yield MetadataIndex(key), 0
         return
@@ -134,12 +136,12 @@ def _bytes(key: str, record: Any) -> BytesStorageMetadata:
 
 
 def _paths(top: Mapping[str, Any]) -> Paths:
-    found = top.get("planner_data")
-    if not isinstance(found, dict):
+    paths = top.get("planner_data")
+    if not isinstance(paths, dict):
         return {}
     return {
         key: path
-        for key, path in found.items()
+        for key, path in paths.items()
         if isinstance(path, tuple) and all(type(part) in (str, int) for part in path)
     }
 
@@ -155,8 +157,8 @@ def _state(x: Any, name: str) -> Any:
 
 
 def _sizes(x: Any) -> torch.Size:
-    given = x.args[0] if isinstance(x, Pickled) and x.kind == ("torch", "Size") else x
-    return torch.Size(map(_number, given))
+    numbers = x.args[0] if isinstance(x, Pickled) and x.kind == ("torch", "Size") else x
+    return torch.Size(map(_number, numbers))
 
 
 def _number(x: Any) -> int:

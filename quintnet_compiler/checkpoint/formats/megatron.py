@@ -32,7 +32,7 @@ _ROWS = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "outpu
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """Of a configuration: how many layers, heads, groups of heads, features of a head, tokens."""
+    """Numbers of layers, heads, groups of heads, features of a head, and tokens in a configuration."""
 
     layers: int
     heads: int
@@ -46,17 +46,17 @@ class DecoderSizes:
         """Raises: CheckpointError: QN602 for a configuration of another family, or a damaged one."""
         path = config if config.is_file() else config / "config.json"
         try:
-            found = json.loads(path.read_bytes())
-            if found["model_type"] not in FAMILIES:
-                raise ValueError(f"it is of {shown(str(found['model_type']))}, and not of {' or '.join(FAMILIES)}")
-            heads = found["num_attention_heads"]
+            values = json.loads(path.read_bytes())
+            if values["model_type"] not in FAMILIES:
+                raise ValueError(f"it is of {shown(str(values['model_type']))}, and not of {' or '.join(FAMILIES)}")
+            heads = values["num_attention_heads"]
             return cls(
-                found["num_hidden_layers"],
+                values["num_hidden_layers"],
                 heads,
-                found.get("num_key_value_heads") or heads,
-                found.get("head_dim") or found["hidden_size"] // heads,
-                found["vocab_size"],
-                bool(found.get("tie_word_embeddings", False)),
+                values.get("num_key_value_heads") or heads,
+                values.get("head_dim") or values["hidden_size"] // heads,
+                values["vocab_size"],
+                bool(values.get("tie_word_embeddings", False)),
             )
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
@@ -71,34 +71,34 @@ def is_megatron(model: Mapping[str, Tensor]) -> bool:
 
 
 def as_hugging_face(model: Mapping[str, Tensor], config: Path) -> dict[str, Tensor]:
-    """``model`` under Hugging Face's names. The vocabulary's padding is left out.
+    """Return ``model`` under Hugging Face's names, without the vocabulary's padding.
 
     Raises:
         CheckpointError: QN602 for tensors that such a decoder does not have, and sizes that are not the
             configuration's.
     """
     sizes = DecoderSizes.of(config)
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     problems: list[str] = []
     for name, x in model.items():
         try:
-            found |= dict(_renamed(name, x, sizes))
+            renamed |= dict(_renamed(name, x, sizes))
         except (ValueError, RuntimeError) as error:
             problems.append(f"{shown(name)} {tuple(x.shape)}: {error}")
-    layers = {name.split(".")[2] for name in found if name.startswith("model.layers.")}
+    layers = {name.split(".")[2] for name in renamed if name.startswith("model.layers.")}
     if len(layers) != sizes.layers:
         problems.append(f"there are {len(layers)} layers, and {sizes.layers} in the configuration")
-    if sizes.tied == ("lm_head.weight" in found):
+    if sizes.tied == ("lm_head.weight" in renamed):
         problems.append("the configuration ties the embeddings, or Megatron did, and not both")
     elif sizes.tied:
-        found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
+        renamed["lm_head.weight"] = renamed["model.embed_tokens.weight"].clone()
     if problems:
         raise CheckpointError(
             "QN602",
             "\n  ".join(["Megatron's tensors are not those of the configuration:", *problems[:20]]),
             fix="give the config.json of the same model, or keep Megatron's names with --rename",
         )
-    return found
+    return renamed
 
 
 def _renamed(name: str, x: Tensor, sizes: DecoderSizes) -> Iterator[tuple[str, Tensor]]:
@@ -115,8 +115,8 @@ def _renamed(name: str, x: Tensor, sizes: DecoderSizes) -> Iterator[tuple[str, T
         raise ValueError("a Llama has no such tensor")
     number, within = layer.groups()
     stacked = [(int(number), x)] if number is not None else list(enumerate(x))
-    for at, one in stacked:
-        for key, part in _of_layer(within, one, sizes):
+    for at, tensor in stacked:
+        for key, part in _of_layer(within, tensor, sizes):
             yield f"model.layers.{at}.{key}", part.clone()
 
 

@@ -41,7 +41,7 @@ def _contents(chosen: Chosen) -> Contents:
         VanishedError: if its files were removed or changed while they were read.
     """
     stored = StoredTensors(chosen.files, chosen.index)
-    wholes = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in stored.metadata.items()}
+    wholes = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in stored.metadata.items()}
     with raised_together(_alone, "QN601"):
         stored.plan_reading({name: SavedPart.whole(x) for name, x in wholes.items()}).fill_parts()
     note = chosen.state
@@ -71,16 +71,16 @@ def write_quintnet(folder: Path, contents: Contents) -> None:
     """
     parts = {f"{MODEL}{name}": SavedPart.whole(x) for name, x in contents.model.items()}
     note: dict[str, Any] = {**stored_extra(contents.extra), "run": dict(contents.run), "torch": torch.__version__}
-    found = contents.optimizer
-    if found is not None:
+    optimizer = contents.optimizer
+    if optimizer is not None:
         values, options = {}, {}
-        for name, given in found.options.items():
-            options[name] = {key: plain(x, f"option {key} of {name}") for key, x in given.items()}
-        for name, state in found.state.items():
+        for name, group_options in optimizer.options.items():
+            options[name] = {key: plain(x, f"option {key} of {name}") for key, x in group_options.items()}
+        for name, state in optimizer.state.items():
 
             def put(path: str, key: str, x: Tensor, name: str = name) -> None:
                 parts[f"{OPTIMIZER}{name}/{path}"] = SavedPart.whole(x)
 
             values[name] = encoded_state(name, state, put)
-        note["optimizer"] = {"class": found.kind, "options": options, "values": values}
+        note["optimizer"] = {"class": optimizer.kind, "options": options, "values": values}
     write(Snapshot(parts, note), Destination(DiskFolder(folder), contents.step, None, FolderLocks()))

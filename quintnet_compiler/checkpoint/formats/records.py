@@ -12,9 +12,9 @@ class Pickled:
     kind: tuple[str, str] = ("", "")
 
     def __new__(cls, *args: Any, **_: Any) -> Pickled:
-        found = object.__new__(cls)
-        found.args, found.state, found.entries = args, None, []
-        return found
+        pickled = object.__new__(cls)
+        pickled.args, pickled.state, pickled.entries = args, None, []
+        return pickled
 
     args: tuple[Any, ...]
     state: Any
@@ -53,7 +53,7 @@ class _Reader(pickle.Unpickler):
 
 
 def records_in(file: BinaryIO) -> Any:
-    """What a pickle holds: numbers, texts, lists, tuples, dicts, and a :class:`Pickled` for anything else.
+    """Return what a pickle holds: numbers, texts, lists, tuples, dicts, and a :class:`Pickled` for anything else.
 
     Raises:
         ValueError: if it is none.

@@ -48,11 +48,11 @@ def write_safetensors(folder: Path, contents: Contents, config: Path | None) -> 
 
 
 def _configure(folder: Path, config: Path) -> None:
-    found = {CONFIGS[0]: config} if config.is_file() else {name: config / name for name in CONFIGS}
-    there = {name: path for name, path in found.items() if path.is_file()}
-    if CONFIGS[0] not in there:
+    candidates = {CONFIGS[0]: config} if config.is_file() else {name: config / name for name in CONFIGS}
+    present = {name: path for name, path in candidates.items() if path.is_file()}
+    if CONFIGS[0] not in present:
         raise CheckpointError("QN603", f"{shown(str(config))} has no {CONFIGS[0]}", fix="give the model's folder")
-    for name, path in there.items():
+    for name, path in present.items():
         try:
             json.loads(path.read_bytes())
         except (ValueError, RecursionError) as error:

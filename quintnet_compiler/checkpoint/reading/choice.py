@@ -83,7 +83,7 @@ def with_newest(tell_all: TellAll, folder: CheckpointFolder, step: int | None, p
 
 
 class _Outcome(StrEnum):
-    """How far a rank came with a checkpoint. Of several ranks', the first of these counts."""
+    """A rank's result of reading a checkpoint. Of several ranks', the first of these counts."""
 
     VANISHED = "vanished"
     UNREADABLE = "unreadable"
@@ -94,7 +94,7 @@ class _Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank says: why it did not read a checkpoint, or which one it has read."""
+    """A rank's report: why it did not read a checkpoint, or which one it has read."""
 
     outcome: _Outcome
     text: str

@@ -95,12 +95,12 @@ class DiskFolder:
         final = self.path / name_of(step)
         if os.path.lexists(final) and not (final.is_symlink() or final.is_dir()):
             raise FileExistsError(f"{final} is no checkpoint, and would be replaced by one: move it away")
-        made = self.path / f".{name_of(step)}.{secrets.token_hex(4)}.tmp"
-        made.mkdir()
-        return DiskFiles(made)
+        temporary = self.path / f".{name_of(step)}.{secrets.token_hex(4)}.tmp"
+        temporary.mkdir()
+        return DiskFiles(temporary)
 
-    def publish(self, made: CheckpointFiles, step: int) -> DiskFiles:
-        temporary, final = self.path / made.name, self.path / name_of(step)
+    def publish(self, checkpoint: CheckpointFiles, step: int) -> DiskFiles:
+        temporary, final = self.path / checkpoint.name, self.path / name_of(step)
         sync(temporary)
         if os.path.lexists(final):
             _exchange(temporary, final)
@@ -108,7 +108,7 @@ class DiskFolder:
             os.rename(temporary, final)
         with PublishedError.instead():
             sync(self.path)
-            _remove(temporary)  # what had the name before
+            _remove(temporary)  # the checkpoint that was replaced, if any
         return DiskFiles(final)
 
     def write_mark(self, text: str) -> None:
@@ -182,25 +182,25 @@ def _is_folder(entry: os.DirEntry[str], *, linked: bool) -> bool:
         raise with_path(error, Path(entry.path)) from error
 
 
-def _exchange(one: Path, other: Path) -> None:
-    """Both names in one step (renameat2), or, where the file system cannot, in two: what a kill between them leaves is
-    found by :func:`..manifest.available`, and named again by the next writer."""
+def _exchange(temporary: Path, final: Path) -> None:
+    """Exchange two names at once (renameat2), or, where the file system cannot, in two steps: what a kill between
+    them leaves is found by :func:`..manifest.available`, and named again by the next writer."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "renameat2"):
-        if not libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        if not libc.renameat2(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(final), _RENAME_EXCHANGE):
             return
         code = ctypes.get_errno()
         if code not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise OSError(code, os.strerror(code), str(other))
-    old = one.with_suffix(".old")
-    os.rename(other, old)
+            raise OSError(code, os.strerror(code), str(final))
+    old = temporary.with_suffix(".old")
+    os.rename(final, old)
     try:
-        os.rename(one, other)
+        os.rename(temporary, final)
     except OSError:
-        os.rename(old, other)
+        os.rename(old, final)
         raise
     with PublishedError.instead():
-        sync(other.parent)
+        sync(final.parent)
         _remove(old)
 
 

@@ -138,8 +138,8 @@ class ObjectFolder:
         return str(self.store.unstrip_protocol(self.root))
 
     def named(self) -> list[Entry]:
-        found = ((match, match[1]) for match in map(_NAME.fullmatch, self._names()) if match)
-        entries = [Entry(int(match[2]), self.at(name)) for match, name in found]
+        matches = ((match, match[1]) for match in map(_NAME.fullmatch, self._names()) if match)
+        entries = [Entry(int(match[2]), self.at(name)) for match, name in matches]
         return sorted(entries, key=lambda entry: -entry.step)
 
     def unusable(self) -> list[str]:
@@ -165,18 +165,18 @@ class ObjectFolder:
 
     def new(self, step: int) -> ObjectFiles:
         used = self._used()
-        for one in _listed(self.store, self._data()):
-            if not {_last(one["name"]), _MISSING} & used:  # a name that cannot be read may be of any of them
-                _remove(self.store, self._data(_last(one["name"])))
+        for entry in _listed(self.store, self._data()):
+            if not {_last(entry["name"]), _MISSING} & used:  # a name that cannot be read may be of any of them
+                _remove(self.store, self._data(_last(entry["name"])))
         return self.at(f"{name_of(step)}.{secrets.token_hex(8)}")
 
-    def publish(self, made: CheckpointFiles, step: int) -> ObjectFiles:
+    def publish(self, checkpoint: CheckpointFiles, step: int) -> ObjectFiles:
         name = name_of(step)
-        before = _last(self.at(name).prefix)
-        self.store.pipe_file(f"{self.root}/{name}.json", json.dumps({"files": made.name}).encode())
+        replaced = _last(self.at(name).prefix)
+        self.store.pipe_file(f"{self.root}/{name}.json", json.dumps({"files": checkpoint.name}).encode())
         with PublishedError.instead():
-            if before not in self._used():
-                _remove(self.store, self._data(before))
+            if replaced not in self._used():
+                _remove(self.store, self._data(replaced))
             return self.at(name)
 
     def write_mark(self, text: str) -> None:
@@ -201,11 +201,11 @@ class ObjectFolder:
             self.store.rm_file(f"{self.root}/{entry.files.name}.json")
 
     def remove(self, files: CheckpointFiles) -> None:
-        found = self.at(files.name)
+        checkpoint = self.at(files.name)
         with contextlib.suppress(FileNotFoundError):
             self.store.rm_file(f"{self.root}/{files.name}.json")
-        if _last(found.prefix) not in self._used():
-            _remove(self.store, found.prefix)
+        if _last(checkpoint.prefix) not in self._used():
+            _remove(self.store, checkpoint.prefix)
 
     def remove_if_empty(self) -> None:
         """A prefix without objects is not there."""
@@ -219,13 +219,13 @@ class ObjectFolder:
         return f"{self._top()}/data/{name}".rstrip("/")
 
     def _used(self) -> set[str]:
-        """What names stand for, here and in abandoned folders."""
+        """Return the prefixes that names stand for, here and in abandoned folders."""
         top = ObjectFolder(self.store, self._top())
         folders = [top, *top.abandoned()]
         return {_last(folder.at(entry.files.name).prefix) for folder in folders for entry in folder.named()}
 
     def _names(self) -> list[str]:
-        return [_last(one["name"]) for one in _listed(self.store, self.root)]
+        return [_last(entry["name"]) for entry in _listed(self.store, self.root)]
 
 
 def _prefix_named_by(store: AbstractFileSystem, pointer: str) -> str:
@@ -252,10 +252,10 @@ def _last(key: str) -> str:
 def _listed(store: AbstractFileSystem, prefix: str) -> list[dict[str, Any]]:
     store.invalidate_cache()
     try:
-        found: list[dict[str, Any]] = store.ls(prefix, detail=True)
+        entries: list[dict[str, Any]] = store.ls(prefix, detail=True)
     except FileNotFoundError:
         return []
-    return found
+    return entries
 
 
 def _remove(store: AbstractFileSystem, prefix: str) -> None:

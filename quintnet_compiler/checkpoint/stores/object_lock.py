@@ -87,23 +87,23 @@ class ObjectLock:
         start_thread(threading.Thread(target=_beat, args=(self._writer, ended), name="quintnet-lock", daemon=True))
 
     def in_place(self) -> bool:
-        """Whether the object still is this process's."""
+        """Return whether the object still is this process's."""
         return self.release.alive and self._writer.mine()
 
     def _take(self, where: str) -> None:
-        seen, until = None, time.monotonic() + PATIENCE
+        last_state, until = None, time.monotonic() + PATIENCE
         while not self._writer.create():
-            found = self._writer.there()
-            holder = found[1]
+            state = self._writer.there()
+            holder = state[1]
             if holder == self._writer.holder:  # an earlier lock of this process, which could not be removed
                 self._writer.write(0)
                 return
-            if seen is not None and found != seen:
+            if last_state is not None and state != last_state:
                 raise refused(where, holder.named if holder else "another process")
-            seen = found
+            last_state = state
             if time.monotonic() < until and (holder is None or not holder.ended()):
                 time.sleep(LOOK)
-            elif self._writer.there() == found:
+            elif self._writer.there() == state:
                 with contextlib.suppress(FileNotFoundError):
                     self._writer.store.rm_file(self._writer.key)
 
