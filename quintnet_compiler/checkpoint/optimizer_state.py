@@ -4,15 +4,16 @@ differently."""
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -21,8 +22,7 @@ from ..core.empty_storage import is_of_other_ranks
 from ..core.errors import CheckpointError, CheckpointWarning
 from ..runtime.state.whole_optimizer import WholeOptimizer
 from ..weights.files import shown
-from ..weights.sources import Runs, runs_of
-from .parts import SavedPart
+from .parts import ParameterPlace, SavedPart, local_of
 from .reading.plain_values import require_options
 from .reading.state_shapes import SavedState, StateShapes
 from .values import decoded, encoded, path_of, plain
@@ -30,24 +30,8 @@ from .values import decoded, encoded, path_of, plain
 Note = Mapping[str, Any]  # JSON
 
 
-@dataclass(frozen=True)
-class ParameterPlace:
-    """A parameter of this rank: its global shape, and the global indices of each dim in its part."""
-
-    parameter: nn.Parameter
-    shape: torch.Size
-    positions: Sequence[Tensor]
-
-    def part(self, local: Tensor) -> SavedPart:
-        return SavedPart.of_runs(local, self.shape, self._runs)
-
-    @cached_property
-    def _runs(self) -> list[Runs]:
-        return [runs_of(found) for found in self.positions]
-
-
 def stored(optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace]) -> tuple[dict[str, SavedPart], Note]:
-    """The tensors of an optimizer's state, as ``parameter/path`` (:mod:`.values`), and everything else.
+    """Return the tensors of an optimizer's state, as ``parameter/path`` (:mod:`.values`), and everything else.
 
     Raises:
         CheckpointError: QN603 for parameters or values that a checkpoint cannot hold.
@@ -62,13 +46,13 @@ def stored(optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace
         def put(path: str, key: str, x: Tensor, name: str = name) -> None:
             tensors[f"{name}/{path}"] = _part(x, places[name], f"{key} of {name}", optimizer)
 
-        if found := encoded_state(name, optimizer.state.get(place.parameter, {}), put):
-            values[name] = found
+        if state_values := encoded_state(name, optimizer.state.get(place.parameter, {}), put):
+            values[name] = state_values
     return tensors, {"class": _kind(optimizer), "options": options, "values": values, "groups": _groups(optimizer)}
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """For each group: its options, and whether it has parameters on this rank."""
+    """Return for each group its options, and whether it has parameters on this rank."""
     notes = []
     for index, group in enumerate(optimizer.param_groups):
         options = {key: plain(x, f"option {key} of group {index}") for key, x in group.items() if key != "params"}
@@ -77,7 +61,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def encoded_state(name: str, state: Mapping[Any, Any], put: Callable[[str, str, Tensor], None]) -> dict[str, Any]:
-    """What of a parameter's state is no tensor, as JSON. Tensors are given to ``put``, with their path and their key.
+    """Return a parameter's state as JSON, but its tensors: they are passed to ``put``, with their path and their key.
 
     Raises:
         CheckpointError: QN603 for keys or values that a checkpoint cannot hold.
@@ -99,7 +83,7 @@ def encoded_state(name: str, state: Mapping[Any, Any], put: Callable[[str, str, 
 
 
 def decoded_state(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A parameter's state from what :func:`encoded_state` gave. ``tensors``: by path."""
+    """Return a parameter's state from what :func:`encoded_state` gave. ``tensors``: by path."""
     state = {key: decoded(x, tensors.__getitem__) for key, x in values.items()}
     return state | {unquote(path): x for path, x in tensors.items() if ":" not in path}
 
@@ -120,21 +104,23 @@ def _part(x: Tensor, place: ParameterPlace, what: str, optimizer: torch.optim.Op
 
 
 def merged(notes: Sequence[Note]) -> Note:
-    """Of all ranks: each knows its own parameters; equal options are written once. ``groups``: which options each group
-    had, if all ranks made as many."""
+    """Merge the notes of all ranks, each of its own parameters; equal options are written once.
+
+    ``groups``: which options each group had, if all ranks have as many groups.
+    """
     options: list[Any] = []
     of: dict[str, int] = {}
     values: dict[str, Any] = {}
 
-    def number(one: Mapping[str, Any]) -> int:
-        if one not in options:
-            options.append(one)
-        return options.index(one)
+    def number(group_options: Mapping[str, Any]) -> int:
+        if group_options not in options:
+            options.append(group_options)
+        return options.index(group_options)
 
     for note in notes:
         values |= note["values"]
-        for name, found in note["options"].items():
-            of[name] = number(found)
+        for name, group_options in note["options"].items():
+            of[name] = number(group_options)
     merged_note = {"class": notes[0]["class"], "options": options, "of": of, "values": values}
     if all("groups" in note for note in notes) and len({len(note["groups"]) for note in notes}) == 1:
         columns = zip(*(note["groups"] for note in notes), strict=True)
@@ -165,8 +151,9 @@ def restored(
     saved: Mapping[str, TensorStorageMetadata],
     others: Mapping[int, str] = MappingProxyType({}),
 ) -> tuple[dict[str, SavedPart], Callable[[], None]]:
-    """Memory to read ``saved`` tensors into, and what then makes them (and all else) the optimizer's state. ``others``:
-    names of parameters that other ranks have, by id.
+    """Return memory to read ``saved`` tensors into, and what then makes them (and all else) the optimizer's state.
+
+    ``others``: names of parameters that other ranks have, by id.
 
     Raises:
         CheckpointError: QN602 if it is not the state of such an optimizer for these parameters.
@@ -176,76 +163,115 @@ def restored(
         raise CheckpointError(
             "QN602", f"the optimizer is a {kind}, and the checkpoint has that of a {shown(note['class'])}"
         )
-    targets: dict[str, SavedPart] = {}
-    states: dict[str, dict[str, Any]] = {}
-    changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    paths: dict[str, list[str]] = {}
-    for full in saved:
-        name, _, path = full.rpartition("/")
-        paths.setdefault(name, []).append(path)
-    seen: dict[int, tuple[str, Any]] = {}
     used = {_memory(place.parameter) for place in places.values()}
-    shapes = StateShapes(_inner(optimizer))
+    load = _OptimizerLoad(optimizer, places, note, saved, used, StateShapes(_inner(optimizer)))
     for name, group in _named(optimizer, places, "QN602"):
-        options = _saved_options(note, name, group, kind)
-        other, before = seen.setdefault(id(group), (name, options))
-        if before != options:
+        load.plan_parameter(name, group)
+    _require_all_wanted(note, places, optimizer)
+    load.plan_absent_groups(others)
+    return load.targets, load.finish
+
+
+@dataclass(frozen=True)
+class _OptimizerLoad:
+    """A load of an optimizer's state: planned first, and set when its tensors have been read.
+
+    Attributes:
+        used: addresses of memory that no other tensor may be read into.
+        targets: memory for the saved tensors, by their stored names.
+        states: of each parameter on this rank, by its name.
+        first_names: the first parameter of each group on this rank, by the group's id.
+        changes: groups, and the options that they are to have.
+        unsaid: indices of groups whose options the checkpoint does not say.
+    """
+
+    optimizer: torch.optim.Optimizer
+    places: Mapping[str, ParameterPlace]
+    note: Note
+    saved: Mapping[str, TensorStorageMetadata]
+    used: set[int]
+    shapes: StateShapes
+    targets: dict[str, SavedPart] = field(default_factory=dict)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    first_names: dict[int, str] = field(default_factory=dict)
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    unsaid: list[int] = field(default_factory=list)
+
+    @cached_property
+    def _paths(self) -> Mapping[str, Sequence[str]]:
+        """Return the paths of saved tensors, by parameter."""
+        paths = defaultdict[str, list[str]](list)
+        for name, _, path in (stored_name.rpartition("/") for stored_name in self.saved):
+            paths[name].append(path)
+        return paths
+
+    def plan_parameter(self, name: str, group: dict[str, Any]) -> None:
+        """Compare a parameter's saved state with the optimizer, and plan to set it and its group's options."""
+        options = _saved_options(self.note, name, group, _kind(self.optimizer))
+        self._plan_options(name, group, options)
+        place, paths = self.places[name], self._paths.get(name, ())
+        saved_state = SavedState(name, options, _sizes(name, paths, self.saved), place.shape)
+        state = self.optimizer.state.get(place.parameter, {})
+        self.shapes.require_fitting(saved_state, place.parameter, state)
+        if isinstance(self.optimizer, WholeOptimizer) and not self.optimizer.here(place.parameter):
+            return
+        self.shapes.note_unknown(saved_state, state)
+        tensors = {path: self._target(name, path, group) for path in paths}
+        self.states[name] = _decoded(name, self.note, tensors)
+        self.shapes.require_complete(saved_state, self.states[name].keys())
+
+    def _plan_options(self, name: str, group: dict[str, Any], options: dict[str, Any]) -> None:
+        """Plan a group's options, once; those of its other parameters have to be the same."""
+        first = self.first_names.setdefault(id(group), name)
+        if first == name:
+            require_options(_inner(self.optimizer), options, group)
+            self.changes.append((group, options))
+        elif self.note["options"][self.note["of"][first]] != options:
             raise CheckpointError(
                 "QN602",
-                f"{other} and {name} are in one group of the optimizer, and had different options when it was saved",
+                f"{first} and {name} are in one group of the optimizer, and had different options when it was saved",
                 fix="make the optimizer's groups as they were",
             )
-        if other == name:
-            require_options(_inner(optimizer), options, group)
-            changes.append((group, options))
-        place = places[name]
-        in_file = SavedState(name, options, _sizes(name, paths.get(name, ()), saved), place.shape)
-        state_here = optimizer.state.get(place.parameter, {})
-        shapes.require_fitting(in_file, place.parameter, state_here)
-        if isinstance(optimizer, WholeOptimizer) and not optimizer.here(place.parameter):
-            continue
-        shapes.note_unknown(in_file, state_here)
-        made: dict[str, Tensor] = {}
-        for path in paths.get(name, ()):
-            meta = saved[f"{name}/{path}"]
-            old = optimizer.state.get(place.parameter, {}).get(unquote(path)) if ":" not in path else None
-            free = old if isinstance(old, Tensor) and _memory(old) not in used else None
-            home = optimizer.home(place.parameter) if isinstance(optimizer, WholeOptimizer) else None
-            made[path], targets[f"{name}/{path}"] = _room(place, meta, group, free, home)
-            used.add(_memory(made[path]))
-        states[name] = _decoded(name, note, made)
-        shapes.require_complete(in_file, states[name].keys())
 
-    _require_all_wanted(note, places, optimizer)
-    absent = [(i, group) for i, group in enumerate(optimizer.param_groups) if id(group) not in seen]
-    unsaid: list[int] = []
-    for index, group in absent:
-        options_elsewhere = _options_elsewhere(optimizer, index, note, others)
-        if options_elsewhere is None:
-            unsaid.append(index)
-            continue
-        require_options(_inner(optimizer), options_elsewhere, group)
-        changes.append((group, options_elsewhere))
+    def _target(self, name: str, path: str, group: Mapping[str, Any]) -> Tensor:
+        """Return memory for a tensor of a parameter's state: the optimizer's own, if nothing else is in it."""
+        place, optimizer = self.places[name], self.optimizer
+        old = optimizer.state.get(place.parameter, {}).get(unquote(path)) if ":" not in path else None
+        free = old if isinstance(old, Tensor) and _memory(old) not in self.used else None
+        home = optimizer.home(place.parameter) if isinstance(optimizer, WholeOptimizer) else None
+        stored_name = f"{name}/{path}"
+        tensor, self.targets[stored_name] = _room(place, self.saved[stored_name], group, free, home)
+        self.used.add(_memory(tensor))
+        return tensor
 
-    def finish() -> None:
-        shapes.warn_of_unknown()
-        for index in unsaid:
-            text = (
-                f"group {index} of the optimizer has no parameters on this rank, and the checkpoint does not say what "
-            )
-            warnings.warn(CheckpointWarning(f"{text}options such a group had: it keeps its own"), stacklevel=2)
-        if isinstance(optimizer, WholeOptimizer):
-            optimizer.loaded()
-        for group, options in changes:
+    def plan_absent_groups(self, others: Mapping[int, str]) -> None:
+        """Plan the options of groups that have no parameters on this rank."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            if id(group) in self.first_names:
+                continue
+            options = _options_elsewhere(self.optimizer, index, self.note, others)
+            if options is None:
+                self.unsaid.append(index)
+                continue
+            require_options(_inner(self.optimizer), options, group)
+            self.changes.append((group, options))
+
+    def finish(self) -> None:
+        """Give the optimizer its options, and the state that has been read."""
+        self.shapes.warn_of_unknown()
+        for index in self.unsaid:
+            text = f"group {index} of the optimizer has no parameters on this rank, and the checkpoint does not say"
+            warnings.warn(CheckpointWarning(f"{text} what options such a group had: it keeps its own"), stacklevel=2)
+        if isinstance(self.optimizer, WholeOptimizer):
+            self.optimizer.loaded()
+        for group, options in self.changes:
             for key, x in options.items():
                 _set(group, key, x)
-        for name, state in states.items():
-            if state and isinstance(optimizer, WholeOptimizer):
-                optimizer.restore(places[name].parameter, state)
+        for name, state in self.states.items():
+            if state and isinstance(self.optimizer, WholeOptimizer):
+                self.optimizer.restore(self.places[name].parameter, state)
             elif state:
-                optimizer.state[places[name].parameter] = state
-
-    return targets, finish
+                self.optimizer.state[self.places[name].parameter] = state
 
 
 def _require_all_wanted(note: Note, places: Mapping[str, ParameterPlace], optimizer: torch.optim.Optimizer) -> None:
@@ -267,8 +293,9 @@ def _sizes(name: str, paths: Sequence[str], saved: Mapping[str, TensorStorageMet
 def _options_elsewhere(
     optimizer: torch.optim.Optimizer, index: int, note: Note, others: Mapping[int, str]
 ) -> dict[str, Any] | None:
-    """The saved options of a group without parameters on this rank: those of its parameters on other ranks, else those
-    of the group that was in its place; None if the checkpoint does not say.
+    """Return the saved options of a group without parameters on this rank; None if the checkpoint does not say.
+
+    They are those of its parameters on other ranks, else those of the group that was in its place.
 
     Raises:
         CheckpointError: QN602 if there were more or fewer groups.
@@ -334,8 +361,8 @@ def _room(
     old: Tensor | None,
     home: torch.device | None,
 ) -> tuple[Tensor, SavedPart]:
-    """Where a tensor is read to: what the optimizer has, ``old``, where that is alike, as there may be no memory for
-    both. ``home``: where an optimizer of whole parameters has them."""
+    """Return memory to read a tensor into: what the optimizer has, ``old``, where that is alike, as there may be none
+    for both. ``home``: the device on which an optimizer of whole parameters has them."""
     parameter, dtype = place.parameter, meta.properties.dtype
     own = local_of(parameter)
     if home is not None or tuple(meta.size) != tuple(place.shape):
@@ -349,8 +376,8 @@ def _room(
     spread = parameter.device_mesh, parameter.placements
     alike = isinstance(old, DTensor) and (old.device_mesh, old.placements) == spread
     local = _like(local_of(old) if alike and old is not None else None, own.shape, dtype, own.device)
-    made = dtensor_over(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
-    return made, place.part(local)
+    tensor = dtensor_over(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+    return tensor, place.part(local)
 
 
 def _like(old: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -371,8 +398,3 @@ def _set(group: dict[str, Any], key: str, x: Any) -> None:
         old.fill_(x)
     else:
         group[key] = tuple(x) if isinstance(old, tuple) else x
-
-
-def local_of(x: Tensor) -> Tensor:
-    found: Tensor = x.to_local() if isinstance(x, DTensor) else x
-    return found.detach()

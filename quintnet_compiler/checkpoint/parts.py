@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from ..core.errors import CheckpointError
 from ..weights.files import shown
@@ -89,6 +91,28 @@ class SavedPart:
     def box(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
         return self.boxes[index.offset]
+
+
+@dataclass(frozen=True)
+class ParameterPlace:
+    """A parameter of this rank: its global shape, and the global indices of each dim in its part."""
+
+    parameter: nn.Parameter
+    shape: torch.Size
+    positions: Sequence[Tensor]
+
+    def part(self, local: Tensor) -> SavedPart:
+        return SavedPart.of_runs(local, self.shape, self._runs)
+
+    @cached_property
+    def _runs(self) -> list[Runs]:
+        return [runs_of(indices) for indices in self.positions]
+
+
+def local_of(x: Tensor) -> Tensor:
+    """Return this process's part of a tensor, without its graph."""
+    local: Tensor = x.to_local() if isinstance(x, DTensor) else x
+    return local.detach()
 
 
 def _placed(runs: Runs) -> list[tuple[int, int, int]]:

@@ -22,8 +22,8 @@ from ..core.errors import CheckpointError
 from ..weights.files import refuse_all, shown
 from .folder import CheckpointFolder, PublishedError, name_of
 from .lock import FolderLocks
-from .optimizer_state import ParameterPlace, local_of, merged, restored, stored
-from .parts import SavedPart
+from .optimizer_state import merged, restored, stored
+from .parts import ParameterPlace, SavedPart, local_of
 from .pretrained import WeightsSubject, everywhere
 from .reading.choice import Chosen, with_newest
 from .reading.stored_tensors import ReadPlan, StoredTensors

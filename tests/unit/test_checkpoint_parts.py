@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from quintnet_compiler.checkpoint import background
 from quintnet_compiler.checkpoint.lock import FolderLocks
-from quintnet_compiler.checkpoint.optimizer_state import ParameterPlace, merged, restored, stored
-from quintnet_compiler.checkpoint.parts import SavedPart
+from quintnet_compiler.checkpoint.optimizer_state import merged, restored, stored
+from quintnet_compiler.checkpoint.parts import ParameterPlace, SavedPart
 from quintnet_compiler.checkpoint.staging import Staging, on_host
 from quintnet_compiler.checkpoint.stores.disk_folder import DiskFolder
 from quintnet_compiler.checkpoint.training_state import Destination
