@@ -89,11 +89,11 @@ class Reads:
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Record nothing of what is read inside."""
-        before, self._records = self._records, False
+        was_recording, self._records = self._records, False
         try:
             yield
         finally:
-            self._records = before
+            self._records = was_recording
 
     def moved_positions(self) -> list[Change]:
         """Return the iterators, and generators of random numbers, that have given values since they were met."""

@@ -113,8 +113,8 @@ def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
 def _of_class(kind: type, names: Set[str]) -> list[NamedSpace]:
     bases = [base for base in kind.__mro__ if is_users(base)]
     others = [base for base in kind.__mro__ if base.__flags__ & _HEAP and not is_users(base)]
-    known = {name for base in kind.__mro__ for name in vars(base)}
-    absent, looked_up = frozenset(names - known), names | _BY_LIBRARY
+    defined = {name for base in kind.__mro__ for name in vars(base)}
+    absent, looked_up = frozenset(names - defined), names | _BY_LIBRARY
     return [
         NamedSpace(base.__name__, vars(base), tuple(sorted(looked_up & vars(base).keys())), absent) for base in bases
     ] + [_plain_data(base, names) for base in others]

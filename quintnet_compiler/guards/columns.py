@@ -378,7 +378,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class Modes:
-    """What ``read`` returned when the trace began."""
+    """Modes of torch: what ``read`` returned when the trace began."""
 
     read: Callable[[], tuple[Any, ...]]
     values: tuple[Any, ...]

@@ -244,14 +244,14 @@ def _is_given_text(steps: Sequence[dis.Instruction]) -> bool:
     """Return whether the call of ``getattr`` that follows takes text as it stands in the code for its second argument:
     what puts it on the stack is a constant, and what comes after lies above it."""
     depth, name_depth = 0, 2
-    is_text, before = False, ""
+    is_text, last_op = False, ""
     for step in steps:
-        calls = step.opname == "PRECALL" or (step.opname == "CALL" and before != "PRECALL")
+        calls = step.opname == "PRECALL" or (step.opname == "CALL" and last_op != "PRECALL")
         if calls and depth == step.arg:
             return is_text
         if "JUMP" in step.opname:
             return False
-        before = step.opname
+        last_op = step.opname
         if depth == 0 and step.opname == "PUSH_NULL":
             continue
         after = depth + dis.stack_effect(step.opcode, step.arg, jump=False)
@@ -337,23 +337,25 @@ def _names_in(constant: Any) -> Iterator[tuple[str, str]]:
             yield from ((name, "text") for name in _NAME.findall(constant))
 
 
-def trainable(call: Callable[..., Any] | None, known: nn.Module) -> dict[str, nn.Module | nn.Parameter]:
-    """Modules and parameters that a loss function uses, by readable names, and that ``known`` does not have: of its
-    closure, its global variables, its arguments in a partial, its defaults, or the object whose method it is."""
-    parts = {id(one) for one in (*known.modules(), *known.parameters())}
-    found: dict[str, nn.Module | nn.Parameter] = {}
+def trainable(call: Callable[..., Any] | None, model: nn.Module) -> dict[str, nn.Module | nn.Parameter]:
+    """Return modules and parameters that a loss function uses and ``model`` does not have, by readable names.
+
+    They are of its closure, global variables, arguments in a partial, defaults, or the object whose method it is.
+    """
+    parts = {id(part) for part in (*model.modules(), *model.parameters())}
+    used: dict[str, nn.Module | nn.Parameter] = {}
 
     def take(name: str, value: Any, depth: int) -> None:
         if isinstance(value, (nn.Module, nn.Parameter)):
             if id(value) not in parts:
-                free = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 1000))) if n not in found)
-                found[free] = value
+                free = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 1000))) if n not in used)
+                used[free] = value
                 parts.update(map(id, (value, *value.modules(), *value.parameters())) if isinstance(value, nn.Module)
                              else (id(value),))  # fmt: skip
         elif isinstance(value, (list, tuple, dict)) and depth < 4:
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, one in items:
-                take(f"{name}_{key}" if name else str(key), one, depth + 1)
+            for key, item in items:
+                take(f"{name}_{key}" if name else str(key), item, depth + 1)
         elif isinstance(value, functools.partial):
             take(name, value.func, depth)
             take(name, value.args, depth)
@@ -371,7 +373,7 @@ def trainable(call: Callable[..., Any] | None, known: nn.Module) -> dict[str, nn
     for variable in walk.variables:
         take(variable.name, variable.value, 0)
     if isinstance(call, types.FunctionType):
-        given: dict[Any, Any] = dict(enumerate(call.__defaults__ or ()))
-        for name, one in (given | (call.__kwdefaults__ or {})).items():
-            take(str(name), one, 0)
-    return found
+        defaults: dict[Any, Any] = dict(enumerate(call.__defaults__ or ()))
+        for name, default in (defaults | (call.__kwdefaults__ or {})).items():
+            take(str(name), default, 0)
+    return used

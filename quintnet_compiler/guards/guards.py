@@ -119,7 +119,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Guards:
-    """What must be as it was for a graph to be that of the module.
+    """Conditions under which a captured graph still is that of its module.
 
     ``source``: what they were made of. ``unread``: what the trace was shown not to read, by the ``id`` of what holds
     it.

@@ -47,38 +47,38 @@ class HookGuards:
         return [i for i, hooks in enumerate(now) if not _same(hooks, self.own.get(i, []))]
 
     def broken(self, parameters: Sequence[Tensor]) -> list[str]:
-        """Whose hooks are others now."""
-        found = [label for label, one in zip(self.empty_labels, self.empty, strict=True) if one]
-        found += [
+        """Say whose hooks are others now."""
+        changed = [label for label, hooks in zip(self.empty_labels, self.empty, strict=True) if hooks]
+        changed += [
             label
-            for label, one, hooks in zip(self.filled_labels, self.filled, self.hooks, strict=True)
-            if not _same(_of_user(one), hooks)
+            for label, now, then in zip(self.filled_labels, self.filled, self.hooks, strict=True)
+            if not _same(_of_user(now), then)
         ]
-        found += [self.names[i] for i in self._others(parameters)]
-        return [f"{label or 'the model'} has other hooks than it had" for label in dict.fromkeys(found)]
+        changed += [self.names[i] for i in self._others(parameters)]
+        return [f"{label or 'the model'} has other hooks than it had" for label in dict.fromkeys(changed)]
 
 
 def hook_guards(
     roots: Iterable[tuple[str, nn.Module]], parameters: Sequence[Tensor], names: Sequence[str]
 ) -> HookGuards:
-    """Guards of the hooks that there are now: of all modules inside ``roots``, and of these parameters."""
+    """Return guards of the hooks that there are now: of all modules inside ``roots``, and of these parameters."""
     empty: list[tuple[str, Hooks]] = []
     filled: list[tuple[str, Hooks]] = []
     for label, root in roots:
         for name, module in root.named_modules():
             for part in MODULE_HOOKS:
-                one: Hooks = getattr(module, part)
+                hooks: Hooks = getattr(module, part)
                 path = ".".join(filter(None, (label, name)))
-                (filled if one or (module is root and part == CALL_HOOKS) else empty).append((path, one))
-    known = enumerate(map(_of_user, map(backward_hooks, parameters)))
+                (filled if hooks or (module is root and part == CALL_HOOKS) else empty).append((path, hooks))
+    of_parameters = enumerate(map(_of_user, map(backward_hooks, parameters)))
     return HookGuards(
-        tuple(one for _, one in empty),
+        tuple(hooks for _, hooks in empty),
         tuple(label for label, _ in empty),
-        tuple(one for _, one in filled),
+        tuple(hooks for _, hooks in filled),
         tuple(label for label, _ in filled),
-        [_of_user(one) for _, one in filled],
+        [_of_user(hooks) for _, hooks in filled],
         tuple(names),
-        {i: hooks for i, hooks in known if hooks},
+        {i: hooks for i, hooks in of_parameters if hooks},
     )
 
 
@@ -111,13 +111,13 @@ def _handles(hooks: Mapping[int, Any]) -> tuple[int, ...]:
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """While inside, modules have no hooks that belong to torch's own tools."""
-    before = [(hooks, dict(hooks)) for hooks in GLOBAL_HOOKS if any(map(_is_of_torch, hooks.values()))]
-    for hooks, content in before:
+    saved = [(hooks, dict(hooks)) for hooks in GLOBAL_HOOKS if any(map(_is_of_torch, hooks.values()))]
+    for hooks, content in saved:
         _refill(hooks, {key: hook for key, hook in content.items() if not _is_of_torch(hook)})
     try:
         yield
     finally:
-        for hooks, content in before:
+        for hooks, content in saved:
             _refill(hooks, content)
 
 

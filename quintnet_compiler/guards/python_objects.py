@@ -61,7 +61,7 @@ class ObjectSnapshot:
         return [label for contents in self.held for label in contents.restore()]
 
     def _held_by(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """What a value holds, by label. What can change is remembered."""
+        """Yield what a value holds, by label. What can change is remembered."""
         if isinstance(value, _CONTAINERS):
             self.held.append(_Container(label, value, _content(value)))
         if isinstance(value, dict):
@@ -198,8 +198,8 @@ def _flat(content: Any) -> list[Any]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Names that code, and the functions in it, may look up as variables of a module."""
-    inner = (_names(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    """Return names that code, and the functions in it, may look up as variables of a module."""
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*inner)
 
 

@@ -28,7 +28,7 @@ PARTS = types.MappingProxyType({"_parameters": "the parameter", "_buffers": "the
 
 
 def is_plain(value: Any) -> bool:
-    """Whether ``==`` says all of two such values: numbers, text, dtypes, and lists, tuples, sets and dicts of them."""
+    """Return whether ``==`` compares such values fully: numbers, text, dtypes; lists, tuples, sets, dicts of them."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return all(map(is_plain, value))
     if isinstance(value, dict):
@@ -63,19 +63,19 @@ def is_simple(value: Any) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """The value, with copies of the lists, tuples, sets and dicts in it; other objects stay the same ones."""
+    """Return the value with copies of the lists, tuples, sets and dicts in it; other objects stay the same ones."""
     if type(value) in (list, tuple):
         inner = list(map(copied, value))
         return inner if type(value) is list else value if all(map(is_, inner, value)) else tuple(inner)
     if type(value) is set:
         return set(value)
     if type(value) is dict:
-        return {name: copied(one) for name, one in value.items()}
+        return {name: copied(item) for name, item in value.items()}
     return value
 
 
 def same(now: Any, then: Any) -> bool:
-    """Whether a value is what was ``copied`` of it: equal plain data, the same objects otherwise."""
+    """Return whether a value is what was ``copied`` of it: equal plain data, the same objects otherwise."""
     if now is then:
         return True
     if type(now) is not type(then):
@@ -159,13 +159,13 @@ class _Namespace:
 
     def _change(self, name: str) -> Change:
         path = f"{self.label}.{name}".removeprefix(".")
-        before, after = self.copies.get(name, MISSING), self.own.get(name, MISSING)
-        plain = is_plain(after) and (before is MISSING or is_plain(before))
-        put = functools.partial(self.own.__setitem__, name, copied(after)) if plain else None
+        then, now = self.copies.get(name, MISSING), self.own.get(name, MISSING)
+        plain = is_plain(now) and (then is MISSING or is_plain(then))
+        put = functools.partial(self.own.__setitem__, name, copied(now)) if plain else None
         undo = functools.partial(self.own.pop, name, None)
-        if before is not MISSING:
+        if then is not MISSING:
             undo = functools.partial(self.own.__setitem__, name, self.held[name])
-        return Change(f"{self.kind} {path!r}", before, after, lambda: self._differs(name), put, undo, self.by)
+        return Change(f"{self.kind} {path!r}", then, now, lambda: self._differs(name), put, undo, self.by)
 
     def write(self) -> Iterator[str]:
         """Write tensors that stand in the place of others to those, where they fit; yields their names."""
@@ -253,8 +253,8 @@ class AttributeSnapshot:
             self.kept = [replace(x, by=self.by) if _is_of(x.own, owner) else x for x in self.kept]
 
     def changes(self) -> list[Change]:
-        found = [change for kept in self.kept for change in kept.changes()]
-        return found + [kept.change() for kept in self.hooks if kept.changed()]
+        changes = [change for kept in self.kept for change in kept.changes()]
+        return changes + [kept.change() for kept in self.hooks if kept.changed()]
 
     def write_buffers(self) -> list[str]:
         """Write what was assigned in place of a buffer to the buffer itself, where it fits; returns the names of such
@@ -296,16 +296,16 @@ class Generators:
         return cls((python, of_numpy))
 
     def changes(self) -> list[Change]:
-        found = []
+        changes = []
         for name, get, _, then in self.states:
-            before = str(then)
+            text = str(then)
 
-            def changed(get: Callable[[], Any] = get, before: str = before) -> bool:
-                return str(get()) != before
+            def changed(get: Callable[[], Any] = get, text: str = text) -> bool:
+                return str(get()) != text
 
             if changed():
-                found.append(Change(f"the state of {name}", None, None, changed, of_process=True))
-        return found
+                changes.append(Change(f"the state of {name}", None, None, changed, of_process=True))
+        return changes
 
     def restore(self) -> None:
         for _, get, put, then in self.states:

@@ -39,8 +39,8 @@ _OF_TRACES = ("torch", "torch.fx", "torch.export", "torch.utils", "quintnet", "q
 
 @dataclass(frozen=True)
 class Unread:
-    """What of a container a trace was shown not to read. ``names``: of values; ``only``: the names that it reads, if
-    it reads neither the others nor how many there are."""
+    """The part of a container that a trace was shown not to read. ``names``: of values; ``only``: the names that it
+    reads, if it reads neither the others nor how many there are."""
 
     names: frozenset[Any] = frozenset()
     only: tuple[Any, ...] | None = None

@@ -20,7 +20,7 @@ class UnreadStateUsed(Exception):
 
 
 class StandIn:
-    """What stands where a container had a value."""
+    """A stand-in for a value of a container."""
 
 
 class Tripwire(StandIn):

@@ -86,9 +86,9 @@ class Trial:
         return places + [(space, name) for _, space, name, x in self.guards.same.rows if x is value]
 
     def _set(self, space: MutableMapping[Any, Any], name: Any, value: Any) -> None:
-        before = space[name]
+        old = space[name]
         space[name] = value
-        self.undo.append(functools.partial(space.__setitem__, name, before))
+        self.undo.append(functools.partial(space.__setitem__, name, old))
 
     def put_back(self) -> None:
         """Put everything where it was."""
