@@ -30,30 +30,32 @@ class AdaptedExperts:
     active: dict[tuple[nn.Module, str], list[Factors]] = field(default_factory=dict)
 
     def layer(self, module: Any, name: str, rows: Tensor, ids: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-        """``expert_linear`` with a parameter of ``module`` and its adapters: ``x (W + s L R) = x W + s (x L) R``, so
-        that no weight is made for all experts, nor a gradient of one."""
-        made: Tensor = expert_linear(rows, ids, getattr(module, name), bias, transposed)
+        """Apply ``expert_linear`` with a parameter of ``module`` and its adapters.
+
+        ``x (W + s L R) = x W + s (x L) R``: so no weight is made for all experts, nor a gradient of one.
+        """
+        out: Tensor = expert_linear(rows, ids, getattr(module, name), bias, transposed)
         for left, right, scale in self.active.get((module, name), ()):
             first, second = (left, right) if transposed else (right, left)
             inner = expert_linear(rows, ids, first, None, transposed)
-            made = made + scale * expert_linear(inner, ids, second, None, transposed)
-        return made
+            out = out + scale * expert_linear(inner, ids, second, None, transposed)
+        return out
 
     @contextlib.contextmanager
     def running(self, wrapper: Any) -> Iterator[None]:
         """While inside, the module in ``wrapper`` computes with its adapters."""
         base, name = wrapper.get_base_layer(), wrapper.parameter_name
-        adapters = [one for one in wrapper.active_adapters if one in wrapper.lora_A]
+        adapters = [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
         if wrapper.num_experts > 1 and getattr(getattr(base, "config", None), EXPERTS_CHOICE, None) == self.choice:
-            self.active[base, name] = [wrapper.get_delta_factors(one) for one in adapters]
+            self.active[base, name] = [wrapper.get_delta_factors(adapter) for adapter in adapters]
             try:
                 yield
             finally:
                 del self.active[base, name]
             return
         weight = wrapper.get_param()
-        for one in adapters:
-            weight = weight + wrapper.get_delta_weight(one)
+        for adapter in adapters:
+            weight = weight + wrapper.get_delta_weight(adapter)
         base.__dict__[name] = weight  # found before the parameter
         try:
             yield

@@ -31,11 +31,11 @@ _KNOWN = "quintnet_known"  # attribute of a mask that says what it is made of; a
 @contextlib.contextmanager
 def attention_as_one_operator() -> Iterator[None]:
     """While inside, ``sdpa`` in Hugging Face's registries is what this file makes of it."""
-    found = attention_registries()
-    if found is None or any(_NAME not in registry for registry in found):
+    registries = attention_registries()
+    if registries is None or any(_NAME not in registry for registry in registries):
         yield
         return
-    functions, masks = found
+    functions, masks = registries
     was, mask_was = functions[_NAME], masks[_NAME]
     functions.register(_NAME, for_this_thread(_attend(was), was))
     masks.register(_NAME, for_this_thread(_mask(mask_was), mask_was))
@@ -49,31 +49,31 @@ def attention_as_one_operator() -> Iterator[None]:
 def _mask(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def mask(*args: Any, **kwargs: Any) -> Any:
-        made = original(*args, **kwargs)
-        if isinstance(made, Tensor):
-            setattr(made, _KNOWN, _known(inspect.signature(original).bind(*args, **kwargs)))
-        return made
+        result = original(*args, **kwargs)
+        if isinstance(result, Tensor):
+            setattr(result, _KNOWN, _known(inspect.signature(original).bind(*args, **kwargs)))
+        return result
 
     return mask
 
 
 def _known(call: inspect.BoundArguments) -> KnownMask | None:
-    """What the mask of a call consists of; None where it is something else."""
+    """Return what the mask of a call consists of; None where it is something else."""
     call.apply_defaults()
-    given = call.arguments
-    lengths = [given[name] for name in ("q_length", "kv_length", "q_offset", "kv_offset")]
+    arguments = call.arguments
+    lengths = [arguments[name] for name in ("q_length", "kv_length", "q_offset", "kv_offset")]
     if not all(isinstance(n, int) for n in lengths) or lengths[2:] != [0, 0]:
         return None
-    part = mask_parts(given["mask_function"])
+    part = mask_parts(arguments["mask_function"])
     if part is None:
         return None
-    padding = given["attention_mask"]
+    padding = arguments["attention_mask"]
     if padding is not None and (padding.dim() != 2 or padding.shape[1] != lengths[1]):
         return None
-    known = known_mask(part, lengths[1], given.get("device"))
-    if known is None or (not known.everything and lengths[0] != lengths[1]):
+    mask = known_mask(part, lengths[1], arguments.get("device"))
+    if mask is None or (not mask.everything and lengths[0] != lengths[1]):
         return None
-    return replace(known, padding=padding)
+    return replace(mask, padding=padding)
 
 
 def _attend(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,27 +88,27 @@ def _attend(original: Callable[..., Any]) -> Callable[..., Any]:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        known = KnownMask(Sight(bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)))
+        mask = KnownMask(Sight(bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)))
         if attention_mask is not None:
-            known = getattr(attention_mask, _KNOWN, None)  # type: ignore[assignment]
+            mask = getattr(attention_mask, _KNOWN, None)  # type: ignore[assignment]
         groups = getattr(module, "num_key_value_groups", 1)
         more = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux", "cache"))
-        if known is None or dropout or more or not _fits(query, key, value, groups, known):
+        if mask is None or dropout or more or not _fits(query, key, value, groups, mask):
             options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-            made: tuple[Tensor, None] = original(module, query, key, value, attention_mask, **options)
-            return made
+            output: tuple[Tensor, None] = original(module, query, key, value, attention_mask, **options)
+            return output
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        ids = (None if x is None else x.expand(query.shape[0], -1) for x in (known.segments, known.groups))
-        out = attention(query, key, value, known.padding, *ids, scale=scale, mask=str(known.sight))
+        ids = (None if x is None else x.expand(query.shape[0], -1) for x in (mask.segments, mask.groups))
+        out = attention(query, key, value, mask.padding, *ids, scale=scale, mask=str(mask.sight))
         return out.transpose(1, 2).contiguous(), None
 
     return attend
 
 
-def _fits(query: Tensor, key: Tensor, value: Tensor, groups: int, known: KnownMask) -> bool:
-    """Whether nothing broadcasts but heads of keys, and causality has one meaning."""
+def _fits(query: Tensor, key: Tensor, value: Tensor, groups: int, mask: KnownMask) -> bool:
+    """Return whether nothing broadcasts but heads of keys, and causality has one meaning."""
     if query.dim() != 4 or key.shape[1] != value.shape[1] or query.shape[1] != key.shape[1] * groups:
         return False
     if len({str(x.shape[0]) for x in (query, key, value)}) > 1:  # comparing would fix the number of rows
         return False
-    return not known.sight.causal or query.shape[2] == key.shape[2]
+    return not mask.sight.causal or query.shape[2] == key.shape[2]

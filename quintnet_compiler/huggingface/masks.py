@@ -14,7 +14,7 @@ from ..ops.attention.blocks import Sight
 
 @dataclass(frozen=True)
 class KnownMask:
-    """What a 4-D mask is made of; see :data:`quintnet_compiler.ops.attention.operator.attention`. ``segments`` are
+    """The parts of a 4-D mask; see :data:`quintnet_compiler.ops.attention.operator.attention`. ``segments`` are
     numbers from 0 to below the length; ``alone``: nothing is seen but what groups say."""
 
     sight: Sight = Sight()
@@ -25,12 +25,12 @@ class KnownMask:
 
     @property
     def everything(self) -> bool:
-        """Whether nothing but padding hides a key."""
+        """Return whether nothing but padding hides a key."""
         return self.sight == Sight() and self.segments is None and self.groups is None
 
 
 def known_mask(part: MaskPart, length: int, device: Any) -> KnownMask | None:
-    """What a mask of ``length`` positions consists of; None where that is more than the operator knows."""
+    """Return what a mask of ``length`` positions consists of; None where that is more than the operator knows."""
     return _Fold(length, device).fold(part, None)
 
 
@@ -43,33 +43,35 @@ class _Fold:
     device: Any
 
     def fold(self, part: MaskPart, positions: Tensor | None) -> KnownMask | None:
-        name, given = part[0], part[1:]
+        name, arguments = part[0], part[1:]
         if name in ("causal", "all"):
             return KnownMask(Sight(causal=name == "causal"))
         if name == "window":
-            return KnownMask(Sight(window=given[0]))
+            return KnownMask(Sight(window=arguments[0]))
         if name == "chunk":
-            size, left = given
+            size, left = arguments
             places = torch.arange(self.length, device=self.device)[None] if positions is None else positions
             return KnownMask(segments=self._from_zero((places - left[:, None]) // size))
         if name == "segments":
-            return KnownMask(segments=given[0])
+            return KnownMask(segments=arguments[0])
         if name == "groups":
-            groups = given[0]
+            groups = arguments[0]
             return KnownMask(groups=groups if positions is None else groups.gather(1, positions), alone=True)
         if name == "at":
             return None
-        packed = name == "and" and any(one[0] == "segments" for one in given[0])
+        packed = name == "and" and any(inner[0] == "segments" for inner in arguments[0])
         several = [
-            self.fold(one[2], one[1]) if packed and one[0] == "at" and positions is None else self.fold(one, positions)
-            for one in given[0]
+            self.fold(inner[2], inner[1])
+            if packed and inner[0] == "at" and positions is None
+            else self.fold(inner, positions)
+            for inner in arguments[0]
         ]
-        found = several[0]
+        folded = several[0]
         for other in several[1:]:
-            if found is None or other is None:
+            if folded is None or other is None:
                 return None
-            found = self._both(found, other) if name == "and" else _either(found, other)
-        return found
+            folded = self._both(folded, other) if name == "and" else _either(folded, other)
+        return folded
 
     def _from_zero(self, chunks: Tensor) -> Tensor:
         """Numbers of runs instead of numbers of chunks, which begin anywhere."""

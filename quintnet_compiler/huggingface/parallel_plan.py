@@ -51,7 +51,7 @@ BEHAVIOURS = frozenset({"moe_tp_experts", "moe_identity_expert", "all_reduce", "
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """What one rule of the model's plan became: a type for each of ``count`` parameters like ``parameter``."""
+    """A result of a rule of the model's plan: a type for each of ``count`` parameters like ``parameter``."""
 
     rule: str
     style: str
@@ -116,18 +116,18 @@ def hf_plan(model: nn.Module, mesh: Mesh, *, virtual_stages: int = 1) -> Hugging
             f"{type(model).__name__} comes without a tensor-parallel plan",
             fix="pass plan=None (the compiler finds a layout), or a quintnet.Plan of your own",
         )
-    found = _Reading(model, mesh, rules)
+    reading = _Reading(model, mesh, rules)
     stages, notes = _stages(model, mesh["pp"] * virtual_stages)
-    plan = Plan(mesh=dict(mesh.axes), virtual_stages=virtual_stages, parameters=found.parameters, stages=stages)
-    entries = tuple(PlanEntry(*key, count) for key, count in found.counts.items())
+    plan = Plan(mesh=dict(mesh.axes), virtual_stages=virtual_stages, parameters=reading.parameters, stages=stages)
+    entries = tuple(PlanEntry(*key, count) for key, count in reading.counts.items())
     return HuggingFacePlan(
         type(model).__name__,
         str(mesh),
         plan,
         entries,
-        tuple(dict.fromkeys(found.open)),
-        tuple(found.left_out()),
-        tuple(found.notes + notes),
+        tuple(dict.fromkeys(reading.open)),
+        tuple(reading.left_out()),
+        tuple(reading.notes + notes),
     )
 
 
@@ -156,12 +156,12 @@ class _Reading:
         kept: dict[int, str] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             first = kept.setdefault(id(p), name)
-            found = self._types(name, p, problems)
+            types = self._types(name, p, problems)
             if first != name:
-                if found and found != self.parameters.get(first):
+                if types and types != self.parameters.get(first):
                     self.notes.append(f"{name} is tied to {first}, whose layout it follows")
-            elif found:
-                self.parameters[name] = found
+            elif types:
+                self.parameters[name] = types
             else:
                 self.open.append(generic(name))
         if problems:
@@ -172,7 +172,7 @@ class _Reading:
             )
 
     def _types(self, name: str, p: Tensor, problems: list[str]) -> dict[str, str]:
-        found: dict[str, str] = {}
+        types: dict[str, str] = {}
         for axis, rules in self.rules.items():
             rule = next((r for r in (generic(name), generic(name.rpartition(".")[0])) if r in rules), None)
             if rule is None or self.mesh[axis] == 1:
@@ -189,13 +189,13 @@ class _Reading:
                     f"{name} of shape {tuple(p.shape)}: {size}{parts} does not divide over {axis}={self.mesh[axis]}"
                 )
                 continue
-            found[axis] = "I" if not kind else f"S({kind[0]})" if kind[1] == 1 else f"S({kind[0]},{kind[1]})"
-            key = (rule, rules[rule], generic(name), f"{axis} {found[axis]}")
+            types[axis] = "I" if not kind else f"S({kind[0]})" if kind[1] == 1 else f"S({kind[0]},{kind[1]})"
+            key = (rule, rules[rule], generic(name), f"{axis} {types[axis]}")
             self.counts[key] = self.counts.get(key, 0) + 1
             if axis == "ep":  # as in transformers: experts that are spread whole are not split as well
                 self.used |= {rule, *self.rules["tp"].keys() & self.rules["ep"].keys()}
                 break
-        return found
+        return types
 
     def _kind(self, rule: str, style: str, name: str, p: Tensor) -> tuple[int, int] | tuple[()] | None:
         """(dim, parts), or () for whole, or None if the rule does not set this parameter."""
@@ -216,22 +216,22 @@ class _Reading:
         return () if chosen is None else (chosen[0] % p.dim(), chosen[1])
 
     def left_out(self) -> list[tuple[str, str]]:
-        found = dict(self.reasons)
+        reasons = dict(self.reasons)
         for axis, rules in self.rules.items():
             for rule, style in rules.items():
                 if self.mesh[axis] == 1:
-                    found.setdefault(rule, f"{style}: the mesh has no {axis}")
+                    reasons.setdefault(rule, f"{style}: the mesh has no {axis}")
                 elif rule not in self.used:
                     behaviour = style in BEHAVIOURS or style.startswith("ep_")
                     reason = (
                         "only says which collectives run, and those are derived" if behaviour else "matches nothing"
                     )
-                    found.setdefault(rule, f"{style} {reason}")
-        return list(found.items())
+                    reasons.setdefault(rule, f"{style} {reason}")
+        return list(reasons.items())
 
 
 def _stages(model: Any, count: int) -> tuple[tuple[str, ...], list[str]]:
-    """Where transformers would cut the pipeline: equal numbers of layers, the rest in the last stage."""
+    """Cut the pipeline where transformers would: equal numbers of layers, the rest in the last stage."""
     if count == 1:
         return (), []
     rules = parallel_rules(model, "pp")

@@ -36,9 +36,9 @@ def traced_as_few_nodes(model: nn.Module, *, as_shipped: bool = False) -> Iterat
     """
     configs = _configs(model)
     joined = as_shipped and any(getattr(config, "use_cache", False) for config in configs)
-    before = [(c, name, getattr(c, name)) for c in configs for name in _CHOICES if hasattr(c, name)]
+    choices = [(c, name, getattr(c, name)) for c in configs for name in _CHOICES if hasattr(c, name)]
     with contextlib.ExitStack() as stack:
-        for config, name, was in before:
+        for config, name, was in choices:
             stack.callback(setattr, config, name, was)
             setattr(config, name, _CHOICES[name])
         if joined:
@@ -68,7 +68,7 @@ _CHOICES: Mapping[str, str | bool] = MappingProxyType({EXPERTS_CHOICE: "quintnet
 
 
 def _experts(running: AdaptedExperts, module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Every token goes to each of its experts: [N, H], the experts [N, K], and their weights [N, K]."""
+    """Send every token to each of its experts: [N, H], the experts [N, K], and their weights [N, K]."""
     tokens, ways, width = *chosen.shape, hidden.shape[-1]
     rows = hidden.unsqueeze(1).expand(tokens, ways, width).reshape(tokens * ways, width)
     ids = chosen.reshape(-1)
@@ -81,17 +81,17 @@ def _experts(running: AdaptedExperts, module: Any, hidden: Tensor, chosen: Tenso
         inner = apply_gate(module, layer(rows, "gate_up_proj"))
     else:
         inner = module.act_fn(layer(rows, "up_proj"))
-    made = layer(inner, "down_proj")
+    out = layer(inner, "down_proj")
     norm = norm_after_experts(module)
     if norm is not None:
-        made = norm(made)
-    return (made.view(tokens, ways, width) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        out = norm(out)
+    return (out.view(tokens, ways, width) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """The configurations of all Hugging Face modules, each once."""
+    """Return the configurations of all Hugging Face modules, each once."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return []
-    found = (getattr(module, "config", None) for module in model.modules())
-    return list({id(c): c for c in found if isinstance(c, transformers.PreTrainedConfig)}.values())
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(c): c for c in configs if isinstance(c, transformers.PreTrainedConfig)}.values())
