@@ -47,57 +47,57 @@ class _ClusterDocument(BaseModel):
 
 
 def read_cluster(
-    given: str | os.PathLike[str] | Mapping[str, Any], nodes: int = 1, gpus_per_node: int | None = None
+    description: str | os.PathLike[str] | Mapping[str, Any], nodes: int = 1, gpus_per_node: int | None = None
 ) -> Cluster:
-    """The cluster that ``given`` describes: see :data:`FORM`; a mapping, or a file that ends in ``.json``, describes a
+    """Return the cluster that is described: see :data:`FORM`; a mapping, or a file that ends in ``.json``, describes a
     device (see :mod:`..cost_models.hardware_numbers`) or has ``parts``. ``nodes``, ``gpus_per_node``: where it says
     nothing of them.
 
     Raises:
         CompileError: QN210 for what describes no cluster.
     """
-    if isinstance(given, Mapping):
-        return _of_mapping(given, "the mapping", nodes, gpus_per_node)
-    text = given if isinstance(given, str) else str(path_of(given, "QN210"))
+    if isinstance(description, Mapping):
+        return _of_mapping(description, "the mapping", nodes, gpus_per_node)
+    text = description if isinstance(description, str) else str(path_of(description, "QN210"))
     if text.endswith(".json"):
         try:
-            found = json.loads(Path(text).read_text(encoding="utf-8"))
+            document = json.loads(Path(text).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            found = None  # what is wrong with it is said where devices are read
-        return _of_mapping(found, text, nodes, gpus_per_node) if isinstance(found, dict) else Cluster(text)
+            document = None  # what is wrong with it is said where devices are read
+        return _of_mapping(document, text, nodes, gpus_per_node) if isinstance(document, dict) else Cluster(text)
     parts = text.split("+")
     if len(parts) > 1 and (nodes, gpus_per_node) != (1, None):
         raise CompileError(
             "QN210", f"{text} says how many nodes there are of each kind",
             fix="leave --nodes and --gpus-per-node out, and write NODES behind each kind, as a100:2+h100:1",
         )  # fmt: skip
-    made = [_part(part, nodes, gpus_per_node) for part in parts]
-    return Cluster.of(*made) if len(made) > 1 else made[0]
+    clusters = [_part(part, nodes, gpus_per_node) for part in parts]
+    return Cluster.of(*clusters) if len(clusters) > 1 else clusters[0]
 
 
-def _of_mapping(given: Mapping[str, Any], what: str, nodes: int, gpus_per_node: int | None) -> Cluster:
-    if "parts" not in given:
-        return Cluster(given, nodes, gpus_per_node)
+def _of_mapping(description: Mapping[str, Any], what: str, nodes: int, gpus_per_node: int | None) -> Cluster:
+    if "parts" not in description:
+        return Cluster(description, nodes, gpus_per_node)
     if (nodes, gpus_per_node) != (1, None):
         raise CompileError(
             "QN210", f"{what} says how many nodes there are of each kind", fix="leave --nodes and --gpus-per-node out"
         )
     try:
-        found = _ClusterDocument.model_validate(dict(given))
+        document = _ClusterDocument.model_validate(dict(description))
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         said = f"{'.'.join(map(str, first['loc'])) or 'the document'}: {first['msg']}"
-        known = ", ".join(_NodesDocument.model_fields)
+        fields = ", ".join(_NodesDocument.model_fields)
         raise CompileError(
-            "QN210", f"{what} describes no cluster: {said}", fix=f"give parts, a list of mappings with {known}"
+            "QN210", f"{what} describes no cluster: {said}", fix=f"give parts, a list of mappings with {fields}"
         ) from None
-    made = [part.cluster() for part in found.parts]
-    return Cluster.of(*made, rail=found.rail, oversubscription=found.oversubscription)
+    clusters = [part.cluster() for part in document.parts]
+    return Cluster.of(*clusters, rail=document.rail, oversubscription=document.oversubscription)
 
 
 def _part(text: str, nodes: int, gpus_per_node: int | None) -> Cluster:
     name, *numbers = text.split(":")
-    if len(numbers) > 2 or not all(one.isdecimal() for one in numbers):
+    if len(numbers) > 2 or not all(number.isdecimal() for number in numbers):
         raise CompileError("QN210", f"{text!r} is not {FORM}", fix="write for example a100:2+h100:1")
     if numbers:
         if (nodes, gpus_per_node) != (1, None):

@@ -105,7 +105,7 @@ def compile(
     from ..runtime.launch.world import device_for, enter_world
     from .compiled_program import CompiledProgram
 
-    given = decided("compile", options)
+    decisions = decided("compile", options)
     if not isinstance(model, nn.Module):
         raise CompileError("QN105", f"a {type(model).__name__} is not a model", fix="pass an nn.Module")
     refuse_wrapped(model, loss_fn)
@@ -118,12 +118,12 @@ def compile(
         raise CompileError("QN108", f"compare_every={compare_every!r}", fix="give a number of steps, 0 for never")
     gpu = mesh.gpu if isinstance(mesh, Cluster) else None
     if isinstance(mesh, Cluster) or plan == "auto":
-        chosen = _planned(model, mesh, batch, loss_fn, None if plan == "auto" else plan, given, rules, backend)
+        chosen = _planned(model, mesh, batch, loss_fn, None if plan == "auto" else plan, decisions, rules, backend)
         mesh = Mesh(**chosen.mesh)
     else:
         from_model = isinstance(plan, str) and plan == "hf"
-        own = hf_plan(model, mesh, virtual_stages=given.get("virtual_stages", 1)).plan if from_model else plan
-        chosen = read_plan(own).changed(given)
+        own = hf_plan(model, mesh, virtual_stages=decisions.get("virtual_stages", 1)).plan if from_model else plan
+        chosen = read_plan(own).changed(decisions)
     check_plan(chosen, mesh)
     enter_world(mesh)
     book = {**RULES, **registered_rules(), **user_rules(rules)}
@@ -142,18 +142,18 @@ def _planned(
     batch: Any,
     loss_fn: LossFn | None,
     plan: Plan | Mapping[str, Any] | str | os.PathLike[str] | None,
-    given: Mapping[str, Any],
+    decisions: Mapping[str, Any],
     rules: Sequence[Rule],
     backend: str,
 ) -> Plan:
-    """The best plan on a cluster, or on a mesh of H100 nodes."""
+    """Return the best plan on a cluster, or on a mesh of H100 nodes."""
     from .plan import plan as make_plan
 
     if batch is None:
         raise CompileError("QN102", "the planner needs to see a batch", fix="compile(model, cluster, batch)")
-    known = dict(given)
+    fixed = dict(decisions)
     if isinstance(where, Mesh):
-        known["mesh"] = {axis: where[axis] for axis in AXES}
+        fixed["mesh"] = {axis: where[axis] for axis in AXES}
         where = Cluster("h100", nodes=-(-where.size // 8), gpus_per_node=min(8, where.size))
-    pinned = read_plan(plan).changed(known, keep_open=True)
+    pinned = read_plan(plan).changed(fixed, keep_open=True)
     return make_plan(model, where, batch, loss_fn=loss_fn, plan=pinned, rules=rules, backend=backend, top_k=1).best

@@ -126,9 +126,9 @@ class CompiledProgram(ProgramGeneration):
         loss = self._run("train", batch, batch_is_local, recorder, name="measure")[0]
         assert recorder.recorded is not None
         shown = recorder.recorded.rank in shown_ranks(self.mesh)
-        told = self._state().told(recorder.recorded.to_json() if shown else "")
+        texts = self._state().told(recorder.recorded.to_json() if shown else "")
         program = self._primary().program
-        return loss, measured_timeline(program, [text for text in told if text], self._task.device)
+        return loss, measured_timeline(program, [text for text in texts if text], self._task.device)
 
     def require_measure(self) -> None:
         """Raises: RunError QN301 if :meth:`measure` cannot measure here."""
@@ -230,17 +230,17 @@ class CompiledProgram(ProgramGeneration):
         if report.ok or report.culprit is not None:
             return report
         with contextlib.suppress(QuintNetError):  # ranks agree with what was traced: is that what the module does?
-            found = self._programs.difference("train", batch)
-            report = report if found is None else replace(report, notes=(*report.notes, str(found)))
+            difference = self._programs.difference("train", batch)
+            report = report if difference is None else replace(report, notes=(*report.notes, str(difference)))
         return report
 
     def _whole_model(self) -> nn.Module:
-        """A copy of the module that is whole on this rank."""
+        """Return a copy of the module that is whole on this rank."""
         program, backend, model = self._primary().program, self._state(), self._task.model
         refuse_unset(backend.unset, program)
-        found = backend.everywhere(program, [s.name for s in program.state.values() if s.kind == "parameter"])
-        own = {name: p for name, p in model.named_parameters() if name in found}
-        twins = {id(p): nn.Parameter(found[name], requires_grad=p.requires_grad) for name, p in own.items()}
+        whole = backend.everywhere(program, [s.name for s in program.state.values() if s.kind == "parameter"])
+        own = {name: p for name, p in model.named_parameters() if name in whole}
+        twins = {id(p): nn.Parameter(whole[name], requires_grad=p.requires_grad) for name, p in own.items()}
         copied = copy.deepcopy(model, without_values({"": model}) | twins)
         for p in own.values():
             share_backward_hooks(p, twins[id(p)])
@@ -325,7 +325,7 @@ class CompiledProgram(ProgramGeneration):
 
     @property
     def _spread(self) -> bool:
-        """Whether each rank is a process."""
+        """Return whether each rank is a process."""
         return has_process(self.mesh, self._task.device)
 
     @property
@@ -346,7 +346,7 @@ class CompiledProgram(ProgramGeneration):
 
     @property
     def _turn(self) -> Turn:
-        """Of the thread that may run this program, or read what a run changes."""
+        """Return the turn of the thread that may run this program, or read what a run changes."""
         if self._backend is None and self._spread and self.mesh.size > 1:
             return turn_of_world()
         return self._turn_here
@@ -452,34 +452,34 @@ class CompiledProgram(ProgramGeneration):
         try:
             with running(self._given, self._steps, kind, local, given, name=name, label=self._label):
                 begun = True
-                found = self._run_here(kind, batch, local, recorder)
+                results = self._run_here(kind, batch, local, recorder)
         except InputError as error:
             if not begun:  # the others' batch was as usual, so they did not stop to compare
                 self._apart = error
             raise
         except RunError as error:
             # what a step changes, it changes after it has communicated; QN303: it has not begun
-            known = error.code in ("QN303", "QN402") and kind == "train"
-            self._interrupted = known and self._backend is not None
+            unchanged = error.code in ("QN303", "QN402") and kind == "train"
+            self._interrupted = unchanged and self._backend is not None
             if error.code == "QN405" and kind == "train":
                 raise self._with_estimates(error) from error
             raise
         self._steps += kind == "train"
-        return found
+        return results
 
     def _run_here(self, kind: str, batch: Any, local: bool, recorder: Recorder | None) -> list[Tensor]:
         refuse_modes(self._task.device)
-        given, ways = self._programs.flat(batch), self.mesh.data_ways if local else 1
-        program = self._programs.find_program(kind, given, ways * given.rows) or self._get(kind, given.batch, ways)
+        flat, ways = self._programs.flat(batch), self.mesh.data_ways if local else 1
+        program = self._programs.find_program(kind, flat, ways * flat.rows) or self._get(kind, flat.batch, ways)
         if kind == "train" and not local:
-            self._batch = given.batch
+            self._batch = flat.batch
         backend = self._state() if self._backend is None else self._backend
         self._programs.verdict.raise_error_of_any_rank(backend)
         if program is not self._primary().program:
             backend.learn(program, self._programs.captured[kind].tensors)
         for old in self._programs.forgotten():
             backend.forget(old)
-        results = backend.run(program, given.tensors, self._how(kind, local), recorder=recorder)
+        results = backend.run(program, flat.tensors, self._how(kind, local), recorder=recorder)
         captured = self._programs.captured[kind]
         if captured.guards is not None and captured.guards.source.of_calls:
             remake(captured.guards.source.of_calls)

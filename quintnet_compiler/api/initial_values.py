@@ -30,9 +30,9 @@ def give_values(
         _by_name(program, backend, modules, values, seed)
         return
     if isinstance(values, nn.Module) or not (callable(values) or values == "model"):
-        given = f"a {type(values).__name__}" if isinstance(values, nn.Module) else repr(values)
+        described = f"a {type(values).__name__}" if isinstance(values, nn.Module) else repr(values)
         raise CompileError(
-            "QN604", f"initialize was given {given}", fix='give "model", a dict, or a function: lambda: Net(config)'
+            "QN604", f"initialize was given {described}", fix='give "model", a dict, or a function: lambda: Net(config)'
         )
     specs = {name: spec for name, spec in program.state.items() if spec.kind in _KINDS}
     if callable(values):

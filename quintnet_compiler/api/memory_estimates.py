@@ -40,9 +40,9 @@ def with_estimates(
 
 
 def _options(plan: Plan) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = [{"microbatches": 2 * plan.microbatches}]
+    options: list[Mapping[str, Any]] = [{"microbatches": 2 * plan.microbatches}]
     if plan.recompute == "none":
-        found += [{"recompute": "selective"}, {"recompute": "full"}, {**found[0], "recompute": "full"}]
+        options += [{"recompute": "selective"}, {"recompute": "full"}, {**options[0], "recompute": "full"}]
     if plan.zero < 3:
-        found.append({"zero": 3})
-    return found
+        options.append({"zero": 3})
+    return options

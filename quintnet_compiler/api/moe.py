@@ -41,5 +41,5 @@ def expert_linear(
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0], weight.shape[outside]):
         raise ValueError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}: [E, O] is expected")
-    made: Tensor = expert_ops.expert_linear(rows, ids, weight, bias, transposed)
-    return made
+    out: Tensor = expert_ops.expert_linear(rows, ids, weight, bias, transposed)
+    return out

@@ -106,12 +106,12 @@ def plan(
     """
     alternatives = listed(among)
     question, goal = Question(objective, SearchEffort(work, seconds)), Goal(tokens, price)
-    given = read_plan(plan).changed({"expect": expect}, keep_open=True)
-    planner = _planner(model, cluster, batch, loss_fn, given, rules, goal, backend, reserve)
+    fixed = read_plan(plan).changed({"expect": expect}, keep_open=True)
+    planner = _planner(model, cluster, batch, loss_fn, fixed, rules, goal, backend, reserve)
     tokens_in = planner.workload.tokens
 
     def of_length(length: int) -> Planner:
-        expected = expecting_documents(given, planner.pinned.expect.documents)
+        expected = expecting_documents(fixed, planner.pinned.expect.documents)
         longer = with_length(batch, length)
         with one_thread(), new_garbage_only():
             return _planner(model, cluster, longer, loss_fn, expected, rules, goal, backend, reserve)
@@ -159,8 +159,8 @@ def estimate(
             "QN301", f"{mesh} has {mesh.size} ranks, and the cluster {cluster.size} devices",
             fix=f"use a cluster of {-(-mesh.size // cluster.gpus_per_node)} nodes",
         )  # fmt: skip
-    given = [axis for axis, size in mesh.axes if size > 1]
-    if len(cluster.parts) > 1 and given != (usual := [axis for axis in AXES if mesh[axis] > 1]):
+    axes = [axis for axis, size in mesh.axes if size > 1]
+    if len(cluster.parts) > 1 and axes != (usual := [axis for axis in AXES if mesh[axis] > 1]):
         raise CompileError(
             "QN201", f"{mesh} on several kinds of nodes: estimates number ranks with {usual[0]} outermost",
             fix=f"name the axes in the order {', '.join(usual)}; or compile, and ask simulate(cluster)",
@@ -191,11 +191,11 @@ def _planner(
         )
     book = {**RULES, **registered_rules(), **user_rules(rules)}
     unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
-    found = FlatBatch.flatten(batch)
+    flat = FlatBatch.flatten(batch)
     machine = PricedCluster(cluster, unknown, reserve, ENGINES[backend].replayed)
-    tokens = tokens_of(found.leaves)
+    tokens = tokens_of(flat.leaves)
     return Planner.from_captured(
-        captured, captured.form.rows_in(batch), machine, pinned, book, tokens, goal, found.leaves
+        captured, captured.form.rows_in(batch), machine, pinned, book, tokens, goal, flat.leaves
     )
 
 

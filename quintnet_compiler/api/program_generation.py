@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ProgramGeneration(ProgramReports):
-    """What continues texts."""
+    """Generation of texts by a compiled program."""
 
     _kept: dict[str, Any]
 

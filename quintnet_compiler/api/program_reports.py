@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class ProgramReports(ProgramCheckpoints):
-    """What can be read of a compiled program; nothing here runs or changes it."""
+    """Reports of a compiled program; nothing here runs or changes it."""
 
     @property
     def mesh(self) -> Mesh:
@@ -48,7 +48,7 @@ class ProgramReports(ProgramCheckpoints):
 
     @property
     def first(self) -> bool:
-        """Whether this process is rank 0, which writes logs and files."""
+        """Return whether this process is rank 0, which writes logs and files."""
         return self._state().first
 
     @property
@@ -57,8 +57,8 @@ class ProgramReports(ProgramCheckpoints):
         from ..cost_models.operators import model_flops
 
         program = self._programs.latest(self._task.primary_kind) or self._primary().program
-        known = program.flops
-        return model_flops(program.source.local.staged.sharded.program.graph) if known is None else known
+        flops = program.flops
+        return model_flops(program.source.local.staged.sharded.program.graph) if flops is None else flops
 
     @property
     def plan(self) -> Plan:
@@ -78,9 +78,12 @@ class ProgramReports(ProgramCheckpoints):
 
     @property
     def unsplit(self) -> tuple[str, ...]:
-        """What is not split, one line for each kind; empty if everything is: operators that run replicated on a tensor
-        or context axis because no size of theirs divides (exact, but not faster than one rank), parameters that ZeRO
-        leaves whole, and values of a batch that are exchanged between data ranks."""
+        """Return what is not split, one line for each kind; empty if everything is.
+
+        It names operators that run replicated on a tensor or context axis because no size of theirs divides (exact, but
+        not faster than one rank), parameters that ZeRO leaves whole, and values of a batch that are exchanged between
+        data ranks.
+        """
         return self._primary().unsplit
 
     @property
@@ -154,7 +157,7 @@ class ProgramReports(ProgramCheckpoints):
                 raise
             unpriced = error.message
         rows = zip(report.found.ranked, report.plans, strict=True) if report is not None else ()
-        plans = tuple((str(one.layout), one.numbers(), plan) for one, plan in rows)
+        plans = tuple((str(ranked.layout), ranked.numbers(), plan) for ranked, plan in rows)
         extras = Extras(predicted, unpriced, measured, plans, report.svg() if report is not None else "")
         return dump_program(primary.program, primary.plan, primary.passes(), path_of(folder, "QN701"), extras)
 
@@ -222,8 +225,8 @@ class ProgramReports(ProgramCheckpoints):
             for name, p in self.named_parameters():
                 if what is p or what is p.grad:
                     return picture_of(program, name if what is p else f"{name}.grad")
-            if (known := picture_of_dtensor(what)) is not None:
-                return known
+            if (picture := picture_of_dtensor(what)) is not None:
+                return picture
             shape = list(what.shape)
             message = (
                 f"the tensor {shape} is neither a parameter of the program, nor the gradient of one, nor a DTensor"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ProgramState(abc.ABC):
-    """What a compiled program keeps between steps."""
+    """State that a compiled program keeps between steps."""
 
     _task: Task
     _steps: int
@@ -74,13 +74,13 @@ class ProgramState(abc.ABC):
         plain module and for ``fully_shard``'s, on any layout.
         """
         parameters = dict(self.named_parameters())
-        found = {
+        tensors = {
             ".".join(filter(None, (prefix, name))): x
             for prefix, module in modules_of(self._task).items()
             for name, x in module.state_dict().items()
         }
-        found |= {name: p.detach() for name, p in parameters.items() if name not in found}
-        return {name: without_offset(x) for name, x in found.items()}
+        tensors |= {name: p.detach() for name, p in parameters.items() if name not in tensors}
+        return {name: without_offset(x) for name, x in tensors.items()}
 
     @in_turn
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -96,9 +96,9 @@ class ProgramState(abc.ABC):
             name: p for name, p in self.named_parameters() if name.startswith("loss_fn.") and name not in own
         }
         loss_module = self._task.loss_fn if isinstance(self._task.loss_fn, nn.Module) else None
-        known = {f"loss_fn.{name}" for name in loss_module.state_dict()} if loss_module else brought.keys()
-        if known != of_loss.keys():
-            missing, unexpected = sorted(known - of_loss.keys()), sorted(of_loss.keys() - known)
+        expected = {f"loss_fn.{name}" for name in loss_module.state_dict()} if loss_module else brought.keys()
+        if expected != of_loss.keys():
+            missing, unexpected = sorted(expected - of_loss.keys()), sorted(of_loss.keys() - expected)
             raise RuntimeError(f"missing in the state: {missing}; unexpected in it: {unexpected}; nothing was loaded")
         model.load_state_dict({name: x for name, x in state.items() if name not in of_loss})
         if loss_module:
@@ -192,10 +192,10 @@ class ProgramState(abc.ABC):
         """
         from ..runtime.state.whole_optimizer import WholeOptimizer
 
-        given = self.parameters() if parameters is None else parameters
+        optimized = self.parameters() if parameters is None else parameters
         backend, program = self._state(), self._primary().program
         refuse_unset(backend.unset, program)
-        return WholeOptimizer(given, make, backend.whole_tensors(program))
+        return WholeOptimizer(optimized, make, backend.whole_tensors(program))
 
     @contextmanager
     def on_preempt(
@@ -227,10 +227,10 @@ class ProgramState(abc.ABC):
         Raises:
             RunError: QN306 outside of the main thread, or for a signal that cannot be handled.
         """
-        before, asked = self._preemption, Preemption()
+        outer, asked = self._preemption, Preemption()
         with handling(signals, asked.ask):
             self._preemption = asked
             try:
                 yield partial(asked.leave_if_agreed, save)
             finally:
-                self._preemption = before
+                self._preemption = outer

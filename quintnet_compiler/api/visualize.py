@@ -37,8 +37,8 @@ def visualize(
             QN203 for a size that does not divide, QN207 for a type that is none, QN102 if a program is not compiled
             yet.
     """
-    if isinstance(of, Tensor) and what is None and (known := picture_of_dtensor(of)) is not None:
-        return known
+    if isinstance(of, Tensor) and what is None and (picture := picture_of_dtensor(of)) is not None:
+        return picture
     if isinstance(of, Mesh) and isinstance(what, Mapping) and shape is not None:
         return picture_of_types(of, what, tuple(shape.shape if isinstance(shape, Tensor) else shape))
     if isinstance(of, CompiledProgram) and isinstance(what, (str, Tensor)):
