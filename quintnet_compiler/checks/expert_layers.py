@@ -32,7 +32,7 @@ ReadProduct = Callable[[fx.Node], tuple[fx.Node, fx.Node]]  # of a product: its 
 
 @dataclass(frozen=True)
 class ExpertRoute:
-    """How the axes of the mesh split an expert layer.
+    """The split of an expert layer over the axes of the mesh.
 
     Attributes:
         experts: the number of experts of the layer.

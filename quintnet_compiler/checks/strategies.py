@@ -23,7 +23,7 @@ from .tables import bare
 
 
 class Cut(NamedTuple):
-    """How ranks share a factor.
+    """The split of a factor among ranks.
 
     Attributes:
         runs: the number of runs of which each rank takes its part.

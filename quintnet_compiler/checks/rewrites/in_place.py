@@ -56,10 +56,10 @@ def _one_memory(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _may_be_view(node: fx.Node) -> bool:
-    """Whether a result may lie in an input's memory: an operator says so, or is made of others, or a rank's slice."""
+    """Return whether a result may lie in an input's memory: its schema says so, or cannot say (composites, slices)."""
     if node.op != "call_function" or node.target in _COMPUTES or node.target in _WRITES:
         return False
     returns = getattr(schema_or_none(node.target), "returns", ())
     if is_getitem(node) or op_spec(node).on_rank or composite_in_cpp(node.target):
         return True
-    return not returns or any(made.alias_info is not None for made in returns)
+    return not returns or any(result.alias_info is not None for result in returns)

@@ -26,15 +26,15 @@ _fail = partial(check_failure, "slices check")
 aten = torch.ops.aten
 
 
-def check_joined(before: DifferentiatedProgram, after: DifferentiatedProgram) -> None:
+def check_joined(original: DifferentiatedProgram, rewritten: DifferentiatedProgram) -> None:
     """Raises: CompileError QN209 with the first value that is another one."""
     numbers = ValueNumbers()
-    old, new = _Sums(before, numbers), _Sums(after, numbers)
-    check_results(before, after, old.of, new.of, _fail)
+    old, new = _Sums(original, numbers), _Sums(rewritten, numbers)
+    check_results(original, rewritten, old.of, new.of, _fail)
     again = [{(p.of[copy], p.of[n]) for copy, n in p.program.copies.items()} for p in (old, new)]
     if again[0] != again[1]:
         raise _fail("something else is computed again", None)
-    missing = [node for node in before.graph.nodes if node.users and old.of.get(node) in old.calls - new.calls]
+    missing = [node for node in original.graph.nodes if node.users and old.of.get(node) in old.calls - new.calls]
     if missing:
         raise _fail(f"{missing[0].name} is not computed", missing[0])
 
@@ -55,14 +55,14 @@ class _Sums(NumberedValues):
             return self._sum(place, terms)
         if node.target is aten.cat.default:
             return self._join(place, args[1] if len(args) > 1 else 0, (self.of[x] for x in args[0]))
-        found = self.numbers.call(place, node.target, (args, node.kwargs), self.of.__getitem__)
+        number = self.numbers.call(place, node.target, (args, node.kwargs), self.of.__getitem__)
         if op_spec(node).slice_gradient and args[5] == 1:
             dim = args[2] % len(args[1])
             kind = (place, tuple(args[1]), dim)
-            self.slices[found] = kind, args[3], args[4], args[1][dim], self.of[args[0]]
+            self.slices[number] = kind, args[3], args[4], args[1][dim], self.of[args[0]]
         else:
-            self.calls.add(found)
-        return found
+            self.calls.add(number)
+        return number
 
     def _join(self, place: Hashable, dim: int, parts: Iterable[int]) -> int:
         return self.numbers.number(place, "join", dim, tuple(parts))
@@ -72,7 +72,7 @@ class _Sums(NumberedValues):
         return terms if where == place else (number,)
 
     def _sum(self, place: Hashable, terms: list[int]) -> int:
-        """Adds up ``terms``; a whole that they make up is one term."""
+        """Add up ``terms``; a whole that they make up is one term."""
         for kind in dict.fromkeys(self.slices[term][0] for term in terms if term in self.slices):
             if kind[0] != place:  # type: ignore[index]
                 continue
@@ -83,9 +83,9 @@ class _Sums(NumberedValues):
                 terms.append(self._join(place, kind[2], (self.slices[t][4] for t in mine)))  # type: ignore[index]
         if len(terms) == 1:
             return terms[0]
-        found = self.numbers.number(place, "sum", tuple(sorted(terms)))
-        self.sums[found] = place, tuple(sorted(terms))
-        return found
+        number = self.numbers.number(place, "sum", tuple(sorted(terms)))
+        self.sums[number] = place, tuple(sorted(terms))
+        return number
 
     def _start(self, term: int) -> int:
         return self.slices[term][1]

@@ -20,15 +20,15 @@ ROWS, TOLERANCE = 3, 1e-9
 SCALES = (1.0, 1e-2, 1e-4)  # of drawn values: small squares show a wrong constant under the root
 
 
-def check_norms(before: LocalProgram, after: LocalProgram) -> None:
-    """Check that each operator of ``after`` is that of its name in ``before``, or a norm that computes the same.
+def check_norms(original: LocalProgram, rewritten: LocalProgram) -> None:
+    """Check that each operator of ``rewritten`` is that of its name in ``original``, or a norm that computes the same.
 
     Raises:
         CompileError: QN209 with what differs.
     """
-    sources = {node.name: node for node in before.graph.nodes}
+    sources = {node.name: node for node in original.graph.nodes}
     source_of: dict[fx.Node, fx.Node] = {}
-    for node in after.graph.nodes:
+    for node in rewritten.graph.nodes:
         if node.op == "output":
             continue
         source = sources.get(node.name)
@@ -36,9 +36,10 @@ def check_norms(before: LocalProgram, after: LocalProgram) -> None:
             raise _fail(f"{node.name} is not in the graph before", node)
         source_of[node] = source
         _check_node(node, source, source_of)
-        if after.stage.get(node) != before.stage.get(source) or (node in after.once) != (source in before.once):
+        place = rewritten.stage.get(node), node in rewritten.once
+        if place != (original.stage.get(source), source in original.once):
             raise _fail(f"{node.name} runs elsewhere than before", source)
-    _check_records(before, after, source_of)
+    _check_records(original, rewritten, source_of)
 
 
 def _check_node(node: fx.Node, source: fx.Node, source_of: dict[fx.Node, fx.Node]) -> None:

@@ -16,14 +16,14 @@ _fail = partial(check_failure, "overlap check")
 BEGINS = frozenset(STARTS.values())
 
 
-def check_overlap(before: DifferentiatedProgram, after: DifferentiatedProgram) -> None:
-    """Raises: CompileError QN209 with what is another call than ``before``, or not paired."""
-    nodes = {n.name: n for n in after.graph.nodes}
-    check_pairs(after.graph.nodes)
-    starts = sum(op_spec(n).under_way for n in after.graph.nodes)
-    if len(nodes) != len(before.graph.nodes) + starts:
+def check_overlap(original: DifferentiatedProgram, reordered: DifferentiatedProgram) -> None:
+    """Raises: CompileError QN209 with what is another call than in ``original``, or not paired."""
+    nodes = {n.name: n for n in reordered.graph.nodes}
+    check_pairs(reordered.graph.nodes)
+    starts = sum(op_spec(n).under_way for n in reordered.graph.nodes)
+    if len(nodes) != len(original.graph.nodes) + starts:
         raise _fail("there are nodes too many or too few", None)
-    for old in before.graph.nodes:
+    for old in original.graph.nodes:
         new = nodes.get(old.name)
         call = new.args[0] if new is not None and op_spec(new).waits else new
         target = STARTS.get(old.target, old.target) if call is not new else old.target
@@ -31,12 +31,12 @@ def check_overlap(before: DifferentiatedProgram, after: DifferentiatedProgram) -
             raise _fail(f"{old.name} is another call than it was", old)
         if repr((call.args, call.kwargs)) != repr((old.args, old.kwargs)):
             raise _fail(f"{old.name} reads something else than it did", old)
-        if before.stage.get(old) != after.stage.get(new) or before.stage.get(old) != after.stage.get(call):
+        if original.stage.get(old) != reordered.stage.get(new) or original.stage.get(old) != reordered.stage.get(call):
             raise _fail(f"{old.name} is in another stage than it was", old)
 
 
 def check_pairs(nodes: Iterable[fx.Node]) -> None:
-    """Of a graph, or of one generated function: each start is read by one wait alone, and that by nothing else.
+    """Check a graph, or one generated function: each start is read by one wait alone, and that by nothing else.
 
     Raises:
         CompileError: QN209.

@@ -14,18 +14,18 @@ Fail = Callable[[str, fx.Node | None], Exception]
 
 
 def check_results(
-    before: DifferentiatedProgram, after: DifferentiatedProgram, old: Numbers, new: Numbers, fail: Fail
+    original: DifferentiatedProgram, rewritten: DifferentiatedProgram, old: Numbers, new: Numbers, fail: Fail
 ) -> None:
-    """Outputs, gradients, and the values and gradients of the local program's operators are numbered alike in both.
+    """Check that outputs, gradients, and the local program's values and their gradients have equal numbers in both.
 
     Raises:
         Exception: what ``fail`` makes of the first that is another one, and its node.
     """
     pairs: list[tuple[str, dict[Any, fx.Node], dict[Any, fx.Node]]] = [
-        ("output", dict(enumerate(before.outputs)), dict(enumerate(after.outputs))),
-        ("gradient", dict(before.gradients), dict(after.gradients)),
-        ("gradient of a value", dict(before.cotangents), dict(after.cotangents)),
-        ("value", dict(before.values), dict(after.values)),
+        ("output", dict(enumerate(original.outputs)), dict(enumerate(rewritten.outputs))),
+        ("gradient", dict(original.gradients), dict(rewritten.gradients)),
+        ("gradient of a value", dict(original.cotangents), dict(rewritten.cotangents)),
+        ("value", dict(original.values), dict(rewritten.values)),
     ]
     for what, left, right in pairs:
         if left.keys() != right.keys():
@@ -33,6 +33,6 @@ def check_results(
         for key, node in left.items():
             if old[node] != new[right[key]]:
                 raise fail(f"{right[key].name} is not the {what} that {node.name} is", right[key])
-    leaves = [[n.name for n in program.graph.nodes if n.op == "placeholder"] for program in (before, after)]
+    leaves = [[n.name for n in program.graph.nodes if n.op == "placeholder"] for program in (original, rewritten)]
     if leaves[0] != leaves[1]:
         raise fail("the graph has other leaves", None)

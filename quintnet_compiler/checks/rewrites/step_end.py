@@ -17,24 +17,24 @@ from ..tables import spellings
 _fail = partial(check_failure, "end of a step")
 
 
-def check_step_end(before: Program, after: Program) -> None:
-    """Check that each result of ``before`` is one of ``after``, or of its end of a step, with the values that it reads.
+def check_step_end(original: Program, rewritten: Program) -> None:
+    """Check that each result of ``original`` is one of ``rewritten``, or of its end of a step, with what that reads.
 
     Raises:
         CompileError: QN209 with the result that is another one.
     """
     numbers = ValueNumbers()
-    old, new = _numbered(before.graph, {}, numbers), _numbered(after.graph, {}, numbers)
-    expected = [old[node] for node in outputs(before.graph)]
-    results = [new[node] for node in outputs(after.graph)]
-    num_first = len(results) - len(after.last)
-    by_name = dict(zip(after.last, results[num_first:], strict=True))
-    if after.end is not None:
-        by_name |= _numbers_of_end(after.end, by_name, numbers)
-    actual = [*results[:num_first], *(by_name[name] for name in before.last)]
+    old, new = _numbered(original.graph, {}, numbers), _numbered(rewritten.graph, {}, numbers)
+    expected = [old[node] for node in outputs(original.graph)]
+    results = [new[node] for node in outputs(rewritten.graph)]
+    num_first = len(results) - len(rewritten.last)
+    by_name = dict(zip(rewritten.last, results[num_first:], strict=True))
+    if rewritten.end is not None:
+        by_name |= _numbers_of_end(rewritten.end, by_name, numbers)
+    actual = [*results[:num_first], *(by_name[name] for name in original.last)]
     for position, (left, right) in enumerate(zip(expected, actual, strict=True)):
         if left != right:
-            raise _fail(f"result {position} is another one", outputs(before.graph)[position])
+            raise _fail(f"result {position} is another one", outputs(original.graph)[position])
 
 
 def _numbers_of_end(end: StepEnd, by_name: Mapping[str, int], numbers: ValueNumbers) -> dict[str, int]:
@@ -45,8 +45,8 @@ def _numbers_of_end(end: StepEnd, by_name: Mapping[str, int], numbers: ValueNumb
         node_leaf = leaf(node)
         if node_leaf is None or node_leaf.kind == "input":
             raise _fail(f"the end of a step reads {node.name}, which it cannot have", node)
-    made = _numbered(end.graph, reads, numbers)
-    return dict(zip(end.makes, (made[node] for node in outputs(end.graph)), strict=True))
+    numbered = _numbered(end.graph, reads, numbers)
+    return dict(zip(end.makes, (numbered[node] for node in outputs(end.graph)), strict=True))
 
 
 def _numbered(graph: fx.Graph, reads: Mapping[fx.Node, int], numbers: ValueNumbers) -> dict[fx.Node, int]:
