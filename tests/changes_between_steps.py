@@ -478,6 +478,10 @@ HOLDERS = {
     "attrgetter": Holder(lambda k: _class_value(OfClass, k) and OfClass, K_OF, lambda h, v: setattr(OfClass, "k", v)),
     "globals": Holder(_by_global, lambda h: globals()["VARI" + "ABLE"], _set_global),
     "hidden module": Holder(lambda k: [Part(k)], lambda h: h[0].k, lambda h, v: _put_own(h[0], v)),
+    "replaced __dict__": Holder(Box, _attribute, lambda h, v: setattr(h, "__dict__", {"k": v})),
+    "replaced __dict__ of a module": Holder(
+        lambda k: [Part(k)], lambda h: h[0].k, lambda h, v: setattr(h[0], "__dict__", {**vars(h[0]), "k": v})
+    ),
 }
 
 

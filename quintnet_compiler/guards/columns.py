@@ -281,60 +281,12 @@ class Values:
         return [] if self.hold() else ["a tensor that forward reads in Python has other values"]
 
 
-@dataclass(frozen=True)
-class Registered:
-    """See how many parameters and buffers ``compared``, the namespaces of modules, have together."""
-
-    compared: tuple[Mapping[str, Any], ...]
-    count: int
-
-    @classmethod
-    def of(cls, spaces: Iterable[Mapping[str, Any]]) -> Registered:
-        """Return a guard of the number that there is now; Python's collector of garbage counts in a single call."""
-        return cls(listed := tuple(spaces), len(gc.get_referents(*listed)))
-
-    def hold(self) -> bool:
-        """Return whether there are as many now."""
-        return len(gc.get_referents(*self.compared)) == self.count
-
-    def broken(self) -> list[str]:
-        """Say that there are more or fewer."""
-        return [] if self.hold() else ["the model has another number of parameters and buffers than it had"]
-
-
 def pointer(x: Tensor) -> int | None:
     """Return the address of a tensor's memory; None if it has none that can be asked for."""
     try:
         return x.data_ptr()
     except RuntimeError:
         return None
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The modules inside of modules. ``rows``: a label, a module's dict of its parts, and what was in it.
-
-    ``spaces``: these dicts, and something after each of them; ``held``: all that these hold, as Python's collector of
-    garbage lists it in a single call.
-    """
-
-    rows: tuple[tuple[str, dict[str, Any], list[Any]], ...]
-    spaces: tuple[Any, ...]
-    held: list[Any]
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[str, dict[str, Any]]]) -> Parts:
-        """Return guards of the parts that these modules have now."""
-        spaces = tuple(x for _, space in rows for x in (space, (MISSING,)))
-        values = tuple((label, space, list(dict.values(space))) for label, space in rows)
-        return cls(values, spaces, gc.get_referents(*spaces))
-
-    def hold(self) -> bool:
-        return gc.get_referents(*self.spaces) == self.held or not self.broken()
-
-    def broken(self) -> list[str]:
-        labels = (label or "the model" for label, space, then in self.rows if list(dict.values(space)) != then)
-        return [f"{label} has other parts than it had" for label in labels]
 
 
 @dataclass(frozen=True)

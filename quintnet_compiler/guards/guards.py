@@ -33,17 +33,17 @@ from .columns import (
     Flags,
     Kinds,
     Modes,
-    Parts,
     PlainValues,
-    Registered,
     Row,
     SameObjects,
+    Space,
     TraceGuard,
     Values,
 )
 from .containers import ContainerGuards, fields_of, names_of, reading_of
 from .function_reads import Unset, Variable
 from .hooks import HookGuards, global_hooks, hook_guards
+from .module_contents import Namespaces, Parts, Registered
 from .namespaces import Cell, space_of
 from .process_settings import readers_of
 from .python_state import is_simple
@@ -54,6 +54,7 @@ Roots = Sequence[tuple[str, nn.Module]]
 _ALL_TENSORS = frozenset(
     ["parameters", "named_parameters", "_parameters", "buffers", "named_buffers", "_buffers", "state_dict"]
 )
+_DICTS = ("_parameters", "_buffers", "_modules")  # where modules keep these
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
@@ -187,10 +188,10 @@ def guards_of(source: TraceReads, unread: Mapping[int, Unread] = types.MappingPr
     constants = Constants.of(tensors, source.foreign)
     whole = {id(owner) for owner in source.whole}
     containers = container_guards(rows.held, lambda value: id(value) in whole, unread)
-    fixed = (constants, Parts.of(rows.parts), rows.trained(), Modes(global_modes, source.modes))
+    fixed = (constants, Parts.current(rows.parts), rows.trained(), Modes(global_modes, source.modes))
     plain, same = PlainValues.of(rows.plain), SameObjects(tuple(rows.same))
     read = functools.partial(switches_of_torch, readers_of(rows.names_of_functions()))
-    reads = plain, same, rows.class_guards(), Modes(read, read()), rows.absent()
+    reads = *rows.owners(), plain, same, Modes(read, read()), rows.absent()
     own = (rows.registered(), Values.of(source.values), ClassFacts.of(source.spaces, source.names))
     others = [guard for guard in own if guard.compared]
     return Guards(source, unread, same, (*reads, *others), containers, fixed)
@@ -208,7 +209,7 @@ class _Rows:
     absent_many: list[tuple[str, frozenset[str], Any]] = field(default_factory=list)
     tensors: list[tuple[Tensor, int]] = field(default_factory=list)
     held: list[tuple[str, Any]] = field(default_factory=list)
-    parts: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    parts: list[tuple[str, Space]] = field(default_factory=list)
     seen: set[tuple[int, str]] = field(default_factory=set)
 
     def collect(self) -> None:
@@ -256,9 +257,9 @@ class _Rows:
         if reading_of(owner) is not None and hasattr(owner, "__dict__"):  # a dict, say, that has attributes, too
             self.held.append((label, types.MappingProxyType(vars(owner))))
 
-    def class_guards(self) -> Kinds:
-        """Return guards of the classes of modules, and of the objects whose attributes were read."""
-        return Kinds.of(self._owners())
+    def owners(self) -> tuple[Namespaces, Kinds]:
+        """Return guards of modules, and of the objects whose attributes were read: their namespaces and classes."""
+        return Namespaces.current(self._owners()), Kinds.of(self._owners())
 
     def names_of_functions(self) -> Set[str]:
         """Return the names by which functions may be called: those that are looked up, and those of values."""
@@ -270,8 +271,8 @@ class _Rows:
 
     def registered(self) -> Registered:
         """Return a guard of how many parameters and buffers there are, where functions may ask for all of them."""
-        spaces = (vars(module)[kind] for _, module in self._modules() for kind in ("_parameters", "_buffers"))
-        return Registered.of(spaces if self.source.names & _ALL_TENSORS else ())
+        spaces = (vars(module) for _, module in self._modules())
+        return Registered.current(spaces if self.source.names & _ALL_TENSORS else ())
 
     def trained(self) -> Trained:
         """Return guards of the parameters' flags and of hooks."""
@@ -369,23 +370,21 @@ class _Rows:
             self.absent_many.append((space.label, space.absent, space.space))
 
     def _module(self, label: str, module: nn.Module) -> None:
-        inner = vars(module)["_modules"]
-        if inner:
-            self.parts.append((label, inner))
+        space = vars(module)
+        self.parts.append((label, space))
+        self.same += [(f"{label}.{kind}".lstrip("."), space, kind, space[kind]) for kind in _DICTS if space[kind]]
         if "state_dict" in self.source.names:
-            self.held += [(f"{label}.{name}".lstrip("."), vars(module)[name]) for name in STATE_DICT_PARTS]
-        for kind in ("_parameters", "_buffers"):
-            space = vars(module)[kind]
-            self.plain += [(f"{label}.{name}".lstrip("."), space, name, None) for name, x in space.items() if x is None]
+            self.held += [(f"{label}.{name}".lstrip("."), space[name]) for name in STATE_DICT_PARTS]
+        for tensors in (space["_parameters"], space["_buffers"]):
+            absent = (name for name, x in tensors.items() if x is None)
+            self.plain += [(f"{label}.{name}".lstrip("."), tensors, name, None) for name in absent]
 
     def _tensors_of(self, label: str, root: nn.Module) -> None:
         """Add which tensors a module has that is no part of those that were traced."""
         for path, module in root.named_modules():
             for kind in ("_parameters", "_buffers"):
-                space = vars(module)[kind]
-                self.same += [
-                    (".".join(filter(None, (label, path, name))), space, name, x) for name, x in space.items()
-                ]
+                space, prefix = vars(module)[kind], ".".join(filter(None, (label, path)))
+                self.same += [(f"{prefix}.{name}".lstrip("."), space, name, x) for name, x in space.items()]
 
 
 def _readable(owner: Any) -> Any:

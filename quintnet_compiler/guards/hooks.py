@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat.torch_hooks import CALL_HOOKS, GLOBAL_HOOKS, MODULE_HOOKS, backward_hooks
+from ..compat.torch_hooks import GLOBAL_HOOKS, MODULE_HOOKS, backward_hooks, have_no_module_hooks
 from ..core.code_origin import TORCH
 
 _PACKAGE = __name__.partition(".")[0]
@@ -20,14 +20,19 @@ Hooks = Mapping[int, Any]
 
 @dataclass(frozen=True)
 class HookGuards:
-    """``empty``: where modules had no hooks. ``filled``: where they had (or this package has) some, ``hooks``.
+    """The hooks of modules and parameters.
 
-    ``names``: of parameters; ``own``: the hooks of those that had any.
+    Attributes:
+        empty: the namespaces of modules that had no hooks.
+        filled: the namespaces of the others, and of those to which this package adds some, each with a kind of hooks.
+        hooks: what was there of the user's, for each of ``filled``.
+        names: of parameters.
+        own: the hooks of parameters that had any, by their places.
     """
 
-    empty: tuple[Hooks, ...]
+    empty: tuple[Mapping[str, Any], ...]
     empty_labels: tuple[str, ...]
-    filled: tuple[Hooks, ...]
+    filled: tuple[tuple[Mapping[str, Any], str], ...]
     filled_labels: tuple[str, ...]
     hooks: list[list[Any]]
     names: tuple[str, ...]
@@ -39,7 +44,7 @@ class HookGuards:
 
     def of_modules_hold(self) -> bool:
         """Return whether the hooks of modules are those that there were."""
-        return not any(self.empty) and all(map(_same, map(_of_user, self.filled), self.hooks))
+        return have_no_module_hooks(self.empty) and all(map(_same, map(_current, self.filled), self.hooks))
 
     def _others(self, parameters: Sequence[Tensor]) -> list[int]:
         """Places of parameters that have other hooks now."""
@@ -48,42 +53,46 @@ class HookGuards:
 
     def broken(self, parameters: Sequence[Tensor]) -> list[str]:
         """Say whose hooks are others now."""
-        changed = [label for label, hooks in zip(self.empty_labels, self.empty, strict=True) if hooks]
-        changed += [
-            label
-            for label, now, then in zip(self.filled_labels, self.filled, self.hooks, strict=True)
-            if not _same(_of_user(now), then)
-        ]
-        changed += [self.names[i] for i in self._others(parameters)]
-        return [f"{label or 'the model'} has other hooks than it had" for label in dict.fromkeys(changed)]
+        rows = zip(self.empty_labels, self.empty, strict=True)
+        labels = [label for label, space in rows if not have_no_module_hooks([space])]
+        rows_with_hooks = zip(self.filled_labels, self.filled, self.hooks, strict=True)
+        labels += [label for label, place, hooks in rows_with_hooks if not _same(_current(place), hooks)]
+        labels += [self.names[i] for i in self._others(parameters)]
+        return [f"{label or 'the model'} has other hooks than it had" for label in dict.fromkeys(labels)]
 
 
 def hook_guards(
     roots: Iterable[tuple[str, nn.Module]], parameters: Sequence[Tensor], names: Sequence[str]
 ) -> HookGuards:
     """Return guards of the hooks that there are now: of all modules inside ``roots``, and of these parameters."""
-    empty: list[tuple[str, Hooks]] = []
-    filled: list[tuple[str, Hooks]] = []
+    empty: list[tuple[str, Mapping[str, Any]]] = []
+    filled: list[tuple[str, tuple[Mapping[str, Any], str]]] = []
     for label, root in roots:
         for name, module in root.named_modules():
-            for part in MODULE_HOOKS:
-                hooks: Hooks = getattr(module, part)
-                path = ".".join(filter(None, (label, name)))
-                (filled if hooks or (module is root and part == CALL_HOOKS) else empty).append((path, hooks))
+            path, space = ".".join(filter(None, (label, name))), vars(module)
+            if module is not root and have_no_module_hooks([space]):
+                empty.append((path, space))
+            else:
+                filled += [(path, (space, kind)) for kind in MODULE_HOOKS]
     of_parameters = enumerate(map(_of_user, map(backward_hooks, parameters)))
     return HookGuards(
-        tuple(hooks for _, hooks in empty),
+        tuple(space for _, space in empty),
         tuple(label for label, _ in empty),
-        tuple(hooks for _, hooks in filled),
+        tuple(place for _, place in filled),
         tuple(label for label, _ in filled),
-        [_of_user(hooks) for _, hooks in filled],
+        [_current(place) for _, place in filled],
         tuple(names),
         {i: hooks for i, hooks in of_parameters if hooks},
     )
 
 
+def _current(place: tuple[Mapping[str, Any], str]) -> list[Any]:
+    space, kind = place
+    return _of_user(space[kind])
+
+
 def _of_user(hooks: Hooks | None) -> list[Any]:
-    """Without those of this package, which refuse calls of a module that is split."""
+    """Return hooks without those of this package, which refuse calls of a module that is split."""
     return [hook for hook in (hooks or {}).values() if not str(getattr(hook, "__module__", "")).startswith(_PACKAGE)]
 
 

@@ -13,10 +13,11 @@ from torch import nn
 
 from quintnet_compiler.driver.unread_state import UnreadState
 from quintnet_compiler.guards.by_name import is_users, spaces_by_name
-from quintnet_compiler.guards.columns import Absent, Constants, Parts, PlainValues, SameObjects
+from quintnet_compiler.guards.columns import Absent, Constants, PlainValues, SameObjects
 from quintnet_compiler.guards.containers import ContainerSnapshot, Numbers, equal, fields_of, names_of, reading_of
 from quintnet_compiler.guards.function_reads import Variable
 from quintnet_compiler.guards.guards import Guards, TraceReads, global_modes, guards_of
+from quintnet_compiler.guards.module_contents import Namespaces, Parts, Registered
 from quintnet_compiler.guards.reach import Unread, children, container_guards, is_observable, reachable
 from quintnet_compiler.guards.stand_ins import Tripwire, UnreadStateUsed, touched
 from quintnet_compiler.guards.trial import Trial
@@ -236,16 +237,34 @@ def test_each_of_some_values_is_compared(count: int) -> None:
 
 
 def test_parts_of_modules() -> None:
-    first, second = nn.Sequential(nn.Identity(), nn.ReLU()), nn.Sequential(nn.Tanh())
-    parts = Parts.of([("first", vars(first)["_modules"]), ("second", vars(second)["_modules"])])
+    first, second, empty = nn.Sequential(nn.Identity(), nn.ReLU()), nn.Sequential(nn.Tanh()), nn.ModuleList()
+    parts = Parts.current([("first", vars(first)), ("second", vars(second)), ("empty", vars(empty))])
     assert parts.hold()
     moved = vars(first)["_modules"].pop("1")
-    vars(second)["_modules"] = {"0": moved, "1": second[0]}  # another dict: not the one that is looked at
     assert not parts.hold() and parts.broken() == ["first has other parts than it had"]
     first.append(nn.ReLU())
     assert not parts.hold()
     vars(first)["_modules"]["1"] = moved
     assert parts.hold()
+    vars(empty)["_modules"] = {"0": nn.ReLU()}
+    assert not parts.hold() and parts.broken() == ["empty has other parts than it had"]
+
+
+def test_namespaces_that_were_replaced() -> None:
+    plain, slotted, layer = OwnReads(), Slotted(), nn.Linear(2, 2)
+    namespaces = Namespaces.current([("plain", plain), ("slotted", slotted), ("layer", layer), ("class", Slotted)])
+    assert namespaces.owners == (plain, layer) and namespaces.hold() and namespaces.broken() == []
+    plain.__dict__ = dict(vars(plain))
+    assert not namespaces.hold() and namespaces.broken() == ["plain has another __dict__"]
+
+
+def test_parameters_are_counted_where_they_are_now() -> None:
+    layer = nn.Linear(2, 2)
+    registered = Registered.current([vars(layer)])
+    layer._parameters = dict(layer._parameters)
+    assert registered.hold()
+    layer._parameters["more"] = layer.weight
+    assert not registered.hold()
 
 
 def test_a_hook_of_a_parameter_that_a_graph_holds_is_seen() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Iterator, Mapping
 from operator import getitem, is_, methodcaller
 from typing import Any, NoReturn, cast
@@ -21,6 +22,7 @@ from ..transport.host_copies import PLAIN, host_room
 _RECOMPILE = "compile the changed module"
 _ADDRESS = methodcaller("data_ptr")
 _MAKES_PARAMETERS = nn.Parameter.__new__.__code__
+_DICTS = types.MappingProxyType({"parameter": "_parameters", "buffer": "_buffers"})  # where modules keep these
 
 
 class WholeTensor(Tensor):
@@ -152,7 +154,8 @@ class Slots:
         """Look for the tensors of ``state`` in ``modules``, which have the prefixes of their names as keys."""
         self.modules = modules
         self.names: list[str] = []
-        self._owners: list[dict[str, Tensor]] = []
+        self._homes: list[tuple[nn.Module, str]] = []  # of each slot: the module, and which of its dicts
+        self._owners: list[dict[str, Tensor]] = []  # these dicts
         self._keys: list[str] = []
         self._add_slots(state)
         self._add_ties()
@@ -161,17 +164,21 @@ class Slots:
     def _add_slots(self, state: Mapping[str, StateSpec]) -> None:
         for name, spec in state.items():
             path, _, key = name.rpartition(".")
-            owner = _owner(self.modules, path) if spec.kind in ("parameter", "buffer") else None
-            home = None if owner is None else owner._parameters if spec.kind == "parameter" else owner._buffers
-            if home is not None and home.get(key) is not None:
-                self.names.append(name)
-                self._owners.append(home)  # type: ignore[arg-type]
-                self._keys.append(key)
+            module = _owner(self.modules, path) if spec.kind in _DICTS else None
+            if module is not None and getattr(module, _DICTS[spec.kind]).get(key) is not None:
+                self._add_slot(name, module, _DICTS[spec.kind], key)
+
+    def _add_slot(self, name: str, module: nn.Module, kind: str, key: str) -> None:
+        self.names.append(name)
+        self._homes.append((module, kind))
+        self._owners.append(getattr(module, kind))
+        self._keys.append(key)
 
     def add_state(self, state: Mapping[str, StateSpec]) -> None:
         """Add the tensors of a further program, as they are now; what was seen of others stays as it was."""
         count = len(self.names)
         self._add_slots(state)
+        self._find_dicts()
         self._see([owner[key] for owner, key in zip(self._owners[count:], self._keys[count:], strict=True)])
 
     def _add_ties(self) -> None:
@@ -182,12 +189,17 @@ class Slots:
             for module in root.modules():
                 for key, x in module._parameters.items():
                     if id(x) in names and (id(module._parameters), key) not in places:
-                        self.names.append(names[id(x)])
-                        self._owners.append(module._parameters)  # type: ignore[arg-type]
-                        self._keys.append(key)
+                        self._add_slot(names[id(x)], module, _DICTS["parameter"], key)
+
+    def _find_dicts(self) -> None:
+        """Find the dicts in which modules keep their tensors now: somebody may have replaced them."""
+        self._owners = [getattr(module, kind) for module, kind in self._homes]
+        homes = {id(owner): (*home, owner) for home, owner in zip(self._homes, self._owners, strict=True)}
+        self._dicts = tuple(zip(*homes.values(), strict=True)) or ((), (), ())
 
     def look(self) -> None:
         """Remember the present tensors."""
+        self._find_dicts()
         self._seen: list[Tensor] = []
         self._locals: list[Tensor] = []
         self._memory: list[int] = []
@@ -208,6 +220,9 @@ class Slots:
     @property
     def same(self) -> bool:
         """Return whether every tensor is still the same object in the same memory."""
+        modules, kinds, dicts = self._dicts
+        if not all(map(is_, map(getattr, modules, kinds), dicts)):
+            return False
         try:
             now = list(map(getitem, self._owners, self._keys))
         except KeyError:
@@ -225,6 +240,7 @@ class Slots:
         Raises:
             RunError: QN112 for one that was removed, and for slots that were tied or untied.
         """
+        self._find_dicts()
         changed: dict[str, Tensor] = {}
         names: dict[int, str] = {}
         now: dict[str, Tensor] = {}
@@ -249,6 +265,7 @@ class Slots:
     @property
     def current_tensors(self) -> dict[str, Tensor]:
         """Return the present tensors by name."""
+        self._find_dicts()
         return {name: owner[key] for name, owner, key in self.places() if owner.get(key) is not None}
 
     @property
@@ -258,6 +275,7 @@ class Slots:
 
     def replace_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Put these parameters in the place of others, and these buffers in the place of those on other devices."""
+        self._find_dicts()
         replaced: dict[int, nn.Parameter] = {}
         for name, owner, key in zip(self.names, self._owners, self._keys, strict=True):
             new, old = tensors.get(name), owner[key]
