@@ -179,7 +179,7 @@ class CompiledProgram(ProgramGeneration):
 
     @in_turn
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's outputs for global inputs, whole and the same on every rank; evaluation mode, no gradients."""
+        """Return outputs for global inputs, whole and the same on every rank; evaluation mode, no gradients."""
         batch = kwargs if kwargs else inputs
         tensors, captured = self._run("outputs", batch, False), self._programs.captured["outputs"]
         sizes = captured.form.sizes(self._programs.flat(batch)) or {}

@@ -23,5 +23,5 @@ class LossTotal:
         self._totals.add(*self._program._evaluated_parts(batch))
 
     def loss(self) -> Tensor:
-        """A scalar in float64 on the CPU."""
+        """Return the loss, a scalar in float64 on the CPU."""
         return self._totals.loss()

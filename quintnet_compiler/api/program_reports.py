@@ -205,7 +205,7 @@ class ProgramReports(ProgramCheckpoints):
         )
 
     def _recompiled(self, program: DistributedProgram, plan: Plan) -> Compiled:
-        """The same captured model for the same rows, with another plan."""
+        """Compile the same captured model for the same rows, with another plan."""
         task, rows = self._task, program.source.local.staged.sharded.program.batch_size
         request = Request(task.mesh, plan, rows, task.device, task.rules, absent=task.absent, fused=task.fused)
         return compile_program(program.captured, request, Runner(), training=task.training)
@@ -251,7 +251,7 @@ class ProgramReports(ProgramCheckpoints):
         return costs_of_ranks(costs, self.mesh, ENGINES[self._task.backend].replayed)
 
     def _with_estimates(self, error: RunError) -> RunError:
-        """A training step ran out of memory."""
+        """Return the error of a training step that ran out of memory, with estimates of what would fit."""
         from .memory_estimates import with_estimates
 
         program, plan = self._programs.latest("train") or self._primary().program, self._task.plan

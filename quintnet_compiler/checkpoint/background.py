@@ -63,11 +63,12 @@ class Saving(Future[Path | str]):
         return self.done() and not self.thread.is_alive() and self._untold() is None
 
     def wait(self) -> None:
-        """Until it has ended, however that is."""
+        """Wait until it has ended, however that is."""
         super().exception()
 
     def finish(self, seconds: float) -> None:
-        """
+        """Wait until it has ended.
+
         Raises:
             CheckpointError: QN603 if it takes longer than ``seconds``; or if it failed, and nobody has asked.
         """
@@ -178,7 +179,7 @@ class Background:
 
 @lru_cache(maxsize=1)
 def _line_of(world: dist.ProcessGroup | None, process: int) -> SaveLine:
-    """That of a world; of one before, nothing is kept."""
+    """Return the line of a world; that of an earlier world is forgotten."""
     return SaveLine(None if world is None else new_group(backend="gloo"))
 
 

@@ -104,7 +104,7 @@ def read_state(checkpoint: WrittenFiles, step: int) -> StateNote:
 
 
 def read_index(checkpoint: WrittenFiles) -> dict[str, IndexEntry]:
-    """The tensors of a checkpoint.
+    """Read which tensors a checkpoint has.
 
     Raises:
         Damaged: if the boxes of a tensor do not cover it exactly, lie in other files, or two boxes are one range of a

@@ -33,7 +33,7 @@ class CheckpointFiles(Protocol):
         """
 
     def create(self, name: str, /) -> AbstractContextManager[FileSink]:
-        """A new file, which is stored when the ``with`` block ends without an error."""
+        """Open a new file, which is stored when the ``with`` block ends without an error."""
 
 
 class PublishedError(Exception):
@@ -90,7 +90,7 @@ class CheckpointFolder(Protocol):
     def path(self) -> Path | str: ...
 
     def named(self) -> list[Entry]:
-        """Checkpoints that have their name, the newest first. They may be damaged."""
+        """Return checkpoints that have their name, newest first. They may be damaged."""
 
     def leftovers(self) -> list[Entry]:
         """Return what dead writers left, newest first; of one step, a replacement before what it was to replace."""
@@ -99,7 +99,7 @@ class CheckpointFolder(Protocol):
         """Return names that a checkpoint would have, of what is none: a file, or a link that leads nowhere."""
 
     def abandoned(self) -> Sequence[CheckpointFolder]:
-        """Folders of checkpoints that a run left behind, those of the last first."""
+        """Return folders of checkpoints that a run left behind, those of the last first."""
 
     def at(self, name: str, /) -> CheckpointFiles: ...
 
@@ -107,7 +107,7 @@ class CheckpointFolder(Protocol):
         """Raises: CheckpointError: QN603 if another process writes there."""
 
     def new(self, step: int, /) -> CheckpointFiles:
-        """Room for a checkpoint that has no name yet. Raises: FileExistsError if a file has the name of ``step``."""
+        """Make room for a checkpoint without a name. Raises: FileExistsError if a file has the name of ``step``."""
 
     def publish(self, checkpoint: CheckpointFiles, step: int, /) -> CheckpointFiles:
         """Give ``checkpoint``, which is whole, its name. One of the same step is replaced, at once.

@@ -167,26 +167,26 @@ def _torn_ties(subject: WeightsSubject, sources: Mapping[str, Sequence[Source]])
     """Return a line for each tied parameter of which files hold two that differ (in this rank's part)."""
     problems = []
     for spec, part, positions in subject.backend.parts(subject.program):
-        stored = list(sources.get(spec.name, ()))
-        for other in stored[1:]:
+        copies = list(sources.get(spec.name, ()))
+        for other in copies[1:]:
             runs, values = [runs_of(p) for p in positions], [torch.empty_like(part), torch.empty_like(part)]
-            for source, out in zip((stored[0], other), values, strict=True):
+            for source, out in zip((copies[0], other), values, strict=True):
                 source.read(runs, out)
             if not torch.equal(*values):
-                problems.append(f"{spec.name}: tied in the model, but {stored[0]} and {other} differ")
+                problems.append(f"{spec.name}: tied in the model, but {copies[0]} and {other} differ")
     return problems
 
 
 def _unused_buffers(subject: WeightsSubject, sources: Mapping[str, Sequence[Source]]) -> None:
     """Read buffers that the program does not use into the module, so that saving it stores them again."""
-    for name, stored in sources.items():
+    for name, copies in sources.items():
         if name not in subject.program.state:
             path, _, last = name.rpartition(".")
             module = subject.model.get_submodule(path)
             old = module._buffers[last]
             assert old is not None
             new = torch.empty_like(old, device="cpu" if old.is_meta else None)
-            stored[0].read([((0, size),) for size in new.shape], new)
+            copies[0].read([((0, size),) for size in new.shape], new)
             if old.is_meta:
                 module._buffers[last] = new
             else:

@@ -115,7 +115,7 @@ def _value_outside(subject: WeightsSubject, key: str, x: Tensor) -> Tensor:
 
 
 def _wholes(subject: WeightsSubject, entries: list[TensorEntry], loose: dict[str, Tensor]) -> Iterator[Tensor | None]:
-    """The entries' values in order; on every rank, which give theirs to the first, where alone there are any."""
+    """Yield the values of entries in order, whole on the first rank; others iterate as far, and may get None."""
     names = [entry.source for entry in entries if entry.source not in loose]
     shared = subject.backend.wholes(subject.program, names)
     for entry in entries:
@@ -123,7 +123,7 @@ def _wholes(subject: WeightsSubject, entries: list[TensorEntry], loose: dict[str
 
 
 def _configure(subject: WeightsSubject, folder: Path) -> None:
-    """config.json, and generation_config.json for models that generate."""
+    """Write config.json, and generation_config.json for models that generate."""
     model: Any = subject.model
     if not is_hugging_face(model):
         return

@@ -80,8 +80,8 @@ class FileTensor:
 
 
 def buffers(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """The bytes of a file with ``tensors``, which are in host memory. Those that are not contiguous are copied, each
-    when it is its turn."""
+    """Yield the bytes of a file with ``tensors``, which are in host memory. Those that are not contiguous are copied,
+    each when it is its turn."""
     entries = []
     for key, x in tensors.items():
         kind = STORED_TYPES[TYPE_NAMES[x.dtype]]

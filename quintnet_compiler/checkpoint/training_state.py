@@ -334,7 +334,7 @@ def _nothing_to_finish() -> None:
 
 
 def _parts(subject: WeightsSubject) -> tuple[dict[str, SavedPart], dict[str, ParameterPlace]]:
-    """This rank's parts of parameters and stored buffers, and the parameters' places."""
+    """Return this rank's parts of parameters and stored buffers, and the parameters' places."""
     kept, parameters = subject.model.state_dict(keep_vars=True), subject.backend.parameters
     parts: dict[str, SavedPart] = {}
     places: dict[str, ParameterPlace] = {}
@@ -359,7 +359,7 @@ def _is_unread(name: str, subject: WeightsSubject) -> bool:
 
 
 def _names_elsewhere(model: nn.Module) -> dict[int, str]:
-    """The parameters that other ranks have, by id."""
+    """Return the names of parameters that other ranks have, by id."""
     return {id(p): name for name, p in model.named_parameters() if is_of_other_ranks(p)}
 
 

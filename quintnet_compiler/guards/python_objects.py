@@ -185,7 +185,7 @@ class _Array(_Contents):
 
 
 def _content(value: Any) -> Any:
-    """A plain copy of a container, whatever a subclass makes of ``copy``."""
+    """Return a plain copy of a container, whatever a subclass makes of ``copy``."""
     if isinstance(value, dict):
         return dict(dict.items(value))
     return set(value) if isinstance(value, set) else list(value)

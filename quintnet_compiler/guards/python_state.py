@@ -92,7 +92,7 @@ def same(now: Any, then: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value in an error."""
+    """Return a value as errors show it."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     if value is MISSING:

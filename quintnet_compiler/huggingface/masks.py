@@ -92,7 +92,7 @@ class _Fold:
         return replace(grouped, sight=sight, segments=self._paired(a.segments, b.segments), groups=groups)
 
     def _paired(self, a: Tensor | None, b: Tensor | None) -> Tensor | None:
-        """Numbers of runs in which both are the same. No number comes again behind another one, in neither."""
+        """Number the runs in which both are the same. No number comes again behind another one, in neither."""
         if a is None or b is None:
             return a if b is None else b
         rows = torch.maximum(*(x.diff(prepend=x[:, :1], dim=1) != 0 for x in (a, b)))
@@ -100,7 +100,7 @@ class _Fold:
 
 
 def _either(a: KnownMask, b: KnownMask) -> KnownMask | None:
-    """Groups beside another mask; a mask of groups alone joins no other groups."""
+    """Join groups and another mask; a mask of groups alone joins no other groups."""
     shown, other = (a, b) if b.alone else (b, a)
     if not other.alone or shown.groups is not None:
         return None

@@ -132,7 +132,7 @@ def hf_plan(model: nn.Module, mesh: Mesh, *, virtual_stages: int = 1) -> Hugging
 
 
 def generic(name: str) -> str:
-    """A name with its layer numbers as ``*``, as rules have them.
+    """Return a name with its layer numbers as ``*``, as rules have them.
 
     >>> generic("model.layers.10.mlp.w1.weight")
     'model.layers.*.mlp.w1.weight'

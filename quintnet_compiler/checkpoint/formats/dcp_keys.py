@@ -98,7 +98,7 @@ def _prefix(keys: Collection[str], stated: Collection[str]) -> str:
 
 
 def _name_in(names: Collection[str], text: str) -> str | None:
-    """The longest of ``names`` that ``text`` begins with, and then has a dot."""
+    """Return the longest of ``names`` that ``text`` begins with, and then has a dot."""
     at = len(text)
     while (at := text.rfind(".", 0, at)) > 0:
         if text[:at] in names:
@@ -109,7 +109,7 @@ def _name_in(names: Collection[str], text: str) -> str | None:
 def optimizer_of(
     layout: DcpKeys, values: Mapping[str, Any], names: Collection[str], paths: Paths, kind: str
 ) -> OptimizerContents | None:
-    """The optimizer's state and options by parameter.
+    """Return the optimizer's state and options by parameter.
 
     Raises:
         CheckpointError: QN602 for state of what is no parameter, as where an optimizer's own ``state_dict`` was saved,
@@ -156,7 +156,7 @@ def _required(names: Collection[str], text: str) -> str:
 
 
 def _inner(rest: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """The keys of a value within a parameter's state: as the file says, else those between dots."""
+    """Return the keys of a value within a parameter's state: as the file says, else those between dots."""
     for at in range(len(path)):
         if ".".join(map(str, path[at:])) == rest:
             return path[at:]

@@ -31,7 +31,7 @@ class NewDiskFile:
 
 @contextlib.contextmanager
 def created(path: Path) -> Iterator[NewDiskFile]:
-    """A new file, which is on the disk when this ends without an error.
+    """Open a new file, which is on the disk when this ends without an error.
 
     Raises:
         FileExistsError: if there is one, or a link, wherever it leads.

@@ -205,7 +205,7 @@ def _exchange(temporary: Path, final: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A folder, or a link to one: what it points to stays. What cannot be removed is a warning: it takes room."""
+    """Remove a folder, or a link to one but not what it leads to. Warn of what cannot be removed: it takes room."""
     if path.is_symlink():
         path.unlink()
         return

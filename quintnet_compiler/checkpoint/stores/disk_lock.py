@@ -25,7 +25,8 @@ class FolderLock:
     """A folder's ``.writer``, locked until this object is gone or the process ends. A fork does not hold it."""
 
     def __init__(self, folder: Path) -> None:
-        """
+        """Lock the folder.
+
         Raises:
             CheckpointError: QN603 if another process writes there, or ``.writer`` is not a plain file.
         """

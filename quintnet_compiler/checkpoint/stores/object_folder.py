@@ -154,7 +154,7 @@ class ObjectFolder:
         return [ObjectFolder(self.store, f"{self.root}/{abandoned_name(n)}") for n in numbers]
 
     def at(self, name: str) -> ObjectFiles:
-        """The files of a checkpoint by its name, or by that of its prefix."""
+        """Return the files of a checkpoint by its name, or by that of its prefix."""
         if _DATA.fullmatch(name):
             return ObjectFiles(self.store, self._data(name), name)
         pointer = f"{self.root}/{name}.json"
@@ -208,10 +208,10 @@ class ObjectFolder:
             _remove(self.store, checkpoint.prefix)
 
     def remove_if_empty(self) -> None:
-        """A prefix without objects is not there."""
+        """Do nothing: a prefix without objects is not there."""
 
     def _top(self) -> str:
-        """The prefix of ``data/``, which abandoned folders share."""
+        """Return the prefix of ``data/``, which abandoned folders share."""
         above, _, name = self.root.rpartition("/")
         return above if _ABANDONED.fullmatch(name) else self.root
 
@@ -259,7 +259,7 @@ def _listed(store: AbstractFileSystem, prefix: str) -> list[dict[str, Any]]:
 
 
 def _remove(store: AbstractFileSystem, prefix: str) -> None:
-    """The manifest first: what is left is not whole then."""
+    """Remove the manifest first, so that what is left is not whole, and then the rest."""
     with contextlib.suppress(FileNotFoundError):
         store.rm_file(f"{prefix}/{MANIFEST}")
     with contextlib.suppress(FileNotFoundError):

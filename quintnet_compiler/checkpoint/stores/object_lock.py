@@ -76,7 +76,8 @@ class ObjectLock:
     """A prefix's ``.writer``, until this object is gone or the process ends."""
 
     def __init__(self, store: AbstractFileSystem, root: str) -> None:
-        """
+        """Lock the prefix ``root``.
+
         Raises:
             CheckpointError: QN603 if another process writes there.
         """

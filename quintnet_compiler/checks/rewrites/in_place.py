@@ -20,7 +20,7 @@ _COMPUTES = frozenset({torch.ops.aten.linear.default, *LOOKUPS, embedding_rows_b
 
 
 def check_in_place(program: DifferentiatedProgram) -> None:
-    """Raises: CompileError QN209 with a sum that would overwrite a leaf, or what something else reads."""
+    """Raise CompileError QN209 with a sum that would overwrite a leaf, or what something else reads."""
     for node in program.graph.nodes:
         if node.target not in _WRITES:
             continue

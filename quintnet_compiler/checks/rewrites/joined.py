@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def check_joined(original: DifferentiatedProgram, rewritten: DifferentiatedProgram) -> None:
-    """Raises: CompileError QN209 with the first value that is another one."""
+    """Raise CompileError QN209 with the first value that is another one."""
     numbers = ValueNumbers()
     old, new = _Sums(original, numbers), _Sums(rewritten, numbers)
     check_results(original, rewritten, old.of, new.of, _fail)

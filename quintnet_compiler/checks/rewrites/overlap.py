@@ -17,7 +17,7 @@ BEGINS = frozenset(STARTS.values())
 
 
 def check_overlap(original: DifferentiatedProgram, reordered: DifferentiatedProgram) -> None:
-    """Raises: CompileError QN209 with what is another call than in ``original``, or not paired."""
+    """Raise CompileError QN209 with what is another call than in ``original``, or not paired."""
     nodes = {n.name: n for n in reordered.graph.nodes}
     check_pairs(reordered.graph.nodes)
     starts = sum(op_spec(n).under_way for n in reordered.graph.nodes)
