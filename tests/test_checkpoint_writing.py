@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
+from quintnet_compiler.checkpoint import commit, manifest
+from quintnet_compiler.checkpoint.folder import MARK
 from quintnet_compiler.checkpoint.formats.convert import convert
 from quintnet_compiler.checkpoint.formats.format import Format
 from quintnet_compiler.checkpoint.lock import NAME
@@ -434,9 +436,64 @@ def test_a_trainer_does_not_begin_anew_beside_what_it_cannot_read(kind: str, tmp
         _trainer(_program(), tmp_path).fit()
 
 
-def test_a_file_with_a_checkpoints_name_is_not_replaced(program: CompiledProgram, tmp_path: Path) -> None:
-    (tmp_path / "step-00000003").write_text("mine")
-    with pytest.raises(quintnet.CheckpointError, match="would be replaced by one: move it away"):
-        program.save(tmp_path, step=3)
-    program.save(tmp_path, step=2)
-    assert (tmp_path / "step-00000003").read_text() == "mine" and program.load(tmp_path).step == 2
+def _put(kind: str, path: Path) -> None:
+    """Let ``path`` be a file, a pipe, or a link to a file or to nothing."""
+    target = path.parent.parent / "target"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link to nothing":
+        path.symlink_to(target)
+    else:
+        (target if kind == "link" else path).write_text("mine")
+        path.symlink_to(target) if kind == "link" else None
+
+
+def _is_put(kind: str, path: Path) -> bool:
+    """Return whether ``path`` still is what it was, and what a link leads to, too."""
+    if kind.startswith("link"):
+        target = path.readlink()
+        return path.is_symlink() and (target.read_text() == "mine" if kind == "link" else not target.exists())
+    return path.is_fifo() if kind == "pipe" else path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe", "link", "link to nothing"])
+def test_what_has_a_checkpoints_name_and_is_none_is_not_replaced(
+    kind: str, program: CompiledProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it gets that name while the new checkpoint is written."""
+    folder, real = tmp_path / "run", manifest.write_manifest
+    program.save(folder, step=4)
+    for step in (2, 3):
+
+        def write_manifest(*arguments: Any, step: int = step) -> str:
+            if step == 2:
+                _put(kind, folder / "step-00000002")
+            return real(*arguments)
+
+        monkeypatch.setattr(commit, "write_manifest", write_manifest)
+        _put(kind, folder / "step-00000003") if step == 3 else None
+        with pytest.raises(quintnet.CheckpointError, match="would be replaced by one: move it away") as raised:
+            program.save(folder, step=step)
+        assert raised.value.code == "QN603" and _is_put(kind, folder / f"step-{step:08}")
+    program.save(folder, step=5)
+    assert program.load(folder).step == 5
+    assert _there(folder) == [f"step-{step:08}" for step in (2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "link to nothing"])
+def test_a_mark_that_is_no_file_is_refused(kind: str, program: CompiledProgram, tmp_path: Path) -> None:
+    program.save(tmp_path / "run", step=4)
+    _put(kind, tmp_path / "run" / MARK)
+    with pytest.raises(quintnet.CheckpointError, match=r"is not followed|is not a plain file") as raised:
+        program.save(tmp_path / "run", step=3)
+    assert raised.value.code == "QN603" and _is_put(kind, tmp_path / "run" / MARK)
+    assert _there(tmp_path / "run") == [MARK, "step-00000004"]
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe", "link", "link to nothing"])
+def test_what_has_the_folders_name_and_is_none_is_refused(kind: str, program: CompiledProgram, tmp_path: Path) -> None:
+    (tmp_path / "all").mkdir()
+    _put(kind, tmp_path / "all" / "run")
+    with pytest.raises(quintnet.CheckpointError, match=r"QN603(?s:.*)File exists"):
+        program.save(tmp_path / "all" / "run", step=3)
+    assert _is_put(kind, tmp_path / "all" / "run") and os.listdir(tmp_path / "all") == ["run"]

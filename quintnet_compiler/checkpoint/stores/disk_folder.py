@@ -92,9 +92,7 @@ class DiskFolder:
         return FolderLock(self.path.resolve())
 
     def new(self, step: int) -> DiskFiles:
-        final = self.path / name_of(step)
-        if os.path.lexists(final) and not (final.is_symlink() or final.is_dir()):
-            raise FileExistsError(f"{final} is no checkpoint, and would be replaced by one: move it away")
+        _require_folder_or_nothing(self.path / name_of(step))
         temporary = self.path / f".{name_of(step)}.{secrets.token_hex(4)}.tmp"
         temporary.mkdir()
         return DiskFiles(temporary)
@@ -102,6 +100,7 @@ class DiskFolder:
     def publish(self, checkpoint: CheckpointFiles, step: int) -> DiskFiles:
         temporary, final = self.path / checkpoint.name, self.path / name_of(step)
         sync(temporary)
+        _require_folder_or_nothing(final)
         if os.path.lexists(final):
             _exchange(temporary, final)
         else:
@@ -180,6 +179,16 @@ def _is_folder(entry: os.DirEntry[str], *, linked: bool) -> bool:
         if error.errno == errno.ELOOP:  # a link to itself
             return False
         raise with_path(error, Path(entry.path)) from error
+
+
+def _require_folder_or_nothing(path: Path) -> None:
+    """Refuse to replace what is no checkpoint.
+
+    Raises:
+        FileExistsError: for what is neither a folder nor a link to one.
+    """
+    if os.path.lexists(path) and not path.is_dir():
+        raise FileExistsError(f"{path} is no checkpoint, and would be replaced by one: move it away")
 
 
 def _exchange(temporary: Path, final: Path) -> None:
