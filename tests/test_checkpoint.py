@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import signal
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,16 @@ from torch import Tensor
 
 import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
-from quintnet_compiler.checkpoint import commit, lock, manifest, pieces, storage, tensor_file
+from quintnet_compiler.checkpoint import (
+    background,
+    commit,
+    lock,
+    manifest,
+    pieces,
+    storage,
+    tensor_file,
+    training_state,
+)
 from quintnet_compiler.checkpoint.formats.convert import convert
 from quintnet_compiler.checkpoint.formats.format import Format
 from quintnet_compiler.checkpoint.stores import disk_folder
@@ -267,11 +277,27 @@ def test_extra_values_keep_their_types(trained: Made, tmp_path: Path) -> None:
     assert [entry.step for entry in manifest.available(DiskFolder(tmp_path / "own"))] == [1]
 
 
-def test_saving_in_the_background_saves_what_was_there(trained: Made, tmp_path: Path) -> None:
+def test_saving_in_the_background_saves_what_was_there(
+    trained: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it is written after the next steps, which are those of a program that saves nothing."""
     program, optimizer = trained
     program.save(tmp_path / "now", step=1, optimizer=optimizer)
+    other, stepped = _made("mlp", {"dp": 1}), threading.Event()
+    other[0].load(tmp_path / "now", optimizer=other[1])
+
+    def write_when_stepped(*arguments: Any) -> Path | str:
+        assert stepped.wait(60)
+        return training_state.write(*arguments)
+
+    monkeypatch.setattr(background, "write", write_when_stepped)
     later = program.save_async(tmp_path / "later", step=1, optimizer=optimizer)
-    _train(trained, "mlp")
+    losses = _train(trained, "mlp", 2)
+    assert not later.done()
+    stepped.set()
+    assert losses == _train(other, "mlp", 2)
+    for p, q in zip(program.parameters(), other[0].parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q.full_tensor())  # type: ignore[attr-defined]
     _require_equal(tmp_path / "now" / "step-00000001", later.result(30))
     file = tmp_path / "file"
     file.write_text("")

@@ -9,8 +9,10 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -210,7 +212,8 @@ def test_another_process_is_refused_while_the_writer_lives(made: Made, tmp_path:
         os._exit(0)
     os.read(ready[0], 1)
     try:
-        with pytest.raises(quintnet.CheckpointError, match=f"process {child} on .* writes its checkpoints") as raised:
+        writer = re.escape(f"process {child} on {socket.gethostname()} writes its checkpoints")
+        with pytest.raises(quintnet.CheckpointError, match=writer) as raised:
             made[0].save(tmp_path, step=2)
         assert raised.value.code == "QN603" and "a folder of its own" in str(raised.value)
         assert _there(tmp_path) == _steps(1)

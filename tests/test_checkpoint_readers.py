@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
 from quintnet_compiler.checkpoint.formats.convert import convert
 from quintnet_compiler.checkpoint.formats.format import Format
-from quintnet_compiler.checkpoint.stores import disk_reading
+from quintnet_compiler.checkpoint.stores import disk_folder, disk_reading
 
 Made = tuple[CompiledProgram, torch.optim.Optimizer]
 WIDTH = 256
@@ -201,23 +202,85 @@ def test_two_ranks_read_beside_two_that_write(way: str, seconds: int, writer: Ma
     assert number >= 10
 
 
+# a save beside a load: its step and ``keep``, the number that is loaded without descriptors, and what is there then
+SAVES: dict[str, tuple[int, int | None, int, list[str]]] = {
+    "the same step": (1, None, 2, ["step-00000001"]),
+    "a further step": (2, 1, 2, ["step-00000002"]),
+    "an earlier step": (0, None, 1, ["abandoned-01", "step-00000000"]),
+}
+
+
 @pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("save", SAVES)
 def test_what_is_replaced_between_the_check_and_the_read_is_not_mixed(
-    kept: bool, writer: Made, reader: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    save: str, kept: bool, writer: Made, reader: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With descriptors of its files, the checkpoint that was checked is loaded; without, the one that is there then."""
     if not kept:
         monkeypatch.setattr(disk_reading, "MOST_KEPT", 0)
-    _save(writer, tmp_path, 1, 0)
+    _save(writer, tmp_path, 1, 1)
+    step, keep, without, there = SAVES[save]
 
     def replace(_: quintnet.Restored) -> None:
         monkeypatch.setattr(disk_reading, "MOST_KEPT", 4096)
         if next(replacements):
-            _save(writer, tmp_path, 2, 0)
+            _save(writer, tmp_path, 2, step, keep)
 
     replacements = iter([True, False, False])
     number = reader[0].load(tmp_path, optimizer=reader[1], accept=replace).extra["number"]
-    assert number == (1 if kept else 2) and _values(reader) == {float(number)}
+    assert number == (1 if kept else without) and _values(reader) == {float(number)}
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == there
+    assert reader[0].load(tmp_path, optimizer=reader[1]).step == step and _values(reader) == {2.0}
+
+
+def _move(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+
+
+@pytest.mark.parametrize("goes", [_move, shutil.rmtree])
+@pytest.mark.parametrize("when", ["listed", "opened", "checked"])
+def test_a_folder_that_goes_while_it_is_loaded(
+    when: str, goes: Callable[[Path], Any], writer: Made, reader: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was open is loaded; what was only listed is an error, and nothing is changed."""
+    _save(writer, tmp_path / "other", 7, 1)
+    reader[0].load(tmp_path / "other", optimizer=reader[1])
+    _save(writer, tmp_path / "run", 1, 1)
+    calls = iter([lambda: goes(tmp_path / "run")])
+
+    def first(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            next(calls, lambda: None)()
+            return real(*arguments)
+
+        return call
+
+    if when == "listed":
+        monkeypatch.setattr(disk_folder, "open_folder_to_read", first(disk_folder.open_folder_to_read))
+    elif when == "opened":
+        monkeypatch.setattr(os, "preadv", first(os.preadv))
+    accept = first(lambda _: None) if when == "checked" else None
+    if when == "listed":
+        with pytest.raises(quintnet.CheckpointError, match=r"QN601(?s:.*)has no whole checkpoint"):
+            reader[0].load(tmp_path / "run", optimizer=reader[1], accept=accept)
+    else:
+        assert reader[0].load(tmp_path / "run", optimizer=reader[1], accept=accept).step == 1
+    assert next(calls, None) is None and not (tmp_path / "run").exists()
+    assert _values(reader) == {7.0 if when == "listed" else 1.0}
+    reader[0].evaluate(BATCH)
+
+
+def test_a_folder_that_is_removed_with_files_that_were_not_open_leaves_a_program_that_does_not_run(
+    writer: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if there were more files than may be open."""
+    _save(writer, tmp_path / "run", 1, 1)
+    made = _made()
+    monkeypatch.setattr(disk_reading, "MOST_KEPT", 0)
+    with pytest.raises(quintnet.CheckpointError, match=r"QN601(?s:.*)has no whole checkpoint"):
+        made[0].load(tmp_path / "run", optimizer=made[1], accept=lambda _: shutil.rmtree(tmp_path / "run"))
+    with pytest.raises(quintnet.QuintNetError, match="QN604"):
+        made[0].step(BATCH)
 
 
 def test_a_flipped_bit_of_the_second_read_is_found(

@@ -7,8 +7,10 @@ import fcntl
 import os
 import shutil
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
-from quintnet_compiler.checkpoint.lock import NAME
+from quintnet_compiler.checkpoint import storage
+from quintnet_compiler.checkpoint.lock import NAME, FolderLocks
 
 BATCH = (torch.randn(8, 6), torch.randn(8, 3))
 
@@ -75,6 +78,36 @@ def test_programs_of_a_process_take_turns(place: str) -> None:
     assert failed == []
     newest = programs[0].load(place)
     assert newest.step % 2 == newest.extra["by"]
+
+
+def test_a_program_saves_after_the_one_that_is_saving(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one's save goes on when the second program asks for its turn."""
+    first, second, order, asks = _program(), _program(), list[str](), threading.Event()
+    room, publish, turn = storage.place_to_write, storage.commit, FolderLocks.turn
+
+    def place_to_write(folder: Any, step: int) -> Any:
+        order.append(f"begins {step}")
+        return room(folder, step)
+
+    def commit(folder: Any, checkpoint: Any, step: int, *rest: Any) -> Any:
+        assert asks.wait(60)
+        path = publish(folder, checkpoint, step, *rest)
+        order.append(f"ends {step}")
+        return path
+
+    def asked(locks: FolderLocks, folder: Any) -> Any:
+        if locks is second._locks:
+            asks.set()
+        return turn(locks, folder)
+
+    monkeypatch.setattr(storage, "place_to_write", place_to_write)
+    monkeypatch.setattr(storage, "commit", commit)
+    monkeypatch.setattr(FolderLocks, "turn", asked)
+    saving = first.save_async(place, step=1)
+    second.save(place, step=2)
+    saving.result(60)
+    assert order == ["begins 1", "ends 1", "begins 2", "ends 2"]
+    assert [first.load(place, step=step).step for step in (1, 2)] == [1, 2]
 
 
 @pytest.mark.parametrize("link", [False, True])
@@ -142,6 +175,29 @@ def test_a_fork_does_not_hold_the_lock_of_its_parent(tmp_path: Path) -> None:
     assert _forked(lambda: program.save(tmp_path, step=2)) == 3
     program.save(tmp_path, step=3)
     assert _there(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_a_fork_while_its_parent_saves_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, begun, go_on = _program(), threading.Event(), threading.Event()
+    publish = storage.commit
+
+    def commit(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return publish(*arguments)
+
+    monkeypatch.setattr(storage, "commit", commit)
+    saving = program.save_async(tmp_path, step=1)
+    assert begun.wait(60)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking where there are threads
+            assert _forked(lambda: program.save(tmp_path, step=2)) == 3
+    finally:
+        go_on.set()
+    assert saving.result(60) == tmp_path / "step-00000001"
+    program.save(tmp_path, step=3)
+    assert _there(tmp_path) == ["step-00000001", "step-00000003"] and program.load(tmp_path, step=1).step == 1
 
 
 def test_a_fork_does_not_keep_others_from_writing_when_its_parent_has_ended(tmp_path: Path) -> None:

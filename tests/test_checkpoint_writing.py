@@ -339,6 +339,31 @@ def test_a_fault_after_the_name_says_that_the_checkpoint_is_there(
     assert not [name for name in _there(tmp_path) if name.startswith(".")]
 
 
+@pytest.mark.parametrize("has_name", [True, False])
+def test_a_disk_that_is_gone_leaves_the_name_unknown(
+    has_name: bool, program: CompiledProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rename fails, before or after it is done, and nothing can be read from then on: what was written stays."""
+    program.save(tmp_path, step=1)
+    rename = os.rename
+
+    def fail(source: Path, to: Path) -> None:
+        if has_name:
+            rename(source, to)
+        patch.setattr(disk_folder, "open_folder_to_read", _raise)
+        _raise()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail)
+        with pytest.raises(
+            quintnet.CheckpointError, match=r"whether the checkpoint of step 2 has its name .*not known"
+        ):
+            program.save(tmp_path, step=2)
+    assert program.load(tmp_path).step == 2 and (tmp_path / "step-00000002").exists() == has_name
+    program.save(tmp_path, step=3)
+    assert _there(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
 @pytest.mark.parametrize("keep", [None, 1])
 def test_a_checkpoint_that_cannot_be_read_again_stays(
     keep: int | None, program: CompiledProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

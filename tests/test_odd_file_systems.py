@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import re
+import signal
 import stat
 import sys
+import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
-from quintnet_compiler.checkpoint.lock import NAME
+from quintnet_compiler.checkpoint import background, commit, storage
+from quintnet_compiler.checkpoint.lock import NAME, FolderLocks
 from quintnet_compiler.checkpoint.reading import choice
 from quintnet_compiler.checkpoint.stores import disk_folder, disk_lock
+from quintnet_compiler.checkpoint.stores.places import folder_at
+from quintnet_compiler.checkpoint.training_state import Destination, Snapshot, write
 
 BATCH = (torch.randn(8, 6), torch.randn(8, 3))
 
@@ -56,13 +64,20 @@ def _calling(patch: pytest.MonkeyPatch, name: str, call: Callable[..., Any]) -> 
 def test_a_relative_path_is_that_of_the_call(
     program: CompiledProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save in the background ends after the program has gone elsewhere."""
-    savings = []
+    """Saves in the background end after the program has gone elsewhere, at least the last one."""
+    savings, gone = [], threading.Event()
+
+    def write_when_gone(snapshot: Snapshot, to: Destination, group: Any) -> Path | str:
+        assert to.step < 3 or gone.wait(60)
+        return write(snapshot, to, group)
+
+    monkeypatch.setattr(background, "write", write_when_gone)
     for number in range(4):
         (tmp_path / str(number)).mkdir()
         monkeypatch.chdir(tmp_path / str(number))
         savings.append(program.save_async("run", step=number))
     monkeypatch.chdir(tmp_path)
+    gone.set()
     assert [saving.result(120) for saving in savings] == [tmp_path / f"{n}/run/step-{n:08}" for n in range(4)]
     assert [_there(tmp_path / f"{n}/run") for n in range(4)] == [[f"step-{n:08}"] for n in range(4)]
     assert program.load("3/run").step == 3
@@ -246,3 +261,63 @@ def test_a_save_that_is_interrupted_anywhere(
             assert saved and number > 10
             return
     raise AssertionError("the save never ended")
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _exit(*_: Any) -> None:
+    raise SystemExit(3)
+
+
+def _write_with_interrupts(rank: int, snapshot: Snapshot, folder: Path) -> list[str]:
+    """Write while rank 1 is interrupted as it writes, and while rank 0 is when the checkpoint has its name."""
+    ends = list[str]()
+    for step, interrupted, module, name, interrupt in (
+        (1, 1, storage, "write", _interrupt),
+        (2, 0, commit, "prune", _exit),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == interrupted:
+                patch.setattr(module, name, interrupt)
+            try:
+                write(snapshot, Destination(folder_at(folder), step, 1, FolderLocks()))
+            except BaseException as error:
+                ends.append(f"{type(error).__name__} {error}")
+    return ends
+
+
+def _forked_rank(rank: int, work: Callable[[int], list[str]], store: Path) -> tuple[int, int]:
+    """Run ``work`` in a forked process, one of two that communicate; return its id, and where its texts are read."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking where there are threads
+        child = os.fork()
+    if child:
+        os.close(write)
+        return child, read
+    try:
+        signal.alarm(120)
+        dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
+        os.write(write, json.dumps(work(rank)).encode())
+    finally:
+        os._exit(0)
+
+
+def test_other_ranks_of_a_save_that_is_interrupted_are_told(program: CompiledProgram, tmp_path: Path) -> None:
+    snapshot, folder = program._snapshot(None, None).on_host(), tmp_path / "run"
+    ranks = [
+        _forked_rank(rank, lambda rank: _write_with_interrupts(rank, snapshot, folder), tmp_path / "store")
+        for rank in (0, 1)
+    ]
+    texts = []
+    for child, reading in ranks:
+        with open(reading) as pipe:
+            texts.append(json.loads(pipe.read()))
+        os.waitpid(child, 0)
+    [zero, one] = texts
+    assert one[0] == "KeyboardInterrupt " and zero[1] == "SystemExit 3"
+    assert re.match(r"CheckpointError QN603(?s:.*)rank 1: KeyboardInterrupt(?s:.*)changed no other", zero[0])
+    assert re.match(r"CheckpointError QN603(?s:.*)step 2 is whole and has its name(?s:.*)SystemExit: 3", one[1])
+    assert _there(folder) == ["step-00000002"]

@@ -285,7 +285,10 @@ def test_a_child_that_was_forked_in_a_step_of_another_thread_has_its_turn() -> N
 
 
 def _second_thread() -> list[str]:
-    """What a rank's second thread is told, and its forked child; a second thread after the first one is fine."""
+    """What a rank's second thread is told, and its forked child; a second thread after the first one is fine.
+
+    The first thread has its loss and gradients.
+    """
     program, inside, told, texts = _program(_net(), {"dp": 2}), threading.Event(), threading.Event(), list[str]()
 
     def waits(_: Tensor) -> None:
@@ -293,7 +296,8 @@ def _second_thread() -> list[str]:
         assert told.wait(30)
 
     handle = next(program.parameters()).register_post_accumulate_grad_hook(waits)
-    thread = threading.Thread(target=program.step, args=(_batch(),), daemon=True, name="the-first")
+    losses = list[Tensor]()
+    thread = threading.Thread(target=lambda: losses.append(program.step(_batch())), daemon=True, name="the-first")
     thread.start()
     assert inside.wait(30)
     for call in (lambda: program.step(_batch()), lambda: program.evaluate(_batch()), program.grad_norm):
@@ -304,8 +308,11 @@ def _second_thread() -> list[str]:
     told.set()
     thread.join(120)
     handle.remove()
+    gradients = [p.grad.clone() for p in program.parameters() if p.grad is not None]
     program.zero_grad()
-    program.step(_batch())
+    assert torch.equal(losses[0], program.step(_batch()))
+    again = [p.grad for p in program.parameters() if p.grad is not None]
+    assert len(again) == 4 and all(map(torch.equal, again, gradients))
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

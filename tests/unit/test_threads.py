@@ -15,6 +15,7 @@ from quintnet_compiler.checkpoint.lock import FolderLocks
 from quintnet_compiler.checkpoint.stores.disk_folder import DiskFolder
 from quintnet_compiler.checkpoint.training_state import Destination
 from quintnet_compiler.core.errors import CheckpointError, CheckpointWarning, RunError
+from quintnet_compiler.runtime.launch import attempt, inside_launcher
 from quintnet_compiler.runtime.threads import at_exit, room
 from quintnet_compiler.runtime.threads.turns import LocalTurns, WorldTurn, all_turns, turn_of
 
@@ -121,6 +122,36 @@ def test_all_is_finished_and_the_first_error_told() -> None:
     at_exit.finish_at_exit(works[1])
     with pytest.warns(CheckpointWarning, match="first"):
         at_exit.finish_or_warn(5.0)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+@pytest.mark.parametrize("launched", [True, False])
+def test_the_end_of_a_job_says_that_its_save_failed(launched: bool, raises: bool) -> None:
+    """Beside what the job raises, as a warning; else as the job's error. The end waits as long as it may."""
+    work = _Work("fails", CheckpointError("QN603", "the disk is full"))
+
+    def job() -> None:
+        at_exit.finish_at_exit(work)
+        if raises:
+            raise ValueError("of the job")
+
+    def end() -> str:
+        if launched:
+            return str(attempt._answer(attempt.Job(job, 1, 5.0), 0))
+        with inside_launcher.finished_saves(5.0):
+            job()
+        return ""
+
+    if launched and raises:
+        with pytest.warns(CheckpointWarning, match="the disk is full"):
+            assert "of the job" in end()
+    elif raises:
+        with pytest.warns(CheckpointWarning, match="the disk is full"), pytest.raises(ValueError, match="of the job"):
+            end()
+    else:
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            end()
+    assert len(work.waited) == 1 and 0 < work.waited[0] <= 5
 
 
 def test_a_save_is_over_when_its_thread_has_ended() -> None:
