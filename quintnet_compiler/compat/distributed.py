@@ -50,22 +50,24 @@ local_tensor: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
 
 
 def replace_local_tensor(x: DTensor, part: Tensor) -> None:
-    """The same DTensor over other memory; instead: a new parameter, which optimizers would have to be given."""
+    """Put ``x`` over the memory of ``part``; instead: a new parameter, which optimizers would have to be given."""
     x._local_tensor = part
 
 
 def dtensor_over(
     part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
-    """A DTensor over ``part``, where that is: on the host, too, whatever kind of device ``mesh`` says (as FSDP2 keeps
-    them); instead: ``DTensor.from_local``, which moves it."""
+    """Return a DTensor over ``part`` where it lies; instead: ``DTensor.from_local``, which moves it.
+
+    That may be the host, whatever kind of device ``mesh`` names, as FSDP2 keeps offloaded parameters.
+    """
     if part.device.type == mesh.device_type or part.is_meta:
-        found: DTensor = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
-        return found
-    made: Any = DTensor
-    known = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, stride, part.dtype))
-    found = made(part, known, requires_grad=False)
-    return found
+        x: DTensor = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return x
+    untyped: Any = DTensor
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, stride, part.dtype))
+    x = untyped(part, spec, requires_grad=False)
+    return x
 
 
 def interleaved_shard(dim: int, parts: int, units: int = 0) -> Placement:
@@ -89,7 +91,7 @@ def _parts_and_units(placement: Any) -> tuple[int, int]:
 
 @cache
 def _split_in_units() -> None:
-    """From now on torch cuts and joins DTensors in whole units where a split factor says so."""
+    """Make torch cut and join DTensors in whole units where a split factor says so, from now on."""
     kind: Any = _StridedShard
     split, joined = kind._split_tensor, kind._to_replicate_tensor
 
@@ -102,13 +104,13 @@ def _split_in_units() -> None:
             raise ValueError(f"dim {self.dim} of {list(x.shape)} is not made of {parts} x {units} units")
         view, most = torch.unflatten(x, self.dim, (parts, units, size // (parts * units))), -(-units // ranks)
         ends = [min(most * rank, units) for rank in range(ranks + 1)]
-        found = [view.narrow(self.dim + 1, a, b - a).flatten(self.dim, self.dim + 2) for a, b in pairwise(ends)]
-        found = [one.contiguous() for one in found] if contiguous else found
-        lacking = [found[0].shape[self.dim] - one.shape[self.dim] for one in found] if with_padding else []
-        for rank, count in enumerate(lacking):
+        shards = [view.narrow(self.dim + 1, a, b - a).flatten(self.dim, self.dim + 2) for a, b in pairwise(ends)]
+        shards = [shard.contiguous() for shard in shards] if contiguous else shards
+        padding = [shards[0].shape[self.dim] - shard.shape[self.dim] for shard in shards] if with_padding else []
+        for rank, count in enumerate(padding):
             shape = [*x.shape[: self.dim], count, *x.shape[self.dim + 1 :]]
-            found[rank] = torch.cat([found[rank], x.new_zeros(shape)], self.dim) if count else found[rank]
-        return found, lacking
+            shards[rank] = torch.cat([shards[rank], x.new_zeros(shape)], self.dim) if count else shards[rank]
+        return shards, padding
 
     def to_replicate(self: Any, part: Tensor, mesh: Any, axis: int, shape: Any) -> Any:
         if _parts_and_units(self)[1]:
@@ -140,43 +142,48 @@ def _redistribute_interleaved() -> None:
 
 
 def positions_of(x: DTensor, places: Sequence[int] | None = None) -> list[Tensor]:
-    """For each dim, the global indices that this rank's part of a DTensor has (or that of the rank at ``places``), as
-    its placements cut them; instead: ``compute_local_shape_and_global_offset``, which gives the first of them."""
-    found = [torch.arange(size) for size in x.shape]
+    """Return for each dim the global indices [local size] (int64) of this rank's part, as the placements cut them.
+
+    ``places``: coordinates in the mesh of another rank, whose part is meant. Instead:
+    ``compute_local_shape_and_global_offset``, which gives the first of each dim's indices.
+    """
+    indices = [torch.arange(size) for size in x.shape]
     if places is None:
         places = x.device_mesh.get_coordinate() or [0] * x.device_mesh.ndim
     for axis, placement in enumerate(x.placements):
         if isinstance(placement, (Shard, _StridedShard)):
-            whole = found[placement.dim].view(*[1] * placement.dim, -1)
+            whole = indices[placement.dim].view(*[1] * placement.dim, -1)
             cut: Any = placement._split_tensor(whole, x.device_mesh.size(axis), with_padding=False, contiguous=True)
-            found[placement.dim] = cut[0][places[axis]].flatten()
-    return found
+            indices[placement.dim] = cut[0][places[axis]].flatten()
+    return indices
 
 
 def is_interleaved(x: DTensor) -> bool:
-    """Whether a placement of ``x`` may leave this rank several runs of indices."""
+    """Return whether a placement of ``x`` may leave this rank several runs of indices."""
     return any(isinstance(placement, _StridedShard) for placement in x.placements)
 
 
 @cache
 def checkpoint_parts_by(part: Callable[[DTensor], Any]) -> None:
-    """From now on, where in a DTensor its part lies is what ``part`` says (None: what torch does), for
-    torch.distributed.checkpoint, which takes every part for one box that begins at its first index, and so reads and
-    writes other elements where it is several; instead: nothing, state dicts of optimizers are torch's own DTensors."""
+    """Make torch.distributed.checkpoint ask ``part`` where a rank's part of a DTensor lies (None: as torch says).
+
+    torch takes every part for one box that begins at its first index, and so reads and writes other elements where a
+    part is several boxes. Instead: nothing, state dicts of optimizers are torch's own DTensors.
+    """
     kind: Any = DTensor
     write, chunks, shard = kind.__create_write_items__, kind.__create_chunk_list__, kind.__get_tensor_shard__
 
-    def write_items(x: DTensor, fqn: str, given: Any) -> Any:
-        found = part(x)
-        return write(x, fqn, given) if found is None else found.__create_write_items__(fqn, given)
+    def write_items(x: DTensor, fqn: str, value: Any) -> Any:
+        boxes = part(x)
+        return write(x, fqn, value) if boxes is None else boxes.__create_write_items__(fqn, value)
 
     def chunk_list(x: DTensor) -> Any:
-        found = part(x)
-        return chunks(x) if found is None else found.__create_chunk_list__()
+        boxes = part(x)
+        return chunks(x) if boxes is None else boxes.__create_chunk_list__()
 
     def tensor_shard(x: DTensor, index: Any) -> Any:
-        found = part(x)
-        return shard(x, index) if found is None else found.box(index)
+        boxes = part(x)
+        return shard(x, index) if boxes is None else boxes.box(index)
 
     kind.__create_write_items__, kind.__create_chunk_list__ = write_items, chunk_list
     kind.__get_tensor_shard__ = tensor_shard
@@ -184,21 +191,20 @@ def checkpoint_parts_by(part: Callable[[DTensor], Any]) -> None:
 
 @cache
 def numbers_by(number: Callable[[DTensor], Any]) -> None:
-    """From now on, what a DTensor gives as a Python number (``item()``, ``float()``), where torch gives that of this
-    rank's part; instead: nothing, results of operators are torch's own DTensors."""
+    """Let ``number`` compute ``item()`` of DTensors, not of local parts; instead: nothing, DTensors are torch's own."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = lambda function, args, kwargs: number(args[0])
 
 
 @cache
 def draws_by(functions: tuple[Any, ...], draw: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
-    """Set what random operators give for a DTensor; instead: nothing, users call them with torch's own DTensors."""
+    """Set what random operators return for a DTensor; instead: nothing, users call them with torch's own DTensors."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(dict.fromkeys(functions, draw))
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds that ranks of a group wait for each other; instead: none, ``init_process_group`` keeps it."""
+    """Return the seconds that ranks of a group wait for each other; instead: none, ``init_process_group`` keeps it."""
     backends: str = dist.get_backend_config(group)
     kinds = [part.partition(":")[0] for part in backends.split(",")]
     options: Any = getattr(_backend_of(group, "cpu" if "cpu" in kinds else kinds[0]), "options", None)
@@ -224,34 +230,38 @@ def _backend_of(group: dist.ProcessGroup, kind: str) -> Any:
 
 
 def store_of_world() -> Any:
-    """The store in which the ranks of the world met, under the names of its process group; None if it is none of TCP.
-    Instead: nothing, a second one would need a port that all ranks know."""
-    found: Any = dist.distributed_c10d._get_default_store()
-    inner = found
+    """Return the store of the default process group, with its prefix; None if it does not run over TCP.
+
+    Instead: nothing, a second store would need a port that all ranks know.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    inner = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
-    return found if isinstance(inner, TCPStore) else None
+    return store if isinstance(inner, TCPStore) else None
 
 
 def use_symmetric_memory(group: dist.ProcessGroup) -> None:
-    """Ranks of ``group`` read each other's memory; instead: nothing, the ring of this package needs none."""
+    """Let ranks of ``group`` read each other's memory; instead: nothing, the ring of this package needs none."""
     importlib.import_module("torch.distributed._symmetric_memory").enable_symm_mem_for_group(group.group_name)
 
 
 def symmetric_matmuls() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Fused all-gather and matmul, matmul and reduce-scatter; instead: nothing, as above."""
+    """Return the fused all-gather and matmul, and matmul and reduce-scatter; instead: nothing, as above."""
     importlib.import_module("torch.distributed._symmetric_memory")  # defines them
     ops = torch.ops.symm_mem
     return ops.fused_all_gather_matmul, ops.fused_matmul_reduce_scatter
 
 
 def flight_record() -> bytes | None:
-    """The last collectives of this process as JSON, with sizes, states and lines of Python: torch's flight recorder,
-    which NCCL's process groups write; None where there is none. Instead: nothing, stacks tell where the host is."""
+    """Return the flight record of NCCL's process groups as JSON: the last collectives; None where there is none.
+
+    Instead: nothing, stacks tell where the host is.
+    """
     c10d = importlib.import_module("torch._C._distributed_c10d")
     dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
-    found = None if dump is None else dump(True, False)
-    if found is None:
+    record = None if dump is None else dump(True, False)
+    if record is None:
         return None
-    text = found if isinstance(found, bytes) else str(found).encode()
+    text = record if isinstance(record, bytes) else str(record).encode()
     return text if b'"entries":[{' in text.replace(b" ", b"") else None

@@ -70,14 +70,13 @@ def free_unbacked_symbols(x: Any) -> set[Any]:
 unrecorded: Callable[[], contextlib.AbstractContextManager[Any]] = disable_proxy_modes_tracing
 
 
-def custom_operator(made: Any) -> OpOverload | None:
-    """The operator of what torch.library.custom_op or triton_op returns; None of anything else. Instead:
-    torch.ops.lib.op.default."""
-    return made._opoverload if isinstance(made, CustomOpDef) else None
+def custom_operator(definition: Any) -> OpOverload | None:
+    """Return the operator of torch.library.custom_op or triton_op, else None; instead: torch.ops.lib.op.default."""
+    return definition._opoverload if isinstance(definition, CustomOpDef) else None
 
 
 def recording() -> bool:
-    """Whether make_fx or torch.export takes notice of operators now."""
+    """Return whether make_fx or torch.export records operators now."""
     return get_proxy_mode() is not None
 
 
@@ -85,20 +84,22 @@ def recording() -> bool:
 
 
 class FakeTensorMode(TorchFakeTensorMode):  # type: ignore[no-untyped-call]
-    """torch's own. Before 2.13 it says that attention on the CPU in float64 saves its logarithms of sums in float32;
-    they are in float64, and twice as large. ``results``: what operators made, for all graphs of this mode."""
+    """torch's own, with the right dtype of the logarithms of sums that attention on the CPU saves in float64.
+
+    Before 2.13 torch says float32 there. ``results``: results of operators, for all graphs of this mode.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.results: dict[Any, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        results: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-            out, sums = made
+            out, sums = results
             if out.dtype == torch.float64 and sums.dtype != out.dtype:
                 return out, sums.double()
-        return made
+        return results
 
 
 def views_untracked() -> contextlib.AbstractContextManager[None]:
@@ -126,10 +127,9 @@ def truncated_normals(replaced: Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def resets_itself(module: torch.nn.Module) -> Callable[[], object] | None:
-    """What gives a module's own parameters their first values; instead: ``reset_parameters`` alone, which
-    MultiheadAttention and Transformer do not have."""
-    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    return found if callable(found) else None
+    """Return what initializes a module's own parameters; instead: reset_parameters, which MultiheadAttention lacks."""
+    method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return method if callable(method) else None
 
 
 # Autograd's graph is read as it is, whatever modes are on; instead: torch.overrides, which disables subclasses alone.
@@ -137,12 +137,12 @@ without_torch_function: Any = torch._C.DisableTorchFunction
 
 
 def storage_key(x: Tensor) -> int:
-    """Which memory a tensor has, also where it has no address (meta, fake); instead: ``id`` of a kept storage."""
+    """Return a key of a tensor's memory, also of one without address (meta, fake); instead: a kept storage's ``id``."""
     return int(x.untyped_storage()._cdata)
 
 
 def storage_uses(storages: Iterable[torch.UntypedStorage]) -> list[int]:
-    """How many tensors share each memory: whether somebody kept a result; instead: weak references to results."""
+    """Count tensors of each storage, which tells whether a result was kept; instead: weak references to results."""
     return [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
 
 
@@ -151,12 +151,12 @@ same_implementation: Callable[[Tensor, Tensor], bool] = torch._has_compatible_sh
 
 
 def is_functional(x: Tensor) -> bool:
-    """Whether a tensor is a wrapper of functionalization's; instead: only the types above, if export has one layer."""
+    """Return whether functionalization wraps a tensor; instead: only the types above, if export has one layer."""
     return torch._is_functional_tensor(x)
 
 
 def built_for_xpu() -> bool:
-    """Whether this build knows Intel GPUs at all; instead: torch.backends.xpu, once it has is_built as the others."""
+    """Return whether this build supports Intel GPUs; instead: torch.backends.xpu, once it has is_built, too."""
     return bool(torch.xpu._is_compiled())
 
 
@@ -171,12 +171,12 @@ schema: Callable[[Any], Any] = attrgetter("_schema")
 
 
 def schema_or_none(target: object) -> Any:
-    """The signature of a graph node's target; None for a Python function."""
+    """Return the signature of a graph node's target; None for a Python function."""
     return getattr(target, "_schema", None)
 
 
 def operator_name(target: object) -> str:
-    """An operator's name without namespace and overload; instead: the parts of ``str(target)``."""
+    """Return an operator's name without namespace and overload; instead: the parts of ``str(target)``."""
     return str(getattr(target, "_opname", ""))
 
 
@@ -191,33 +191,33 @@ host_linear: Callable[..., Any] | None = torch.ops.mkldnn._linear_pointwise.defa
 
 
 def packed_weight(weight: Tensor) -> Tensor:
-    """A weight [O, I] as oneDNN reads it fastest, for ``host_linear``; instead: the weight, which each call repacks."""
-    found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
-    return found
+    """Pack a weight [O, I] for oneDNN's ``host_linear``; instead: the weight itself, which each call packs again."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return packed
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes with weights of this dtype, of which it reads some layout fastest."""
+    """Return whether oneDNN multiplies with packed weights of this dtype, see :func:`packed_weight`."""
     if host_linear is None or dtype is not torch.bfloat16:
         return host_linear is not None and dtype is torch.float32
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def composite_definition(target: Any) -> Callable[..., Any] | None:
-    """How Python defines an operator by others; instead: tracing with an explicit decomposition table."""
+    """Return the Python that defines an operator by others; instead: a trace with an explicit decomposition table."""
     keys, kernels = torch._C.DispatchKey, getattr(target, "py_kernels", {})
-    found: Callable[..., Any] | None = kernels.get(keys.CompositeImplicitAutograd) or kernels.get(keys.Autograd)
-    return found
+    kernel: Callable[..., Any] | None = kernels.get(keys.CompositeImplicitAutograd) or kernels.get(keys.Autograd)
+    return kernel
 
 
 def composite_in_cpp(target: Any) -> bool:
-    """Whether C++ defines an operator by others; instead: attempting ``target.decompose``."""
+    """Return whether C++ defines an operator by others; instead: attempting ``target.decompose``."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return isinstance(target, OpOverload) and bool(target.has_kernel_for_dispatch_key(composite))
 
 
 def has_kernel(target: OpOverload, device: torch.device) -> bool:
-    """Whether an operator has a kernel for a device; instead: running it once."""
+    """Return whether an operator has a kernel for a device itself; instead: running it once."""
     key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device.type))
     return bool(target.has_kernel_for_dispatch_key(key))
 
@@ -236,13 +236,13 @@ def _overload(target: OpOverload) -> str:
 
 
 def check_dims(norm: nn.BatchNorm1d, x: Tensor) -> None:
-    """What a batch norm says of an input that is none of its dims; instead: calling the norm."""
+    """Raise what a batch norm raises for an input with another number of dims; instead: calling the norm."""
     norm._check_input_dim(x)
 
 
 @contextlib.contextmanager
 def implementations_of_aten() -> Iterator[Any]:
-    """What registers functions as aten's kernels, until the end; instead: a TorchFunctionMode."""
+    """Yield a library that registers functions as aten's kernels, until the end; instead: a TorchFunctionMode."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         yield library
 

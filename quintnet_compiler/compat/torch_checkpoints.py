@@ -14,7 +14,7 @@ from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.utils.checkpoint import _checkpoint_hook, noop_context_fn
 
 __all__ = [
-    "CheckpointOptions",  # what a checkpoint was given; instead: a tuple of these three
+    "CheckpointOptions",  # the options of a checkpoint; instead: a tuple of these three
     "options_of", "saves_tensors", "sequence_number", "sequence_number_of", "without_checkpoints",
 ]  # fmt: skip
 
@@ -26,7 +26,7 @@ _PLAIN = type(noop_context_fn()[1])  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """What a checkpoint was given.
+    """The options of a checkpoint.
 
     ``stops``: whether the second run ends once the last tensor is saved that the backward reads; ``same_numbers``:
     whether it draws the random numbers of the first; ``selective``: whether a mode of the user's decides what it runs.
@@ -38,8 +38,10 @@ class CheckpointOptions:
 
 
 def options_of(hooks: torch.autograd.graph.saved_tensors_hooks) -> CheckpointOptions | None:
-    """Return what a checkpoint of the kind that is not reentrant was given, by the hooks that it enters; None for other
-    hooks. Instead: a replacement of :func:`torch.utils.checkpoint.checkpoint` wherever a module has imported it."""
+    """Return the options of a checkpoint that is not reentrant, by the hooks that it enters; None for other hooks.
+
+    Instead: a replacement of :func:`torch.utils.checkpoint.checkpoint` wherever a module has imported it.
+    """
     if not isinstance(hooks, _checkpoint_hook):
         return None
     frame = _variable(hooks.pack_hook, "frame")
@@ -49,12 +51,12 @@ def options_of(hooks: torch.autograd.graph.saved_tensors_hooks) -> CheckpointOpt
 
 
 def _variable(function: Any, name: str) -> Any:
-    """Return what a function has of the function around it."""
+    """Return the value of a variable that a function closes over."""
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
 def sequence_number_of(node: Any) -> int:
-    """The number of a node of autograd's graph, which runs in a backward before all smaller ones."""
+    """Return the number of a node of autograd's graph, which runs in a backward before all smaller ones."""
     return int(node._sequence_nr())
 
 

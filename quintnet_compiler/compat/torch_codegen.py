@@ -70,11 +70,11 @@ def goes_with_its_text(module: fx.GraphModule) -> fx.GraphModule:
 @contextlib.contextmanager
 def forgotten_texts() -> Iterator[None]:
     """For traces: afterwards no text is kept of graphs that became code inside; instead: nothing."""
-    before = frozenset(_loader.eval_cache)
+    older_texts = frozenset(_loader.eval_cache)
     try:
         yield
     finally:
-        _forget(_loader.eval_cache.keys() - before)
+        _forget(_loader.eval_cache.keys() - older_texts)
 
 
 def _forget(texts: Iterable[str]) -> None:

@@ -30,21 +30,23 @@ def flex_attention_by(run: Callable[..., Tensor | tuple[Any, ...]], replace: Any
         return
     theirs, options, asked = module.flex_attention_hop, module._apply_kernel_options, [False]
 
-    def chosen(query: Any, key: Any, value: Any, return_lse: bool, given: Any, return_aux: Any = None) -> Any:
+    def chosen_options(
+        query: Any, key: Any, value: Any, return_lse: bool, kernel_options: Any, return_aux: Any = None
+    ) -> Any:
         asked[0] = bool(return_lse or return_aux is not None)
-        return options(query, key, value, return_lse, given, return_aux)
+        return options(query, key, value, return_lse, kernel_options, return_aux)
 
     def ours(q: Any, k: Any, v: Any, score_mod: Any, block_mask: Any, scale: float, *rest: Any) -> tuple[Any, ...]:
         mask = None if block_mask[-1] in (None, module.noop_mask) else block_mask[-1]
         changes = None if score_mod is module._identity else score_mod
         torchs = lambda: theirs(q, k, v, score_mod, block_mask, scale, *rest)  # noqa: E731
-        made = run(q, k, v, changes, mask, scale, asked[0], torchs)
-        return made if isinstance(made, tuple) else (made, q.new_empty(0), q.new_empty(0))
+        output = run(q, k, v, changes, mask, scale, asked[0], torchs)
+        return output if isinstance(output, tuple) else (output, q.new_empty(0), q.new_empty(0))
 
     changed = {
         "flex_attention_hop": replace(ours, theirs),
-        "_apply_kernel_options": replace(chosen, options),
-        "_validate_device": replace(lambda *given: None, module._validate_device),
+        "_apply_kernel_options": replace(chosen_options, options),
+        "_validate_device": replace(lambda *args: None, module._validate_device),
         "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,  # torch.compile does not run while a module is traced
     }
     with mock.patch.multiple(module, **changed):

@@ -18,7 +18,7 @@ _VALUES = ("addcmul", "addcdiv")  # their last argument has a name where there i
 
 
 def _one_by_one(name: str, *args: Any, **kwargs: Any) -> list[Any] | None:
-    """Return what ``torch._foreach_<name>`` does of lists, of which each call for one tensor takes one element."""
+    """Compute ``torch._foreach_<name>`` by a call for each tensor, with one element of each list."""
     function: Callable[..., Any] = _OTHER_NAMES.get(name) or getattr(Tensor, name)
     if name.rstrip("_") in _VALUES and len(args) > 3:
         args, kwargs = args[:3], {**kwargs, "value": args[3]}
@@ -27,11 +27,11 @@ def _one_by_one(name: str, *args: Any, **kwargs: Any) -> list[Any] | None:
     def element(x: Any, place: int) -> Any:
         return x[place] if isinstance(x, (list, tuple)) else x
 
-    made = [
+    results = [
         function(*(element(x, i) for x in args), **{key: element(x, i) for key, x in kwargs.items()})
         for i in range(count)
     ]
-    return None if name.endswith("_") else made
+    return None if name.endswith("_") else results
 
 
 # Each such function, and what does the same with one operator for each tensor; instead: sharding rules for lists.

@@ -41,13 +41,13 @@ set_grad: Any = torch._C._set_grad_enabled
 
 
 def nodes_of_trace() -> list[fx.Node]:
-    """The nodes that the innermost make_fx has made so far; instead: a TorchDispatchMode that counts operators."""
+    """Return the nodes that the innermost make_fx has so far; instead: a TorchDispatchMode that counts operators."""
     mode = get_proxy_mode()
     return [] if mode is None else list(mode.tracer.graph.nodes)
 
 
 def graph_of_trace() -> fx.Graph:
-    """The graph of the innermost make_fx, which must be on; instead: likewise."""
+    """Return the graph of the innermost make_fx, which must be on; instead: likewise."""
     mode = get_proxy_mode()
     assert mode is not None
     return mode.tracer.graph
@@ -124,13 +124,13 @@ def transforms_by(run: Callable[..., Any], replace: Callable[[Any, Any], Any]) -
     own = eager_transforms._vjp_with_argnums
 
     def vjp(function: Any, *primals: Any, **options: Any) -> Any:
-        """Its second result is a function, which computes ``function`` again: a trace keeps equal operators once."""
-        made = run(lambda *given: _without_function(own(function, *given, **options)), *primals)
+        """Return torch's results with a vjp that computes ``function`` again: a trace keeps equal operators once."""
+        results = run(lambda *inputs: _without_function(own(function, *inputs, **options)), *primals)
 
         def back(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
-            return run(lambda given, arriving: own(function, *given, **options)[1](arriving), primals, cotangents)
+            return run(lambda inputs, arriving: own(function, *inputs, **options)[1](arriving), primals, cotangents)
 
-        return (made[0], back, *made[1:])
+        return (results[0], back, *results[1:])
 
     with (
         mock.patch.object(apis, "vmap_impl", ours(vmap_impl)),
@@ -141,6 +141,6 @@ def transforms_by(run: Callable[..., Any], replace: Callable[[Any, Any], Any]) -
         yield
 
 
-def _without_function(made: Any) -> Any:
-    """``(output, function, auxiliary)`` without the function."""
-    return made[0], *made[2:]
+def _without_function(results: Any) -> Any:
+    """Return the results ``(output, function, auxiliary)`` of torch's vjp without the function."""
+    return results[0], *results[2:]

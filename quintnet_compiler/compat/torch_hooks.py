@@ -88,12 +88,12 @@ def have_no_module_hooks(spaces: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def share_backward_hooks(source: Tensor, target: Tensor) -> None:
-    """``target`` has the hooks of ``source``, later ones too; instead: registering each again, once."""
+    """Let ``target`` have the hooks of ``source``, later ones too; instead: registering each again, once."""
     target._backward_hooks = source._backward_hooks
 
 
 def share_hooks(source: Tensor, target: Tensor) -> None:
-    """Likewise, and those that run when a gradient was accumulated."""
+    """Do likewise, and share the hooks that run when a gradient was accumulated."""
     share_backward_hooks(source, target)
     target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
@@ -109,26 +109,26 @@ def module_calls_traced() -> Iterator[None]:
 
 
 def is_lazy_module(module: nn.Module) -> bool:
-    """Whether a lazy module has not been called yet; instead: whether it has parameters without a shape, which those
-    that ``load_state_dict`` gave values have not."""
+    """Return whether a module is lazy and not yet called; instead: missing shapes, which ``load_state_dict`` fills."""
     return isinstance(module, LazyModuleMixin) and hasattr(module, "_initialize_hook")
 
 
 def initialised_by(module: nn.Module, begin: Callable[..., None]) -> None:
-    """A lazy module's first call is ``begin(module, args, kwargs)`` before its forward, in the place among its hooks
-    where it would initialise itself; instead: another hook, which would not know the changes of those before it."""
+    """Let a lazy module's first call begin with ``begin(module, args, kwargs)``, in place of the hook that initialises.
+
+    Instead: another hook, which would not know the changes of those before it.
+    """
     handle: Any = module._initialize_hook
     getattr(module, CALL_HOOKS)[handle.id] = begin
 
 
 def initialise_lazy(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """What a lazy module does before its first call; instead: ``initialize_parameters``, and changing its class."""
+    """Initialise a lazy module as before its first call; instead: ``initialize_parameters``, and changing its class."""
     module._infer_parameters(module, args, kwargs)  # type: ignore[operator]
 
 
 def made_before_calls(hook: Any) -> str:
-    """The name of the attribute that a hook of torch makes of a module's parameters before each call, "" if it is no
-    such hook; instead: the prefix of "_orig" and "_mask", or of "_g" and "_v"."""
+    """Return the name of the weight that a hook computes before calls, else ""; instead: names that end in "_orig"."""
     if isinstance(hook, BasePruningMethod):
         return str(hook._tensor_name)
     return str(hook.name) if isinstance(hook, (WeightNorm, SpectralNorm)) else ""
@@ -146,7 +146,7 @@ def make_again(hook: Any, module: nn.Module) -> None:
 
 
 def old_backward_hooks(module: nn.Module) -> dict[int, Any]:
-    """Those of register_backward_hook, which no trace follows; instead: none, once torch removes that method."""
+    """Return the hooks of register_backward_hook, which no trace follows; instead: none, once torch removes it."""
     return {} if module._is_full_backward_hook else dict(module._backward_hooks)
 
 
@@ -181,13 +181,15 @@ def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
 
 
 def takes_gradients_as_list(function: type[Function]) -> bool:
-    """Whether a Function's backward takes one list, which torch 2.14 knows; instead: no Function that asks for it."""
+    """Return whether a Function's backward takes one list (torch 2.14); instead: no Function that asks for it."""
     return hasattr(FunctionBase, "boxed_grads_call") and bool(getattr(function, "boxed_grads_call", False))
 
 
 def author_of(function: type[Function]) -> type[Function]:
-    """The Function that a user wrote, for one that torch makes of it for torch.vmap where ``generate_vmap_rule`` is
-    True; any other Function itself. Instead: the same rule written as the Function's own ``vmap``."""
+    """Return the Function that a user wrote, also of one that torch derived for torch.vmap (``generate_vmap_rule``).
+
+    Instead: the same rule written as the Function's own ``vmap``.
+    """
     while function.__module__ == _GENERATED and getattr(function, "generate_vmap_rule", False):
         rule: Any = function.forward
         function = rule.__closure__[rule.__code__.co_freevars.index("autograd_function")].cell_contents
@@ -195,7 +197,7 @@ def author_of(function: type[Function]) -> type[Function]:
 
 
 def node_class(node: object) -> type | None:
-    """The Function that made a node of autograd's graph; instead: ``type(node).__name__``."""
+    """Return the Function that made a node of autograd's graph; instead: ``type(node).__name__``."""
     return getattr(node, "_forward_cls", None)
 
 
@@ -205,20 +207,20 @@ def without_hooks_of_export() -> Iterator[None]:
     all modules, and it keeps the module that was traced. Instead: nothing, from torch 2.13 on."""
     from torch.export import _trace  # imported by the first export
 
-    made: list[Any] = []
+    handles: list[Any] = []
     here, register = threading.get_ident(), vars(_trace)["register_buffer_assignment_hook"]
 
-    def noted(*given: Any) -> Any:
-        handle = register(*given)
+    def noted(*args: Any) -> Any:
+        handle = register(*args)
         if threading.get_ident() == here:
-            made.append(handle)
+            handles.append(handle)
         return handle
 
     with mock.patch.object(_trace, "register_buffer_assignment_hook", noted):
         try:
             yield
         finally:
-            for handle in made:
+            for handle in handles:
                 handle.remove()
 
 

@@ -11,21 +11,21 @@ __all__ = ["decompositions", "kernels"]
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The operators that inductor wants taken apart before; instead: torch.export.default_decompositions."""
+    """Return the decompositions that inductor expects to be applied; instead: torch.export.default_decompositions."""
     from torch._inductor.decomposition import select_decomp_table
 
-    found: dict[Any, Callable[..., Any]] = select_decomp_table()
-    return found
+    table: dict[Any, Callable[..., Any]] = select_decomp_table()
+    return table
 
 
 def kernels(traced: fx.GraphModule, fakes: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compiled code for a graph without autograd; instead: torch.compile(traced), which guards and traces again."""
+    """Compile a graph without autograd; instead: torch.compile(traced), which guards and traces again."""
     from torch._inductor.compile_fx import compile_fx_inner
 
     *_, output = traced.graph.nodes
     # the strides that eager would give: what reads them later must not depend on the backend
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    made: Any = compile_fx_inner(traced, fakes, is_inference=True)
+    compiled: Any = compile_fx_inner(traced, fakes, is_inference=True)
     # what it calls, without the contexts that it enters around each call for metrics of compilation
-    run: Callable[[list[Any]], Sequence[Any]] = made.current_callable
+    run: Callable[[list[Any]], Sequence[Any]] = compiled.current_callable
     return run

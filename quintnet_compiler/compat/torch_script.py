@@ -16,8 +16,10 @@ _CALLED: tuple[Any, ...] = (torch.jit.ScriptFunction, torch._C.ScriptMethod)
 
 
 def source_of(function: Any) -> Callable[..., Any] | None:
-    """The function in Python that torch.jit.script made ``function`` of; None for a method, and for what
-    torch.jit.trace made, which keeps what one call did. Instead: the user's own name for it."""
+    """Return the Python that torch.jit.script compiled; None of a method or of torch.jit.trace.
+
+    Instead: the user's own name for it.
+    """
     source: Callable[..., Any] | None = getattr(function, "_torchdynamo_inline", None)
     scripted: Any = None if source is None else _try_get_jit_cached_function(source)  # type: ignore[no-untyped-call]
     return source if scripted is not None and scripted.qualified_name == function.qualified_name else None

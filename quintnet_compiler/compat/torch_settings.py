@@ -35,11 +35,13 @@ QUESTIONS = frozenset(_FLAGS)
 
 
 def settings_of_torch() -> list[str]:
-    """Flags of the process that PyTorch's own code reads, each with its value; instead: the public getters alone, which
-    leave out those of fake tensors and symbolic sizes."""
+    """Return "name: value" of each flag of the process that PyTorch's own code reads.
+
+    Instead: the public getters alone, which leave out those of fake tensors and symbolic sizes.
+    """
     backends: Any = torch.backends  # much of it has no types
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
-    found: dict[str, object] = {
+    values: dict[str, object] = {
         "dtype": torch.get_default_dtype(),
         "device": torch.get_default_device(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -63,7 +65,7 @@ def settings_of_torch() -> list[str]:
         "build": torch.__config__.show(),
         "version": (torch.__version__, torch.version.git_version, torch.version.cuda, torch.version.hip),
     }  # fmt: skip
-    return [f"{name}: {value}" for name, value in found.items()]
+    return [f"{name}: {value}" for name, value in values.items()]
 
 
 _SWITCHES = (
@@ -122,15 +124,17 @@ def _digest(config: Any) -> str:
 
 
 def active_modes() -> list[str]:
-    """The modes that see operators now, but for a default device; instead: nothing, if nobody compiles inside one."""
+    """Return the modes that see operators now, but for a default device; instead: no compilation inside one."""
     modes: tuple[Any, ...] = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())  # type: ignore[no-untyped-call]
     return [type(mode).__name__ for mode in modes if type(mode) is not DeviceContext]
 
 
 def files_of_kernels() -> set[str]:
-    """The files that register kernels of PyTorch's operators, as libraries may replace some; instead: torch.library's
-    own list, which has no files and nothing of C++. Kernels of a device that PyTorch does not know (PrivateUse1) are
-    left out: on CPUs and GPUs they never run."""
+    """Return the files that register kernels of PyTorch's operators, as libraries may replace some.
+
+    Kernels of a device that PyTorch does not know (PrivateUse1) are left out: on CPUs and GPUs they never run. Instead:
+    torch.library's own list, which has no files and nothing of C++.
+    """
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     dumps: list[str] = [torch._C._dispatch_dump(name) for name in names]
     lines = (line for dump in dumps for line in dump.splitlines())
@@ -138,7 +142,7 @@ def files_of_kernels() -> set[str]:
 
 
 def root_of_build() -> str:
-    """The folder in which this build of PyTorch was compiled: files of its kernels in C++ begin with it."""
+    """Return the folder in which this build of PyTorch was compiled: files of its kernels in C++ begin with it."""
     dump: str = torch._C._dispatch_dump("aten::mm")
     schema: str = _PLACE.findall(dump)[0]
     return schema.partition("build/aten/")[0]

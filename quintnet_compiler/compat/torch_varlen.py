@@ -24,8 +24,15 @@ _VARLEN = "torch.nn.attention.varlen"
 
 @dataclass(frozen=True)
 class VarlenCall:
-    """A call of ``varlen_attn``: q [S, H, D], k [T, G, D], v [T, G, E]; where documents end among queries and keys,
-    after a 0; how many keys before and behind its own a query sees (-1: all). ``more``: what else is asked for."""
+    """A call of ``varlen_attn``.
+
+    Attributes:
+        q, k, v: queries [S, H, D], keys [T, G, D] and values [T, G, E].
+        q_ends, k_ends: ends of the documents among queries and keys, after a 0.
+        scale: of the scores; None: 1 / sqrt(D).
+        left, right: how many keys before and after its own position a query sees; -1: all.
+        more: the name of another option that the call sets; None if there is none.
+    """
 
     q: Tensor
     k: Tensor
@@ -55,11 +62,11 @@ def varlen_attention_by(run: Callable[[VarlenCall, Callable[[], Any]], Any], rep
         _, _, causal, scale, window, *added = rest
         left, right = window or (-1, -1)
         caches = zip(("seqused_k", "block_table"), added[1:], strict=False)  # behind enable_gqa; not in PyTorch 2.11
-        asked = [name for name, given in caches if given is not None]
+        asked = [name for name, cache in caches if cache is not None]
         asked += ["return_aux"] if _logs_asked(inspect.currentframe(), module.varlen_attn.__code__) else []
         call = VarlenCall(q, k, v, q_ends, k_ends, scale, left, 0 if causal else right, next(iter(asked), None))
-        made = run(call, lambda: theirs(q, k, v, q_ends, k_ends, *rest))
-        return made if isinstance(made, tuple) else (made, None, None)
+        output = run(call, lambda: theirs(q, k, v, q_ends, k_ends, *rest))
+        return output if isinstance(output, tuple) else (output, None, None)
 
     with mock.patch.object(operators, "_varlen_attn", _Called(theirs, replace(ours, theirs))):
         yield
@@ -71,15 +78,15 @@ class _Called:
     def __init__(self, operator: Any, call: Callable[..., Any]) -> None:
         self.operator, self.call = operator, call
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return self.call(*given, **named)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.operator, name)
 
 
 def _logs_asked(frame: FrameType | None, function: Any) -> bool:
-    """Whether the call of ``function`` that led to ``frame`` wants logs of sums of exponentials."""
+    """Return whether the call of ``function`` that led to ``frame`` asks for logs of sums of exponentials."""
     while frame is not None and frame.f_code is not function:
         frame = frame.f_back
     asked = None if frame is None else frame.f_locals.get("return_aux")

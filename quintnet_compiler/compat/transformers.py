@@ -27,8 +27,10 @@ EXPERTS_CHOICE = "_experts_implementation"
 
 
 def attention_registries() -> tuple[Any, Any] | None:
-    """What attends, and what makes masks, by name; None before a model with such was imported. Instead of the second:
-    every attention as its model writes it, as many operators."""
+    """Return the registries of attention functions and of mask functions; None before such a model was imported.
+
+    Instead of the second: every attention as its model writes it, as many operators.
+    """
     functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
     masks = getattr(sys.modules.get(_MASKS), "ALL_MASK_ATTENTION_FUNCTIONS", None)
     return None if functions is None or masks is None else (functions, masks)
@@ -40,25 +42,25 @@ def experts_run_by(name: str, function: Callable[..., Any]) -> Iterator[None]:
     experts."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    known = ALL_EXPERTS_FUNCTIONS._global_mapping
-    before = known.get(name)
+    functions = ALL_EXPERTS_FUNCTIONS._global_mapping
+    replaced = functions.get(name)
     ALL_EXPERTS_FUNCTIONS.register(name, function)
     try:
         yield
     finally:
-        if before is None:
-            del known[name]
+        if replaced is None:
+            del functions[name]
         else:
-            known[name] = before
+            functions[name] = replaced
 
 
 def apply_gate(experts: Any, x: Any) -> Any:
-    """The activation between two layers of experts, gate and values in one tensor; instead: act_fn(gate) * values."""
+    """Apply the activation of experts to gate and values in one tensor; instead: act_fn(gate) * values."""
     return experts._apply_gate(x)
 
 
 def norm_after_experts(experts: Any) -> Any | None:
-    """The norm of what experts return, if they have one: models of older versions have none, and do not say so."""
+    """Return the norm after experts, if they have one: models of older versions have none, and do not say so."""
     return experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
 
 
@@ -67,8 +69,9 @@ MaskPart = tuple[Any, ...]
 
 
 def mask_parts(function: Any) -> MaskPart | None:
-    """What a mask function is made of; None where a part is not known. Functions are closures, known by their names;
-    instead: evaluating masks, which costs the square of the sequence.
+    """Return the parts of a mask function, a closure that is recognized by its name; None if a part is not recognized.
+
+    Instead: evaluating masks, which costs the square of the sequence.
 
     ("causal",), ("all",), ("window", size), ("chunk", size, padding on the left of each row), ("segments", ids),
     ("groups", ids), ("at", positions, part): of these positions; ("and", parts), ("or", parts)
@@ -90,11 +93,11 @@ def mask_parts(function: Any) -> MaskPart | None:
     if name == "blockwise_overlay":
         return "groups", inside["block_sequence_ids"]
     if name == "remap_positions_for_packed_sequence":
-        found = mask_parts(inside["mask_function"])
-        return found and ("at", inside["position_ids"], found)
+        part = mask_parts(inside["mask_function"])
+        return part and ("at", inside["position_ids"], part)
     if name in ("and_masks", "or_masks"):
-        several = [mask_parts(one) for one in inside["mask_functions"]]
-        return None if any(one is None for one in several) else ("and" if name == "and_masks" else "or", several)
+        parts = [mask_parts(mask) for mask in inside["mask_functions"]]
+        return None if any(part is None for part in parts) else ("and" if name == "and_masks" else "or", parts)
     return None
 
 
@@ -137,30 +140,29 @@ def _replaced(
 
 
 def parallel_rules(model: Any, axis: str) -> Mapping[str, Any]:
-    """The model's own plan for "tp", "ep" or "pp"; instead: the same of its configuration (base_model_tp_plan)."""
+    """Return the model's own plan for "tp", "ep" or "pp"; instead: its configuration's (base_model_tp_plan)."""
     return getattr(model, f"_{axis}_plan", None) or {}
 
 
 def ignored_on_load(model: Any) -> list[str]:
-    """Patterns of stored names that a model has no use for; instead: unexpected=... where weights are loaded."""
+    """Return patterns of stored names that a model has no use for; instead: unexpected=... where weights are loaded."""
     return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
 def ignored_on_save(model: Any) -> list[str]:
-    """Patterns of names that a model does not store; instead: storing them."""
+    """Return patterns of names that a model does not store; instead: storing them."""
     return list(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def initialize(model: Any, module: Any) -> None:
-    """Values of a module of ``model``, its buffers too; instead: building the model on a real device."""
+    """Initialize a module of ``model``, its buffers too; instead: building the model on a real device."""
     model._init_weights(module)
 
 
 def initialize_again(model: Any) -> None:
-    """Values of all of a model, as its constructor gives them last; instead: ``init_weights``, which leaves out what
-    has values already."""
-    for one in (*model.modules(), *model.parameters(), *model.buffers()):
-        vars(one).pop("_is_hf_initialized", None)
+    """Initialize a whole model as its constructor does; instead: ``init_weights``, which skips what has values."""
+    for part in (*model.modules(), *model.parameters(), *model.buffers()):
+        vars(part).pop("_is_hf_initialized", None)
     model.init_weights()
 
 
@@ -168,12 +170,12 @@ def initialize_again(model: Any) -> None:
 
 
 def built_on_meta(kind: Any, config: Any) -> Any:
-    """A model without weights, of the configuration's dtype; instead: ``kind(config)``, in the default dtype."""
+    """Build a model without weights in the configuration's dtype; instead: ``kind(config)``, in the default dtype."""
     return kind._from_config(config)
 
 
 def causal_class(config: Any) -> Any:
-    """The class of a configuration's causal language model; instead: AutoModelForCausalLM.from_config."""
+    """Return the class of a configuration's causal language model; instead: AutoModelForCausalLM.from_config."""
     import transformers
 
     return transformers.AutoModelForCausalLM._model_mapping[type(config)]
@@ -183,32 +185,31 @@ def causal_class(config: Any) -> Any:
 
 
 def conversions(model: Any) -> tuple[list[Any], list[Any]]:
-    """A model's table from stored names to its own: renamings, and what makes one tensor of several; instead: asking
-    for checkpoints in the model's own names."""
+    """Return a model's renamings of stored names and converters of tensors; instead: checkpoints in its own names."""
     from transformers import conversion_mapping, core_model_loading
 
-    found = conversion_mapping.get_model_conversion_mapping(model)
-    renamings = [c for c in found if isinstance(c, core_model_loading.WeightRenaming)]
-    return renamings, [c for c in found if isinstance(c, core_model_loading.WeightConverter)]
+    table = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [c for c in table if isinstance(c, core_model_loading.WeightRenaming)]
+    return renamings, [c for c in table if isinstance(c, core_model_loading.WeightConverter)]
 
 
 def renamed(
     name: str, renamings: list[Any], converters: list[Any], prefix: str, state: dict[str, Any]
 ) -> tuple[str, str | None]:
-    """The model's name for a stored one, and the pattern of the converter that takes it, if one does."""
+    """Return the model's name for a stored one, and the pattern of the converter that takes it, if one does."""
     from transformers.core_model_loading import rename_source_key
 
-    found: tuple[str, str | None] = rename_source_key(name, renamings, converters, prefix, state)
-    return found
+    name_and_pattern: tuple[str, str | None] = rename_source_key(name, renamings, converters, prefix, state)
+    return name_and_pattern
 
 
 def sort_key(name: str) -> Any:
-    """Orders stored names as transformers reads them: numbers as numbers; instead: re.split on digits."""
+    """Return a key that sorts stored names as transformers does, numbers as numbers; instead: re.split on digits."""
     from transformers.core_model_loading import dot_natural_key
 
     return dot_natural_key(name)
 
 
 def is_conversion(operation: Any) -> bool:
-    """Whether a step of a conversion is transformers' own, of which the name says what it does."""
+    """Return whether a step of a conversion is transformers' own, whose name says what it does."""
     return type(operation).__module__ == "transformers.core_model_loading"

@@ -12,15 +12,16 @@ __all__ = ["labels_counted", "save_random_states"]
 
 
 def labels_counted(trainer: Any, batch: Mapping[str, Any]) -> Tensor | None:
-    """How many labels a Trainer says that a batch has, which for GPT-2 are more than its loss is a sum of; None if the
-    model takes no such number. Instead: the number that the loss counts."""
+    """Return a Trainer's count of the labels of a batch (float32); None if the model takes no such number.
+
+    For GPT-2 it is larger than the number of terms of the loss. Instead: the number that the loss counts.
+    """
     count = trainer._get_num_items_in_batch([batch], trainer.args.device)
     return None if count is None else torch.as_tensor(count, dtype=torch.float32)
 
 
 def save_random_states(trainer: Any, folder: str) -> None:
-    """Write the states of Python's, NumPy's and torch's random numbers, as a Trainer of one process does; instead: a
-    file of our own."""
+    """Write the generator states of Python, NumPy and torch as a Trainer of one process does; instead: our own file."""
     from transformers import Trainer
 
     Trainer._save_rng_state(trainer, folder)
