@@ -26,11 +26,11 @@ class Block:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The positions behind the last query, and behind the last key."""
+        """Return the positions after the last query, and after the last key."""
         return self.row + self.rows, self.col + self.cols
 
     def places(self, part: Block) -> tuple[slice, slice]:
-        """Where the queries and the keys of ``part`` lie among those of this block.
+        """Return the slices of this block's queries and keys that are those of ``part``.
 
         >>> Block(4, 4, 0, 8).places(Block(6, 2, 0, 4))
         (slice(2, 4, None), slice(0, 4, None))
@@ -60,7 +60,7 @@ class Sight:
 
     @classmethod
     def parse(cls, text: str) -> Sight:
-        """What operators say, as one word: "causal", "window_N" and "chunk_N", in this order; "all": no condition.
+        """Parse the mask of an operator: "causal", "window_N" and "chunk_N", in this order; "all": no condition.
 
         Raises:
             ValueError: for any other word.
@@ -68,19 +68,19 @@ class Sight:
         >>> Sight.parse("causal_chunk_8"), str(Sight(True, 4)), str(Sight())
         (Sight(causal=True, window=0, chunk=8), 'causal_window_4', 'all')
         """
-        found = _WORD.fullmatch(text)
-        if not text or found is None:
+        match = _WORD.fullmatch(text)
+        if not text or match is None:
             raise ValueError(
                 f"{text!r} is no mask: say 'all', 'causal', 'window_4', 'chunk_8' or 'causal_window_4_chunk_8'"
             )
-        return cls(bool(found[1]), int(found[2] or 0), int(found[3] or 0))
+        return cls(bool(match[1]), int(match[2] or 0), int(match[3] or 0))
 
     def __str__(self) -> str:
         sizes = [f"{name}_{size}" for name, size in (("window", self.window), ("chunk", self.chunk)) if size]
         return "_".join([*(["causal"] if self.causal else []), *sizes]) or "all"
 
     def within(self, length: int) -> Sight:
-        """The same for ``length`` positions: windows and chunks that hold all of them are none."""
+        """Return the same mask of ``length`` positions, without a window or chunk that holds all of them."""
         window, chunk = (size if size < length else 0 for size in (self.window, self.chunk))
         return Sight(self.causal, window, chunk)
 
@@ -111,8 +111,7 @@ class Sight:
         return range(first // self.chunk, (end - 1) // self.chunk + 1)
 
     def spans(self, block: Block) -> Iterator[AttentionSpan]:
-        """What is seen of a block: of each chunk the queries that see any of its keys, and the keys that any of them
-        sees.
+        """Yield of each chunk in a block the queries that see any of its keys, and the keys that any of them sees.
 
         >>> list(Sight(True, 0).spans(Block(4, 4, 0, 6)))
         [AttentionSpan(block=Block(row=4, rows=4, col=0, cols=6), left=-1, right=2)]
@@ -135,8 +134,9 @@ class Sight:
                 yield AttentionSpan(Block(row, end - row, col, last - col), left, right)
 
     def parts(self, block: Block, cells: int, tiled: bool) -> Iterator[tuple[Block, Seen]]:
-        """What is seen of a block, as blocks that do not overlap. One that is seen partly is a tile of at most
-        ``cells`` scores (or of one). ``tiled``: so is every other one.
+        """Yield what is seen of a block, as blocks that do not overlap.
+
+        One that is seen partly is a tile of at most ``cells`` scores (or of one). ``tiled``: so is every other one.
 
         >>> [(b.row, b.col, b.cols, seen) for b, seen in Sight(True, 0).parts(Block(4, 4, 0, 12), 16, tiled=False)]
         [(4, 0, 4, 'all'), (4, 4, 4, 'diagonal')]
@@ -149,11 +149,11 @@ class Sight:
                 width = max(1, cells // part.rows) if tiled or seen == "some" else part.cols
                 for col in range(part.col, part.ends[1], width):
                     tile = Block(part.row, part.rows, col, min(width, part.ends[1] - col))
-                    if (found := self.seen(tile)) is not None:
-                        yield tile, found
+                    if (tile_seen := self.seen(tile)) is not None:
+                        yield tile, tile_seen
 
     def _strips(self, block: Block, cells: int, tiled: bool) -> Iterator[Block]:
-        """By rows: those whose keys are seen alike, or few."""
+        """Cut a block by rows into those whose keys are seen alike, or few."""
         if tiled or self.window:
             most = max(1, math.isqrt(cells))
             step = most if tiled else min(most, max(self.window, FEWEST))
@@ -167,7 +167,7 @@ class Sight:
             yield Block(row, end - row, block.col, block.cols)
 
     def _cut(self, strip: Block, tiled: bool) -> Iterator[Block]:
-        """By columns: without those that no row sees; those that all rows see are one block."""
+        """Cut a strip by columns, without those that no row sees; those that all rows see are one block."""
         (row_end, col_end), first = strip.ends, strip.col
         if self.window:
             first = max(first, strip.row - self.window + 1)
@@ -185,6 +185,6 @@ class Sight:
 
 
 def _ranges(first: int, end: int, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The parts into which ``cuts`` cut a range: where each begins and ends."""
+    """Yield where each of the parts begins and ends into which ``cuts`` cut a range."""
     if first < end:
         yield from pairwise(sorted({first, end, *(at for at in cuts if first < at < end)}))

@@ -48,7 +48,7 @@ class CudaAttention:
     grouped: bool
 
     def kernel(self) -> AttentionKernel:
-        """The first that takes these tensors."""
+        """Return the first kernel that takes these tensors."""
         cuda = torch.backends.cuda
         if self._fits():
             if cuda.cudnn_sdp_enabled() and self.gpu.cudnn and self._cudnn():  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ class CudaAttention:
         return "math"
 
     def _fits(self) -> bool:
-        """What all fused kernels ask for."""
+        """Return whether the tensors are as all fused kernels require."""
         tensors = (self.q, self.k, self.v)
         rows = all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in tensors)
         return (
@@ -71,7 +71,7 @@ class CudaAttention:
         )
 
     def _heads(self, *, grouped: bool, alike: bool = True) -> bool:
-        """Whether the numbers of heads suit a kernel that takes groups of them or does not."""
+        """Return whether the numbers of heads suit a kernel that takes groups of them, or does not (``grouped``)."""
         q, k, v = (x.shape[1] for x in (self.q, self.k, self.v))
         if not (grouped and self.grouped):
             return q == k == v
@@ -96,7 +96,7 @@ class CudaAttention:
         )
 
     def _broadcasts(self, mask: Tensor) -> bool:
-        """A mask of [queries, keys] or [rows, heads, queries, keys]; sizes of 1 stand for any."""
+        """Return whether a mask is [queries, keys] or [rows, heads, queries, keys]; sizes of 1 stand for any."""
         whole = (*self.q.shape[:3], self.k.shape[2])
         return mask.dim() in (2, 4) and all(
             n in (1, full) for n, full in zip(mask.shape, whole[-mask.dim() :], strict=True)
@@ -125,50 +125,50 @@ class CudaAttention:
         )
 
     def __call__(self, scale: float | None) -> Tensor:
-        made: Any
+        results: Any
         kernel, (q, k, v) = self.kernel(), (self.q, self.k, self.v)
-        again = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))  # whether a backward follows
+        needs_logs = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))  # a backward reads them
         common = (self.dropout, self.causal)
         if kernel == "cudnn":
             mask = self._added(_LOWEST)
-            made = aten._scaled_dot_product_cudnn_attention(q, k, v, mask, again, *common, False, scale=scale)
-            return _first(made)
+            results = aten._scaled_dot_product_cudnn_attention(q, k, v, mask, needs_logs, *common, False, scale=scale)
+            return _first(results)
         if kernel == "flash":
             scale = q.shape[-1] ** -0.5 if scale is None else scale
-            made = aten._scaled_dot_product_flash_attention(*map(_padded, (q, k, v)), *common, False, scale=scale)
-            out = _first(made)
+            results = aten._scaled_dot_product_flash_attention(*map(_padded, (q, k, v)), *common, False, scale=scale)
+            out = _first(results)
             return out if out.shape[-1] == q.shape[-1] else out[..., : q.shape[-1]]
         mask = self._added(float("-inf"))
         if kernel == "efficient":
             mask = None if mask is None else self._aligned(mask)
-            return _first(aten._scaled_dot_product_efficient_attention(q, k, v, mask, again, *common, scale=scale))
-        made = aten._scaled_dot_product_attention_math(
+            return _first(aten._scaled_dot_product_efficient_attention(q, k, v, mask, needs_logs, *common, scale=scale))
+        results = aten._scaled_dot_product_attention_math(
             q, k, v, mask, *common, None, scale=scale, enable_gqa=self.grouped
         )
-        return _first(made)
+        return _first(results)
 
     def _added(self, hidden: float) -> Tensor | None:
-        """The mask as what is added to scores."""
+        """Return the mask as a bias that is added to scores."""
         mask = self.mask
         if mask is None or mask.dtype is not torch.bool:
             return mask
         return SHIPPED.where(mask, 0.0, torch.scalar_tensor(hidden, dtype=self.q.dtype, device=mask.device))
 
     def _aligned(self, mask: Tensor) -> Tensor:
-        """For memory-efficient attention: of every head, with rows that begin at multiples of 8 elements."""
+        """Return ``mask`` as memory-efficient attention takes it: of every head, rows at multiples of 8 elements."""
         if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
             size = mask.shape[-1]
             mask = F.pad(mask, (0, 8 - size % 8))[..., :size]
         return mask.expand(*self.q.shape[:3], self.k.shape[2])
 
 
-def _first(made: Any) -> Tensor:
-    found: Tensor = made[0]
-    return found
+def _first(results: Any) -> Tensor:
+    out: Tensor = results[0]
+    return out
 
 
 def _padded(x: Tensor) -> Tensor:
-    """With a multiple of 8 features."""
+    """Pad with zeros to a multiple of 8 features."""
     missing = -x.shape[-1] % 8
     return F.pad(x, (0, missing)) if missing else x
 
@@ -188,7 +188,7 @@ def _attention(
 
 
 def on_gpu(target: Callable[..., Any], gpu: AbsentGpu) -> Callable[..., Any]:
-    """An operator as ``gpu`` would run it: attention calls the operators of its kernels. Others are themselves."""
+    """Return an operator as ``gpu`` would run it: attention calls the operators of its kernels, others are as is."""
     if target is aten.scaled_dot_product_attention.default:
         return partial(_attention, gpu)
     return partial(attend, kernel=partial(_attention, gpu)) if target is attention else target

@@ -31,7 +31,7 @@ class IdRun:
     alike: bool
 
     def cut(self, first: int, end: int) -> IdRun | None:
-        """What of it is from ``first`` to before ``end``."""
+        """Return its part from ``first`` to before ``end``; None if there is none."""
         if first <= self.first and self.end <= end:
             return self
         first, end = max(first, self.first), min(end, self.end)
@@ -64,16 +64,16 @@ class Row:
 
     @cached_property
     def queries(self) -> list[IdRun]:
-        """All positions as runs."""
+        """Return all positions as runs."""
         return self._runs([self.segments, self.groups])
 
     @cached_property
     def keys(self) -> list[IdRun]:
-        """The positions that may be seen, as runs."""
+        """Return the positions that may be seen, as runs."""
         return self.queries if self.padding is None else self._runs([self.segments, self.groups, self.padding])
 
     def pairs(self, sight: Sight, block: Block) -> Iterator[Pair]:
-        """What is seen of a block. A query and a key are in at most one of them."""
+        """Yield what is seen of a block. A query and a key are in at most one pair."""
         for queries, keys in self._pairs(block):
             part = Block(queries.first, queries.end - queries.first, keys.first, keys.end - keys.first)
             grouped = not queries.groups.isdisjoint(keys.groups)
@@ -81,8 +81,10 @@ class Row:
 
     @cached_property
     def apart(self) -> Row:
-        """The same with each document a run of its own, however short: if all of them lie in one place each, and so do
-        those of their keys that may be seen."""
+        """Return the row with each document as one run, however short.
+
+        The row itself, if there are groups, or if a document or its keys that may be seen lie in several places.
+        """
         if self.groups is not None:
             return self
         every = replace(self, few=1)
@@ -90,7 +92,7 @@ class Row:
         return every if all(in_one_place) else self
 
     def sees(self, sight: Sight, block: Block) -> bool:
-        """Whether any of the queries of a block may see any of its keys."""
+        """Return whether any of the queries of a block may see any of its keys."""
         return any(
             not queries.groups.isdisjoint(keys.groups)
             or sight.seen(Block(queries.first, queries.end - queries.first, keys.first, keys.end - keys.first))
@@ -98,27 +100,27 @@ class Row:
         )
 
     def _pairs(self, block: Block) -> Iterator[tuple[IdRun, IdRun]]:
-        """Runs of queries and of keys of a block that have a document or a group in common."""
+        """Yield runs of queries and of keys of a block that have a document or a group in common."""
         (row_end, col_end), of_document, of_group = block.ends, *self._places
         from_key, to_key = _at(self.keys, block.col), _at(self.keys, col_end - 1)
         for mine in self.queries[_at(self.queries, block.row) :]:
             if mine.first >= row_end:
                 break
             queries = mine.cut(block.row, row_end)
-            found = [of_document[one] for one in mine.documents] + [of_group[one] for one in mine.groups]
-            for place in _within(found, from_key, to_key):
+            places = [of_document[number] for number in mine.documents] + [of_group[number] for number in mine.groups]
+            for place in _within(places, from_key, to_key):
                 keys = self.keys[place].cut(block.col, col_end)
                 if queries is not None and keys is not None:
                     yield queries, keys
 
     @cached_property
     def _places(self) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """In which runs of keys each document is, and each group."""
+        """Return the indices of the runs of keys that have each document, and each group."""
         of_document, of_group = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
         for place, run in enumerate(self.keys):
-            for known, ids in ((of_document, run.documents), (of_group, run.groups)):
-                for one in ids:
-                    known[one].append(place)
+            for places, ids in ((of_document, run.documents), (of_group, run.groups)):
+                for number in ids:
+                    places[number].append(place)
         return of_document, of_group
 
     def _runs(self, ids: Sequence[Tensor | None]) -> list[IdRun]:
@@ -148,11 +150,11 @@ def _merged(first: IdRun, second: IdRun) -> IdRun:
 
 
 def _at(runs: Sequence[IdRun], position: int) -> int:
-    """The first run that ends behind a position."""
+    """Return the index of the first run that ends after a position."""
     return bisect_right(runs, position, key=lambda run: run.end)
 
 
 def _within(places: Sequence[Sequence[int]], first: int, last: int) -> list[int]:
-    """Those from ``first`` to ``last``, each once."""
+    """Return those of ``places`` from ``first`` to ``last`` in order, each once."""
     near = (x[bisect_left(x, first) : bisect_right(x, last)] for x in places)
     return sorted({place for some in near for place in some})

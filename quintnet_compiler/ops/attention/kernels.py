@@ -37,8 +37,7 @@ class Operands:
     causal: bool = False
 
     def by_key_head(self) -> Operands:
-        """With each group of heads as a row of the batch whose heads have the same keys: for kernels that do not know
-        groups."""
+        """Make each group of heads that share keys a row of the batch, for kernels that do not know groups."""
         groups, heads = self.k.shape[1], self.q.shape[1] // self.k.shape[1]
         if heads == 1:
             return self
@@ -49,12 +48,12 @@ class Operands:
         return Operands(self.grouped(self.q), k, v, bias, self.causal)
 
     def grouped(self, x: Tensor) -> Tensor:
-        """Of [B, H, ...] each group of heads as a row of the batch."""
+        """Make each group of heads of [B, H, ...] a row of the batch."""
         groups = self.k.shape[1]
         return x if groups == x.shape[1] else SHIPPED.unflatten(x, 1, (groups, -1)).flatten(0, 1)
 
     def ungrouped(self, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> Gradients:
-        """The gradients of these from those of :meth:`by_key_head`, in which all heads of a group have terms."""
+        """Return the gradients of these from those of :meth:`by_key_head`, in which all heads of a group have terms."""
         if self.q.shape[1] == self.k.shape[1]:
             return of_q, of_k, of_v
         wide = widened(self.q.dtype)
@@ -80,18 +79,20 @@ class Lengths:
 
 
 class LengthsKernel(Protocol):
-    """What computes attention of :class:`Lengths`. Each query sees a key."""
+    """A kernel of attention for :class:`Lengths`, in which each query sees a key."""
 
-    def forward(self, given: Lengths, scale: float) -> tuple[Tensor, Tensor]:
-        """The attention [S, H, D], and the logs [H, S]."""
+    def forward(self, runs: Lengths, scale: float) -> tuple[Tensor, Tensor]:
+        """Return the attention [S, H, D], and the logs [H, S]."""
 
-    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, given: Lengths, scale: float) -> Gradients:
-        """The gradients of q, k and v."""
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, runs: Lengths, scale: float) -> Gradients:
+        """Return the gradients of q, k and v."""
 
 
 class AttentionKernel(Protocol):
-    """What computes attention on a device. ``fused``: without scores in memory. ``lengths``: what takes all that needs
-    no bias."""
+    """A kernel of attention on a device.
+
+    ``fused``: it keeps no scores in memory. ``lengths``: the kernel for all that needs no bias.
+    """
 
     @property
     def fused(self) -> bool: ...
@@ -99,22 +100,22 @@ class AttentionKernel(Protocol):
     @property
     def lengths(self) -> LengthsKernel | None: ...
 
-    def forward(self, given: Operands, scale: float) -> tuple[Tensor, Tensor]:
-        """The attention, and the logs."""
+    def forward(self, operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
+        """Return the attention, and the logs."""
 
-    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, given: Operands, scale: float) -> Gradients:
-        """The gradients of q, k and v."""
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, operands: Operands, scale: float) -> Gradients:
+        """Return the gradients of q, k and v."""
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor) -> AttentionKernel:
-    """What these run on, whatever part of them is seen."""
+    """Return the kernel that these tensors run on, whatever part of them is seen."""
     if q.device.type == "cpu" and q.dtype in _CPU:
         return CpuKernel()
     if q.device.type == "cuda":
         gpu = AbsentGpu(torch.cuda.get_device_capability(q.device), cudnn=False)
-        given = Operands(q, k, v).by_key_head()
+        operands = Operands(q, k, v).by_key_head()
         some_mask = q[:1, :1, :1, :1]
-        if CudaAttention(gpu, given.q, given.k, given.v, some_mask, 0.0, False, False).kernel() == "efficient":
+        if CudaAttention(gpu, operands.q, operands.k, operands.v, some_mask, 0.0, False, False).kernel() == "efficient":
             flash = CudaAttention(gpu, q, k, v, None, 0.0, False, True).kernel() == "flash"
             return CudaKernel(FlashLengths() if flash else None)
     return Matmuls()
@@ -126,56 +127,59 @@ class CpuKernel:
     fused = True
     lengths = None
 
-    def forward(self, given: Operands, scale: float) -> tuple[Tensor, Tensor]:
-        x = given.by_key_head()
+    def forward(self, operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
+        x = operands.by_key_head()
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             x.q, x.k, x.v, 0.0, x.causal, attn_mask=x.bias, scale=scale
         )
-        return out.reshape(given.q.shape), lse.reshape(given.q.shape[:3])
+        return out.reshape(operands.q.shape), lse.reshape(operands.q.shape[:3])
 
-    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, given: Operands, scale: float) -> Gradients:
-        x = given.by_key_head()
-        grad, out, lse = (given.grouped(one) for one in (grad, out, lse))
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, operands: Operands, scale: float) -> Gradients:
+        x = operands.by_key_head()
+        grad, out, lse = (operands.grouped(tensor) for tensor in (grad, out, lse))
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, x.q, x.k, x.v, out, lse, 0.0, x.causal, attn_mask=x.bias, scale=scale
         )
-        return given.ungrouped(*found)
+        return operands.ungrouped(*gradients)
 
 
 class FlashLengths:
     """Flash attention on CUDA (Dao 2023), of 16 bits."""
 
-    def forward(self, given: Lengths, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, runs: Lengths, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._flash_attention_forward(
-            given.q, given.k, given.v, *_runs(given), 0.0, _causal(given), False, scale=scale, **_window(given)
+            runs.q, runs.k, runs.v, *_ends_and_longest(runs), 0.0, _causal(runs), False, scale=scale, **_window(runs)
         )
         return out, lse
 
-    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, given: Lengths, scale: float) -> Gradients:
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, runs: Lengths, scale: float) -> Gradients:
         seed = SHIPPED.zeros(2, dtype=torch.uint64, device=grad.device)  # of dropout, of which there is none
-        found: Gradients = aten._flash_attention_backward(
-            grad, given.q, given.k, given.v, out, lse.contiguous(), *_runs(given), 0.0, _causal(given), seed,
-            torch.empty(0, device=grad.device), scale=scale, **_window(given),
+        gradients: Gradients = aten._flash_attention_backward(
+            grad, runs.q, runs.k, runs.v, out, lse.contiguous(), *_ends_and_longest(runs), 0.0, _causal(runs), seed,
+            torch.empty(0, device=grad.device), scale=scale, **_window(runs),
         )  # fmt: skip
-        return found
+        return gradients
 
 
-def _runs(given: Lengths) -> tuple[Tensor, Tensor, int, int]:
-    """The longest runs are bounds. One query alone is laid out in another way, and a window of at least so many keys is
-    taken for none, also where queries are ahead of the last key."""
-    longest = max(2, given.most_q, given.most_k)
-    return given.q_ends, given.k_ends, longest, longest
+def _ends_and_longest(runs: Lengths) -> tuple[Tensor, Tensor, int, int]:
+    """Return the ends of queries and of keys, and a bound of their lengths for each.
+
+    The bound is 2 or more: one query alone is laid out in another way, and a window of at least so many keys is taken
+    for none, also where queries are ahead of the last key.
+    """
+    longest = max(2, runs.most_q, runs.most_k)
+    return runs.q_ends, runs.k_ends, longest, longest
 
 
-def _causal(given: Lengths) -> bool:
-    return (given.left, given.right) == (-1, 0)
+def _causal(runs: Lengths) -> bool:
+    return (runs.left, runs.right) == (-1, 0)
 
 
-def _window(given: Lengths) -> dict[str, int]:
-    """Of kernels, which have a path of their own for causality alone."""
-    if _causal(given) or (given.left, given.right) == (-1, -1):
+def _window(runs: Lengths) -> dict[str, int]:
+    """Return a kernel's options for a window; none for causality alone, for which kernels have another option."""
+    if _causal(runs) or (runs.left, runs.right) == (-1, -1):
         return {}
-    return {"window_size_left": given.left, "window_size_right": given.right}
+    return {"window_size_left": runs.left, "window_size_right": runs.right}
 
 
 @dataclass(frozen=True)
@@ -185,35 +189,35 @@ class CudaKernel:
     lengths: LengthsKernel | None
     fused = True
 
-    def forward(self, given: Operands, scale: float) -> tuple[Tensor, Tensor]:
-        x = given.by_key_head()
+    def forward(self, operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
+        x = operands.by_key_head()
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
             x.q, x.k, x.v, _expanded(x), True, 0.0, x.causal, scale=scale
         )
-        return out.reshape(given.q.shape), lse.narrow(-1, 0, x.q.shape[2]).reshape(given.q.shape[:3])
+        return out.reshape(operands.q.shape), lse.narrow(-1, 0, x.q.shape[2]).reshape(operands.q.shape[:3])
 
-    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, given: Operands, scale: float) -> Gradients:
-        x = given.by_key_head()
-        grad, out, lse = (given.grouped(one) for one in (grad, out, lse))
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, operands: Operands, scale: float) -> Gradients:
+        x = operands.by_key_head()
+        grad, out, lse = (operands.grouped(tensor) for tensor in (grad, out, lse))
         rows = out.transpose(1, 2)
         if not rows.is_contiguous():  # kernels of 16 bits read it as [B, S, H, D] in memory, whatever its strides are
             out = rows.clone(memory_format=torch.contiguous_format).transpose(1, 2)
         lse = F.pad(lse, (0, -lse.shape[-1] % _LOGS), value=float("inf")).contiguous()
         seed = SHIPPED.zeros((), dtype=torch.int64, device=grad.device)  # of dropout, of which there is none
-        found = aten._scaled_dot_product_efficient_attention_backward(
+        gradients = aten._scaled_dot_product_efficient_attention_backward(
             grad, x.q, x.k, x.v, _expanded(x), out, lse, seed, seed, 0.0, [True, True, True, False], x.causal,
             scale=scale,
         )[:3]  # fmt: skip
-        return given.ungrouped(*found)
+        return operands.ungrouped(*gradients)
 
 
-def _expanded(given: Operands) -> Tensor | None:
-    """The bias of every head, with rows that begin at multiples of 16 bytes, as memory-efficient attention takes it."""
-    if given.bias is None:
+def _expanded(operands: Operands) -> Tensor | None:
+    """Return the bias as memory-efficient attention takes it: of every head, rows at multiples of 16 bytes."""
+    if operands.bias is None:
         return None
-    keys = given.k.shape[2]
-    aligned = F.pad(given.bias, (0, -keys % 8)).narrow(-1, 0, keys)
-    return aligned.expand(*given.q.shape[:3], keys)
+    keys = operands.k.shape[2]
+    aligned = F.pad(operands.bias, (0, -keys % 8)).narrow(-1, 0, keys)
+    return aligned.expand(*operands.q.shape[:3], keys)
 
 
 class Matmuls:
@@ -222,37 +226,37 @@ class Matmuls:
     fused = False
     lengths = None
 
-    def forward(self, given: Operands, scale: float) -> tuple[Tensor, Tensor]:
-        scores = self._scores(given, scale)
+    def forward(self, operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
+        scores = self._scores(operands, scale)
         lse = scores.logsumexp(-1, keepdim=True)
-        out = _rows((scores - lse).exp_()) @ given.v.to(lse.dtype)
-        return out.view(*given.q.shape[:3], -1), lse.view(given.q.shape[:3])
+        out = _rows((scores - lse).exp_()) @ operands.v.to(lse.dtype)
+        return out.view(*operands.q.shape[:3], -1), lse.view(operands.q.shape[:3])
 
-    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, given: Operands, scale: float) -> Gradients:
-        scores = self._scores(given, scale)
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, operands: Operands, scale: float) -> Gradients:
+        scores = self._scores(operands, scale)
         by_group: Callable[[Tensor], Tensor] = lambda x: x.to(scores.dtype).reshape(*scores.shape[:-1], -1)  # noqa: E731
         weights = (scores - by_group(lse)).exp_()
-        grad, out, q = (by_group(x) for x in (grad, out, given.q))
+        grad, out, q = (by_group(x) for x in (grad, out, operands.q))
         rows = _rows(grad)
-        slopes = (rows @ given.v.to(scores.dtype).mT).view(scores.shape)
+        slopes = (rows @ operands.v.to(scores.dtype).mT).view(scores.shape)
         slopes = _rows(slopes.sub_((grad * out).sum(-1, keepdim=True)).mul_(weights).mul_(scale))
-        of_q = (slopes @ given.k.to(scores.dtype)).view(given.q.shape)
+        of_q = (slopes @ operands.k.to(scores.dtype)).view(operands.q.shape)
         return of_q, slopes.mT @ _rows(q), _rows(weights).mT @ rows
 
-    def _scores(self, given: Operands, scale: float) -> Tensor:
-        """[B, key heads, query heads of each, queries, keys]."""
-        q, k, wide = given.q, given.k, widened(given.q.dtype)
+    def _scores(self, operands: Operands, scale: float) -> Tensor:
+        """Return the scores [B, key heads, query heads of each, queries, keys]."""
+        q, k, wide = operands.q, operands.k, widened(operands.q.dtype)
         batch, heads, count, _ = q.shape
         grouped = q.to(wide).reshape(batch, k.shape[1], heads // k.shape[1], count, -1)
         scores = (_rows(grouped) @ k.to(wide).mT).view(*grouped.shape[:-1], -1).mul_(scale)
-        if given.bias is not None:
-            scores += given.bias.unsqueeze(1)
-        if given.causal:
+        if operands.bias is not None:
+            scores += operands.bias.unsqueeze(1)
+        if operands.causal:
             seen = SHIPPED.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril_()
             scores.masked_fill_(~seen, float("-inf"))
         return scores
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The query heads of a key head as rows of one matrix."""
+    """Make the query heads of a key head rows of one matrix."""
     return x.flatten(2, 3)

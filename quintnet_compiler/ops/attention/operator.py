@@ -22,7 +22,7 @@ def visible(
     segments: tuple[Tensor, Tensor] | None = None,
     groups: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Which keys at positions ``cols`` the queries at ``rows`` see: bools that broadcast to [B, 1, rows, cols].
+    """Return which keys at ``cols`` the queries at ``rows`` see, as bools that broadcast to [B, 1, rows, cols].
 
     ``padding``: [B, cols], whether a key may be seen at all. ``segments``: the documents of queries [B, rows] and keys;
     ``groups``: as these, of what sees each other whatever else.
@@ -61,7 +61,7 @@ def attend(
     mask: str,
     kernel: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
-    """What :data:`attention` computes, by ``kernel``."""
+    """Compute :data:`attention` by ``kernel``."""
     grouped, sight = q.shape[1] != k.shape[1], Sight.parse(mask)
     if padding is None and segments is None and groups is None and sight in (Sight(), Sight(causal=True)):
         return kernel(q, k, v, is_causal=sight.causal, scale=scale, enable_gqa=grouped)
@@ -71,8 +71,8 @@ def attend(
     if padding is None:
         return kernel(q, k, v, seen, scale=scale, enable_gqa=grouped)
     blind = ~seen.any(-1, keepdim=True)
-    found = kernel(q, k, v, seen | blind, scale=scale, enable_gqa=grouped)
-    return found.masked_fill(blind, 0.0)
+    out = kernel(q, k, v, seen | blind, scale=scale, enable_gqa=grouped)
+    return out.masked_fill(blind, 0.0)
 
 
 # softmax(q k^T * scale) v, for q [B, H, S, D], k [B, G, T, D], v [B, G, T, E]; H / G heads share one of k and of v.

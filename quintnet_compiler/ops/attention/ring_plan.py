@@ -19,7 +19,7 @@ Runs = list[tuple[int, int]]  # first position and length of each
 
 
 def runs_of_rank(length: int) -> int:
-    """Into how many runs the ``length`` positions of a rank are cut.
+    """Return the number of runs into which the ``length`` positions of a rank are cut.
 
     >>> [runs_of_rank(length) for length in (7, 6, 1020, 1024, 4096)]
     [1, 2, 2, 4, 8]
@@ -28,7 +28,7 @@ def runs_of_rank(length: int) -> int:
 
 
 def assign_runs(work: Sequence[float], ranks: int) -> list[list[int]]:
-    """Which runs each of ``ranks`` computes, equally many, for the ``work`` of each run in the order of positions.
+    """Assign equally many runs to each of ``ranks``, by the ``work`` of each run in the order of positions.
 
     Runs stay where they are if that is even. Causality alone is, if each rank has half of its runs near the beginning
     and the others as far from the end (Brandon et al. 2023). From the better of the two, the rank that has most changes
@@ -68,7 +68,7 @@ def _totals(work: Sequence[float], held: Held) -> list[float]:
 
 
 def positions_of(held: Held, length: int) -> list[Runs]:
-    """What ranks hold as runs of positions, where each run has ``length`` of them: neighbours are one.
+    """Return the positions that ranks hold, whose runs have ``length`` each: neighbours are one.
 
     >>> positions_of([[0, 3], [1, 2]], 4)
     [[(0, 4), (12, 4)], [(4, 8)]]

@@ -29,19 +29,19 @@ class SeenRow:
 
     @cached_property
     def _cuts(self) -> list[int]:
-        """Where what sees each other ends: documents, cut into chunks."""
+        """Return the ends of the parts that see each other: documents, cut into chunks."""
         chunk = self.sight.chunk
         return sorted({*self.ends, *(range(chunk, self.length, chunk) if chunk else ())})
 
     @cached_property
     def _before(self) -> list[float]:
-        """Pairs of a query and a key in all that ends before each of them, and in all."""
+        """Return the pairs of a query and a key before each part, and at last in all parts."""
         begins = [0, *self._cuts]
-        found = (self._within(end - begin, end - begin) for begin, end in itertools.pairwise(begins))
-        return list(itertools.accumulate(found, initial=0.0))
+        pairs = (self._within(end - begin, end - begin) for begin, end in itertools.pairwise(begins))
+        return list(itertools.accumulate(pairs, initial=0.0))
 
     def _within(self, queries: float, length: float) -> float:
-        """Pairs of the first ``queries`` of a part of so many positions."""
+        """Return the pairs of the first ``queries`` of a part of ``length`` positions."""
         window = self.sight.window or math.inf
         near = min(queries, window)
         back = near * near / 2 + (queries - near) * window if queries > near else near * near / 2
@@ -50,7 +50,7 @@ class SeenRow:
         return queries * length if window == math.inf else queries * length - queries * queries / 2 + back
 
     def _until(self, position: int) -> float:
-        """Pairs of the queries before a position."""
+        """Return the pairs of the queries before a position."""
         place = bisect_right(self._cuts, position)
         if place == len(self._cuts):
             return self._before[-1]
@@ -58,20 +58,19 @@ class SeenRow:
         return self._before[place] + self._within(position - begin, self._cuts[place] - begin)
 
     def pairs(self, runs: Runs) -> float:
-        """How many keys the queries in ``runs`` see together."""
+        """Return the number of keys that the queries in ``runs`` see together."""
         return sum(self._until(first + count) - self._until(first) for first, count in runs)
 
     def parts(self, runs: Runs) -> int:
-        """Of how many documents the positions in ``runs`` are, each once for every run. Short neighbours count as one,
-        as kernels take them together."""
-        found = 0
+        """Count the documents in each of ``runs``; short neighbours count as one, as kernels take them together."""
+        documents = 0
         for first, count in runs:
             inside = bisect_left(self._cuts, first + count) - bisect_right(self._cuts, first)
-            found += min(inside + 1, max(1, count // FEW))
-        return found
+            documents += min(inside + 1, max(1, count // FEW))
+        return documents
 
     def blocks(self, ranks: Sequence[Runs]) -> Iterator[tuple[int, int]]:
-        """Pairs of a run of queries and one of keys of which anything is seen: the ranks that hold these."""
+        """Yield the ranks of a run of queries and a run of keys, for each such pair of which anything is seen."""
         runs = sorted((first, first + count, owner) for owner, held in enumerate(ranks) for first, count in held)
         firsts = [first for first, _, _ in runs]
         for first, end, owner in runs:
@@ -79,7 +78,7 @@ class SeenRow:
                 yield owner, runs[place][2]
 
     def steps(self, ranks: Sequence[Runs]) -> int:
-        """For how many steps of a ring any rank sees anything: until then keys travel."""
+        """Return the number of steps of a ring after which no rank sees anything: until then keys travel."""
         most = 0
         for owner, keys in self.blocks(ranks):
             most = max(most, (owner - keys) % len(ranks))
@@ -88,7 +87,7 @@ class SeenRow:
         return most + 1
 
     def _visible(self, firsts: Sequence[int], first: int, end: int) -> tuple[int, int]:
-        """The runs, by where they begin, of which the queries from ``first`` to before ``end`` see anything."""
+        """Return the range of runs, by their ``firsts``, that queries from ``first`` to before ``end`` see in part."""
         place = bisect_right(self._cuts, first)
         nearest = self._cuts[place - 1] if place else 0
         if self.sight.window:
@@ -99,12 +98,16 @@ class SeenRow:
 
 @dataclass(frozen=True)
 class SeenKeys:
-    """What queries see in rows of ``length`` positions, of which each of ``ranks`` has some runs.
+    """Numbers of keys that queries see in rows whose positions ranks share.
 
-    ``documents``: expected lengths, in the order in which rows are filled with them; rows go on where the one before
-    ended, and documents begin again behind the last one. Empty: a row is one document. ``together``: of how many rows
-    a rank has its runs at once, so that others wait for the one that has most in all of them. ``assigned``: so many
-    runs of each rank go where :func:`.ring_plan.assign_runs` says for these rows (0: none does).
+    Attributes:
+        sight: which keys a query sees by its position.
+        length: positions of a row.
+        ranks: the runs of positions of each rank.
+        documents: expected lengths, which are laid out one after the other across rows; the list repeats. Empty: a row
+            is one document.
+        together: rows that a rank computes at once, so that others wait for the one that has most in all of them.
+        assigned: runs of each rank that go where :func:`.ring_plan.assign_runs` says for these rows; 0: none does.
     """
 
     sight: Sight
@@ -116,12 +119,12 @@ class SeenKeys:
 
     @cached_property
     def rows(self) -> list[SeenRow]:
-        """Rows that stand for all: those that the documents fill once."""
+        """Return rows that stand for all: those that the documents fill once."""
         return [SeenRow(self.sight, self.length, ends) for ends in rows_of(self.documents, self.length)]
 
     @cached_property
     def groups(self) -> list[tuple[Sequence[SeenRow], Sequence[Runs]]]:
-        """Rows that a rank has at once, and the runs of each rank meanwhile."""
+        """Return the rows that a rank has at once, and the runs of each rank meanwhile."""
         return [(rows, self._held(rows)) for rows in _grouped(self.rows, max(1, self.together))]
 
     def _held(self, rows: Sequence[SeenRow]) -> Sequence[Runs]:
@@ -133,35 +136,35 @@ class SeenKeys:
 
     @cached_property
     def mean(self) -> float:
-        """How many keys a query of the rank that sees most sees on average."""
+        """Return the mean number of keys that a query sees, of the rank that sees most."""
         each = (max(sum(row.pairs(runs) / _count(runs) for row in rows) for runs in ranks) / len(rows)
                 for rows, ranks in self.groups)  # fmt: skip
         return sum(each) / len(self.groups)
 
     @property
     def uneven(self) -> float:
-        """What the rank that sees most sees, over what ranks see on average."""
+        """Return the keys that the rank that sees most sees, over the mean of all ranks."""
         each = (sum(row.pairs([(0, self.length)]) / self.length for row in rows) / len(rows) for rows, _ in self.groups)
         return self.mean * len(self.groups) / sum(each)
 
     @cached_property
     def steps(self) -> float:
-        """Steps of a ring in which anybody sees anything."""
+        """Return the steps of a ring in which any rank sees anything, mean over groups."""
         return sum(max(row.steps(ranks) for row in rows) for rows, ranks in self.groups) / len(self.groups)
 
     @cached_property
     def parts(self) -> float:
-        """Documents in the runs of a rank: of the one that has most, in a row."""
+        """Return the documents in the runs of the rank that has most, mean over rows."""
         return sum(max(map(row.parts, ranks)) for rows, ranks in self.groups for row in rows) / len(self.rows)
 
     @cached_property
     def blocks(self) -> float:
-        """Pairs of a run of queries and one of keys of which anything is seen: of the rank that has most, in a row."""
+        """Return the pairs of runs of queries and keys that see each other: the most of any rank, mean over rows."""
         return sum(_most_blocks(row, ranks) for rows, ranks in self.groups for row in rows) / len(self.rows)
 
     @cached_property
     def leaving(self) -> float:
-        """What part of its positions the rank sends to others that sends most, before attention."""
+        """Return the largest fraction of its positions that a rank sends to others before attention."""
         part = self.length // len(self.ranks)
         stays = (min(_common(runs, rank * part, part) for rank, runs in enumerate(ranks)) for _, ranks in self.groups)
         return 1 - sum(stays) / (part * len(self.groups))
@@ -176,12 +179,12 @@ def seen_by(
     together: int,
     assigned: int,
 ) -> SeenKeys:
-    """A :class:`SeenKeys`, whose figures are found once for all layers."""
+    """Return a :class:`SeenKeys`, whose figures are computed once for all layers."""
     return SeenKeys(sight, length, ranks, documents, together, assigned)
 
 
 def rows_of(documents: Sequence[int], length: int) -> Iterator[tuple[int, ...]]:
-    """Where documents end in each of the rows of ``length`` positions that they fill.
+    """Yield the ends of documents in each of the rows of ``length`` positions that they fill.
 
     >>> list(rows_of([2, 4, 2], 4)), list(rows_of([3], 4)), list(rows_of([], 4))
     ([(2, 4), (2, 4)], [(3, 4)], [(4,)])
@@ -209,7 +212,7 @@ def _count(runs: Runs) -> int:
 
 
 def _common(runs: Runs, begin: int, length: int) -> int:
-    """How many of ``length`` positions from ``begin`` on are in ``runs``."""
+    """Return how many of ``length`` positions from ``begin`` on are in ``runs``."""
     return sum(max(0, min(first + count, begin + length) - max(first, begin)) for first, count in runs)
 
 

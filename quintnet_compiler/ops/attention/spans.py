@@ -33,7 +33,7 @@ class AttentionTerm:
 
 @dataclass(frozen=True)
 class Backward:
-    """What the backward of a block reads: [B, heads, places, features], and the logs [B, H, S], of all keys."""
+    """Inputs of the backward of a block: [B, heads, places, features], and the logs [B, H, S], of all keys."""
 
     grad: Tensor
     q: Tensor
@@ -48,7 +48,7 @@ class RunPlaces:
     """Runs of places in [rows, heads, places, features], one after the other. What layers share is made once."""
 
     runs: tuple[Run, ...]
-    _found: dict[tuple[object, ...], Where] = field(default_factory=dict, init=False, compare=False)
+    _where: dict[tuple[object, ...], Where] = field(default_factory=dict, init=False, compare=False)
     _ends: dict[torch.device, Tensor] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
@@ -56,11 +56,11 @@ class RunPlaces:
         return [end - first for _, first, end in self.runs]
 
     def where(self, like: Tensor) -> Where:
-        """Of a tensor [rows, places, ...] on the same device: as slices where no run leaves a gap to the next."""
+        """Return the index of the runs in ``like`` [rows, places, ...]: slices if no run leaves a gap to the next."""
         key = (*like.shape[:2], like.device)
-        if key not in self._found:
-            self._found[key] = self._slices(*like.shape[:2]) or self._indices(like.device)
-        return self._found[key]
+        if key not in self._where:
+            self._where[key] = self._slices(*like.shape[:2]) or self._indices(like.device)
+        return self._where[key]
 
     def _slices(self, rows: int, length: int) -> Where | None:
         at = [(row * length + first, row * length + end) for row, first, end in self.runs]
@@ -77,13 +77,13 @@ class RunPlaces:
         return tuple(SHIPPED.cat(x).to(device, non_blocking=True) for x in (rows, places))
 
     def taken(self, x: Tensor) -> Tensor:
-        """Of [rows, heads, places, ...]: [places of the runs, heads, ...]."""
-        found = x.transpose(1, 2)
-        found = found[self.where(found)]
-        return found.flatten(0, 1) if found.dim() == x.dim() else found  # all rows
+        """Take the places of the runs, [places, heads, ...], from [rows, heads, places, ...]."""
+        by_place = x.transpose(1, 2)
+        taken = by_place[self.where(by_place)]
+        return taken.flatten(0, 1) if taken.dim() == x.dim() else taken  # all rows
 
     def ends(self, device: torch.device) -> Tensor:
-        """Where each run ends among all, after a 0; the host does not wait for the copy."""
+        """Return where each run ends among all, after a 0 (int32); the host does not wait for the copy."""
         if device not in self._ends:
             ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
             self._ends[device] = ends.to(device, non_blocking=True)
@@ -112,13 +112,13 @@ class SpansCall:
         out, lse = kernel.lengths.forward(self._operands(q, k, v), scale)
         return AttentionTerm(self.queries.where(q.transpose(1, 2)), out, lse.T, True)
 
-    def backward(self, kernel: AttentionKernel, scale: float, given: Backward) -> tuple[tuple[Where, Tensor], ...]:
+    def backward(self, kernel: AttentionKernel, scale: float, inputs: Backward) -> tuple[tuple[Where, Tensor], ...]:
         assert kernel.lengths is not None
-        grad, out, lse = (self.queries.taken(x) for x in (given.grad, given.out, given.lse))
-        operands = self._operands(given.q, given.k, given.v)
-        found = kernel.lengths.backward(grad, out, lse.T.contiguous(), operands, scale)
-        of_q, of_k = (x.where(like.transpose(1, 2)) for x, like in ((self.queries, given.q), (self.keys, given.k)))
-        return tuple(zip((of_q, of_k, of_k), found, strict=True))
+        grad, out, lse = (self.queries.taken(x) for x in (inputs.grad, inputs.out, inputs.lse))
+        runs = self._operands(inputs.q, inputs.k, inputs.v)
+        gradients = kernel.lengths.backward(grad, out, lse.T.contiguous(), runs, scale)
+        of_q, of_k = (x.where(like.transpose(1, 2)) for x, like in ((self.queries, inputs.q), (self.keys, inputs.k)))
+        return tuple(zip((of_q, of_k, of_k), gradients, strict=True))
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Calls:
         for span in spans:
             queries, keys = ((row, at.start, at.stop) for at in self.block.places(span.block))
             calls = self._by_window.setdefault((span.left, span.right), [])
-            call = next((one for one in calls if one.takes(queries, keys)), None)
+            call = next((open_call for open_call in calls if open_call.takes(queries, keys)), None)
             if call is None:
                 call = _Call()
                 calls.append(call)

@@ -31,38 +31,38 @@ def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Gra
 Runs = Sequence[tuple[int, int]]  # first position and length of each
 
 
-def attend_runs(tiles: AttentionTiles, runs: Runs, given: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """What :data:`tiled_attention` computes, of queries that are ``runs`` of positions."""
-    k, v, at, made = given.k, given.v, 0, []
+def attend_runs(tiles: AttentionTiles, runs: Runs, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Compute :data:`tiled_attention` of queries that are ``runs`` of positions."""
+    k, v, at, results = inputs.k, inputs.v, 0, []
     for first, length in runs:
-        mine = given.q.narrow(POSITIONS, at, length)
+        mine = inputs.q.narrow(POSITIONS, at, length)
         total = Total(mine, v.shape[3])
-        tiles.forward(Block(first, length, 0, k.shape[POSITIONS]), mine, k, v, given.ids, total)
-        made.append(total.finished())
+        tiles.forward(Block(first, length, 0, k.shape[POSITIONS]), mine, k, v, inputs.ids, total)
+        results.append(total.finished())
         at += length
-    if len(made) == 1:
-        return made[0]
-    return SHIPPED.cat([out for out, _ in made], POSITIONS), SHIPPED.cat([lse for _, lse in made], POSITIONS)
+    if len(results) == 1:
+        return results[0]
+    return SHIPPED.cat([out for out, _ in results], POSITIONS), SHIPPED.cat([lse for _, lse in results], POSITIONS)
 
 
 def attend_runs_backward(
-    tiles: AttentionTiles, runs: Runs, given: AttentionInputs, grad: Tensor, out: Tensor, lse: Tensor
+    tiles: AttentionTiles, runs: Runs, inputs: AttentionInputs, grad: Tensor, out: Tensor, lse: Tensor
 ) -> Gradients:
-    """What :data:`tiled_attention_backward` computes."""
-    q, k, v = given.q, given.k, given.v
+    """Compute :data:`tiled_attention_backward` of queries that are ``runs`` of positions."""
+    q, k, v = inputs.q, inputs.k, inputs.v
     wide = [SHIPPED.zeros(x.shape, dtype=widened(x.dtype), device=x.device) for x in (q, k, v)]
     at = 0
     for first, length in runs:
         grad_, q_, out_, lse_, of_q = (x.narrow(POSITIONS, at, length) for x in (grad, q, out, lse, wide[0]))
         block = Block(first, length, 0, k.shape[POSITIONS])
-        tiles.backward(block, grad_, q_, out_, lse_, k, v, given.ids, (of_q, wide[1], wide[2]))
+        tiles.backward(block, grad_, q_, out_, lse_, k, v, inputs.ids, (of_q, wide[1], wide[2]))
         at += length
     of_q, of_k, of_v = (x.to(q.dtype) for x in wide)
     return of_q, of_k, of_v
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-    """Where no axis splits positions, no rank is needed."""
+    """Compute the attention of all positions, which no axis splits, so that no rank is needed."""
     return attend_runs(*_whole(how), AttentionInputs(q, k, v, Ids(*how[: len(IDS)])))
 
 
@@ -99,8 +99,11 @@ def working_bytes(
     q: Tensor, k: Tensor, v: Tensor, padding: object, segments: object, groups: object, scale: float, mask: str,
     tile_bytes: int, *_: object,
 ) -> int:  # fmt: skip
-    """Memory that :data:`tiled_attention` takes while it runs, beyond its result: in a wide dtype, the sum of what was
-    added (or a term of that size, where the sum is the result) and the weighted term; a tile, and its mask."""
+    """Return the bytes that :data:`tiled_attention` takes while it runs, beyond its result.
+
+    In a wide dtype, the sum so far (or a term of that size, where the sum is the result) and the weighted term; a tile,
+    and its mask.
+    """
     return 2 * q.shape[:3].numel() * v.shape[3] * widened(q.dtype).itemsize + 2 * tile_bytes
 
 
@@ -108,6 +111,5 @@ def backward_working_bytes(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, padding: object, segments: object,
     groups: object, scale: float, mask: str, tile_bytes: int, *_: object,
 ) -> int:  # fmt: skip
-    """The same of :data:`tiled_attention_backward`: sums of the three gradients, or terms where those are the result;
-    a tile, and its mask."""
+    """Return the same of the backward: three sums of gradients, or terms if those are the result; a tile, its mask."""
     return sum(x.numel() for x in (q, k, v)) * widened(q.dtype).itemsize + 2 * tile_bytes

@@ -32,35 +32,35 @@ NONE = float("-inf")  # the log of a sum of no exponentials
 
 @dataclass(frozen=True)
 class Ids:
-    """What says of positions [B, length] which are seen, beside what follows from their places: on the host."""
+    """Ids of positions [B, length] on the host, which decide with the positions themselves what is seen."""
 
     padding: Tensor | None = None
     segments: Tensor | None = None
     groups: Tensor | None = None
     few: int = FEW
-    _found: dict[tuple[object, ...], Shown] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _shown: dict[tuple[object, ...], Shown] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Of each row of the batch; none where nothing is said, or nothing has values."""
-        given = (self.padding, self.segments, self.groups)
-        count = next((0 if x.is_meta else len(x) for x in given if x is not None), 0)
-        padding, segments, groups = (
-            [None] * count if x is None or not count else list(x.cpu().unbind()) for x in given
-        )
+        """Return the ids of each row of the batch; nothing if there are none, or they have no values."""
+        ids = (self.padding, self.segments, self.groups)
+        count = next((0 if x.is_meta else len(x) for x in ids if x is not None), 0)
+        padding, segments, groups = ([None] * count if x is None or not count else list(x.cpu().unbind()) for x in ids)
         return [Row(*row, self.few) for row in zip(padding, segments, groups, strict=True)]
 
     def sees(self, sight: Sight, block: Block) -> bool:
-        """Whether any query of a block may see any of its keys, in any row of the batch."""
+        """Return whether any query of a block may see any of its keys, in any row of the batch."""
         if not self.rows:
             return sight.seen(block) is not None
         return any(row.sees(sight, block) for row in self.rows)
 
     def shown(self, sight: Sight, block: Block, count: int, *, lengths: bool) -> Shown:
-        """What is seen of a block in ``count`` rows of the batch; the layers of a model ask for the same. ``lengths``:
-        what needs no mask of its own is in as few calls as possible."""
+        """Return what is seen of a block in ``count`` rows of the batch; layers of a model ask for the same.
+
+        ``lengths``: what needs no mask of its own is in as few calls as possible.
+        """
         key = (sight, block, count, lengths)
-        if key not in self._found:
+        if key not in self._shown:
             calls, pairs = Calls(block), list[tuple[int | None, Pair]]()
             every: list[tuple[int | None, Pair]] = [
                 (i, pair)
@@ -74,12 +74,13 @@ class Ids:
                     calls.add(row, pair.sight.spans(pair.block))
                 else:
                     pairs.append((row, pair))
-            self._found[key] = calls.made, pairs
-        return self._found[key]
+            self._shown[key] = calls.made, pairs
+        return self._shown[key]
 
     def work(self, sight: Sight, block: Block) -> float:
-        """Pairs of a query and a key of a block that kernels compute, in all rows of the batch; of a query and itself
-        half, where later keys are hidden.
+        """Return the pairs of a query and a key of a block that kernels compute, in all rows of the batch.
+
+        A tile up to its diagonal counts half.
 
         >>> Ids().work(Sight(causal=True), Block(4, 4, 0, 8))
         24.0
@@ -89,7 +90,7 @@ class Ids:
         return sum(tile.rows * tile.cols / (2 if seen == "diagonal" else 1) for tile, seen in tiles)
 
     def mask(self, sight: Sight, row: int, part: Block, device: torch.device) -> Tensor:
-        """[1, 1, queries, keys]: which are seen in one row of the batch."""
+        """Return which keys are seen in one row of the batch, [1, 1, queries, keys]."""
         rows, cols = (
             SHIPPED.arange(first, end, device=device)
             for first, end in zip((part.row, part.col), part.ends, strict=True)
@@ -108,8 +109,10 @@ class Ids:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What attention reads: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E]; and what says of all positions [B, length],
-    on the host, which are seen (see :data:`.operator.attention`)."""
+    """Inputs of attention: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E].
+
+    ``ids``: those of all positions [B, length], on the host, see :data:`.operator.attention`.
+    """
 
     q: Tensor
     k: Tensor
@@ -126,7 +129,7 @@ class Total:
         self.sums: tuple[Tensor, Tensor] | None = None
 
     def add(self, term: AttentionTerm) -> None:
-        """The attention of some of the queries to other keys."""
+        """Add the attention of some of the queries to other keys."""
         if self.sums is None:
             if term.seen and term.out.numel() == math.prod(self.shape):
                 rows, heads, places, width = self.shape
@@ -137,17 +140,17 @@ class Total:
             self.sums = empty, self.like.new_full(self.shape[:3], NONE, dtype=self.wide)
         self.sums = self.sums[0].to(self.wide), self.sums[1]
         outs, logs = (x.transpose(1, 2) for x in self.sums)
-        mine, before = outs[term.at], logs[term.at]
-        out, lse = term.out.reshape(mine.shape), term.lse.reshape(before.shape)
-        after = torch.logaddexp(before, lse)
-        base = after.masked_fill(after == NONE, 0.0)  # -inf less -inf is not a number
-        mine.mul_((before - base).exp_().unsqueeze(-1)).add_(out * (lse - base).exp_().unsqueeze(-1))
-        logs[term.at] = after
+        mine, old_logs = outs[term.at], logs[term.at]
+        out, lse = term.out.reshape(mine.shape), term.lse.reshape(old_logs.shape)
+        new_logs = torch.logaddexp(old_logs, lse)
+        base = new_logs.masked_fill(new_logs == NONE, 0.0)  # -inf less -inf is not a number
+        mine.mul_((old_logs - base).exp_().unsqueeze(-1)).add_(out * (lse - base).exp_().unsqueeze(-1))
+        logs[term.at] = new_logs
         if any(isinstance(x, Tensor) for x in term.at):  # a copy, not a view
             outs[term.at] = mine
 
     def finished(self) -> tuple[Tensor, Tensor]:
-        """The result, and its logs: 0 and -inf for queries that saw nothing."""
+        """Return the result, and its logs: 0 and -inf for queries that saw nothing."""
         if self.sums is None:
             zeros = self.like.new_zeros(self.shape)
             return zeros, self.like.new_full(self.shape[:3], NONE, dtype=self.wide)
@@ -175,7 +178,7 @@ class _Part:
         return None if self.mask is None else self.mask.any(-1).logical_not_()
 
     def _operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
-        """What a kernel is given: scores of keys that are not seen become -inf."""
+        """Return the operands of a kernel: scores of keys that are not seen become -inf."""
         bias = None
         if self.mask is not None and self.blind is not None:
             shown = self.mask | self.blind.unsqueeze(-1)
@@ -184,7 +187,7 @@ class _Part:
         return Operands(q, k, v, bias, self.causal)
 
     def _log(self, lse: Tensor, of_blind: float) -> Tensor:
-        """``lse`` with another value for queries that see nothing."""
+        """Return ``lse`` with the value ``of_blind`` for queries that see nothing."""
         return lse if self.blind is None else lse.masked_fill(self.blind, of_blind)
 
     def forward(self, kernel: AttentionKernel, scale: float, q: Tensor, k: Tensor, v: Tensor) -> AttentionTerm:
@@ -192,17 +195,17 @@ class _Part:
         lse = self._log(lse, NONE)
         return AttentionTerm((self.batch, self.rows), out.transpose(1, 2), lse.transpose(1, 2), self.mask is None)
 
-    def backward(self, kernel: AttentionKernel, scale: float, given: Backward) -> tuple[tuple[Where, Tensor], ...]:
+    def backward(self, kernel: AttentionKernel, scale: float, inputs: Backward) -> tuple[tuple[Where, Tensor], ...]:
         batch, rows, cols = self.batch, self.rows, self.cols
-        grad, out, lse = (x[batch, :, rows] for x in (given.grad, given.out, given.lse))
-        operands = self._operands(given.q, given.k, given.v)
-        found = kernel.backward(grad, out, self._log(lse, -NONE), operands, scale)
-        return tuple(((batch, at), x.transpose(1, 2)) for at, x in zip((rows, cols, cols), found, strict=True))
+        grad, out, lse = (x[batch, :, rows] for x in (inputs.grad, inputs.out, inputs.lse))
+        operands = self._operands(inputs.q, inputs.k, inputs.v)
+        gradients = kernel.backward(grad, out, self._log(lse, -NONE), operands, scale)
+        return tuple(((batch, at), x.transpose(1, 2)) for at, x in zip((rows, cols, cols), gradients, strict=True))
 
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """What attention is; no tile takes more than about ``tile_bytes``."""
+    """Attention in tiles, none of which takes more than about ``tile_bytes``."""
 
     scale: float
     sight: Sight
@@ -232,20 +235,22 @@ class AttentionTiles:
         ids: Ids,
         into: Gradients,
     ) -> None:
-        """Add the terms of this run of keys to the gradients of q, k and v, which have a wide dtype. ``out`` and
-        ``lse``: the attention to all keys, see :meth:`Total.finished`."""
+        """Add the terms of this run of keys to the gradients of q, k and v, which have a wide dtype.
+
+        ``out`` and ``lse``: the attention to all keys, see :meth:`Total.finished`.
+        """
         if q.is_meta:
             return
         widths = (q.shape[-1], k.shape[-1], v.shape[-1])
         lse = lse.masked_fill(lse == NONE, -NONE)  # every weight of a query that sees nothing is 0
         q, k, v, grad, out = _for_kernels(q, k, v, grad, out)
-        kernel, given = kernel_for(q, k, v), Backward(grad, q, out, lse, k, v)
+        kernel, inputs = kernel_for(q, k, v), Backward(grad, q, out, lse, k, v)
         for part in self._parts(block, q, ids, kernel):
-            found = part.backward(kernel, self.scale, given)
-            for total, (at, term), width in zip(into, found, widths, strict=True):
+            terms = part.backward(kernel, self.scale, inputs)
+            for total, (at, term), width in zip(into, terms, widths, strict=True):
                 mine = total.transpose(1, 2)
                 mine[at] += term[..., :width].reshape(mine[at].shape)
-            del part, found, term
+            del part, terms, term
 
     def _parts(self, block: Block, q: Tensor, ids: Ids, kernel: AttentionKernel) -> Iterator[_Part | SpansCall]:
         calls, pairs = ids.shown(self.sight, block, q.shape[0], lengths=kernel.lengths is not None)
@@ -256,20 +261,22 @@ class AttentionTiles:
     def _tiles(self, block: Block, q: Tensor, ids: Ids, fused: bool, row: int | None, pair: Pair) -> Iterator[_Part]:
         batch = slice(None) if row is None else slice(row, row + 1)
         # what takes memory is the mask of a fused kernel, which has no rows of the batch, or the scores
-        one = q.element_size() if fused else q[batch].shape[0] * q.shape[1] * widened(q.dtype).itemsize
-        for tile, seen in pair.tiles(self.tile_bytes // one, tiled=not fused):
+        cell_bytes = q.element_size() if fused else q[batch].shape[0] * q.shape[1] * widened(q.dtype).itemsize
+        for tile, seen in pair.tiles(self.tile_bytes // cell_bytes, tiled=not fused):
             places = block.places(tile)
             if seen == "some":
-                told = ids if pair.hidden else Ids()
-                yield _Part(batch, *places, False, told.mask(self.sight, row or 0, tile, q.device))
+                hiding = ids if pair.hidden else Ids()
+                yield _Part(batch, *places, False, hiding.mask(self.sight, row or 0, tile, q.device))
             else:
                 yield _Part(batch, *places, seen == "diagonal")
 
 
-def _for_kernels(*given: Tensor) -> list[Tensor]:
-    """With as many features as most have, or a few more, as kernels want: zeros add nothing to a score. Kernels read
-    features of a position beside each other, whatever their stride is."""
-    most = max(x.shape[-1] for x in given)
-    most += -most % FEATURES if given[0].is_cuda else 0
-    wide = [x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in given]
+def _for_kernels(*tensors: Tensor) -> list[Tensor]:
+    """Pad features to the most of any tensor, or a few more, as kernels require: zeros add nothing to a score.
+
+    Kernels read the features of a position next to each other, whatever their stride is.
+    """
+    most = max(x.shape[-1] for x in tensors)
+    most += -most % FEATURES if tensors[0].is_cuda else 0
+    wide = [x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in tensors]
     return [x if x.stride(-1) == 1 else x.contiguous() for x in wide]
