@@ -158,17 +158,22 @@ Price = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "sen
 
 @dataclass(frozen=True)
 class CollectiveSpec:
-    """What is known of one operator that moves data: everything but how a transport carries it out.
+    """The properties of an operator that moves data: everything but how a transport carries it out.
 
-    ``op``: its schema, and the shape of its result. ``price``: which collective's time it takes; ``"ring"`` and
-    ``"matmul"``: as the computation that its messages travel beside. ``start``: what begins it, where it can run beside
-    other work until ``wait`` hands out its result (nothing else may read a start: until then it is no value).
-    ``together``: does the same for several values as one message. ``of_state``: moves what ranks store, at the start of
-    a step. ``slice_at``: where it is fused with a matmul, which side of it is one rank's slice.
-    ``opaque``: its result depends on data that only a run has. ``transpose``: the collective of the gradient, where it
-    takes the same arguments; that of a conversion follows from its types instead. ``meaning``: what all ranks give, a
-    rank's place among them, and the arguments behind ``size`` -> what that rank gets. A transport without a method for
-    the collective carries it out by that.
+    Attributes:
+        op: the operator, which has the schema and the shape of the result.
+        price: the collective whose time it takes; ``"ring"`` and ``"matmul"``: as long as the computation with which
+            its messages overlap.
+        start: the operator that begins it, if it can overlap with other work until ``wait`` returns its result. Nothing
+            else may read a start: until then it has no value.
+        together: the operator that does the same for several values in one message.
+        of_state: whether it moves what ranks store, at the start of a step.
+        slice_at: the side of a matmul with which it is fused that is one rank's slice.
+        opaque: whether its result depends on data that only a run has.
+        transpose: the collective of the gradient, if it takes the same arguments; that of a conversion follows from its
+            types instead.
+        meaning: returns what a rank receives, from the values of all ranks, the rank's place among them, and the
+            arguments after ``size``. A transport without a method for the collective calls it.
     """
 
     op: OpOverload
@@ -206,11 +211,11 @@ _TABLE = (
     CollectiveSpec(ring_attention, "ring", opaque=True),
     CollectiveSpec(ring_attention_backward, "ring", opaque=True),
 )
-COLLECTIVES: Mapping[str, CollectiveSpec] = MappingProxyType({one.name: one for one in _TABLE})
+COLLECTIVES: Mapping[str, CollectiveSpec] = MappingProxyType({spec.name: spec for spec in _TABLE})
 
 
-_BEGUN = {one.op: one.start for one in _TABLE if one.start is not None}
-COMMUNICATION = frozenset({*_BEGUN.values(), *(one.op for one in _TABLE)})
+_BEGUN = {spec.op: spec.start for spec in _TABLE if spec.start is not None}
+COMMUNICATION = frozenset({*_BEGUN.values(), *(spec.op for spec in _TABLE)})
 # what begins an operator that can run beside other work until ``wait``: collectives, and copies
 STARTS: Mapping[OpOverload, OpOverload] = MappingProxyType({**_BEGUN, **COPIES})
 wait = define_operator("wait(Tensor x) -> Tensor", _same)

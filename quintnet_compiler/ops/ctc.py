@@ -51,9 +51,9 @@ def _gradient(
     blank: int,
     zero: bool,
 ) -> Tensor:
-    given = (log_probs, targets, inputs, lengths, losses, table, blank, zero)
-    made: Tensor = aten._ctc_loss_backward.Tensor(grad.contiguous(), *given)
-    return made
+    forward = (log_probs, targets, inputs, lengths, losses, table, blank, zero)  # its inputs and results
+    gradient: Tensor = aten._ctc_loss_backward.Tensor(grad.contiguous(), *forward)
+    return gradient
 
 
 # of log-probabilities [steps, rows, classes] and targets [rows, labels], the loss of each row; and a table for backward
@@ -85,7 +85,7 @@ differentiate(ctc_rows, _keep, _backward)
 
 
 def masked_select(*args: Any, **kwargs: Any) -> Tensor:
-    """torch.masked_select. If values and mask are [rows, length], the result knows what is selected of each row."""
+    """Compute torch.masked_select; if values and mask are [rows, length], note on the result what each row selects."""
     selected: Tensor = torch.masked_select(*args, **kwargs)
     x, mask = (*args, *kwargs.values())[:2]
     if x.dim() == 2 and str(x.shape) == str(mask.shape) and not x.requires_grad:
@@ -96,16 +96,16 @@ def masked_select(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def total(*args: Any, **kwargs: Any) -> Tensor:
-    """torch.sum. Counts of each row of a mask [rows, length] know that they are."""
-    found: Tensor = SHIPPED.sum(*args, **kwargs)
+    """Compute torch.sum; note on counts of each row of a mask [rows, length] which mask they are of."""
+    sums: Tensor = SHIPPED.sum(*args, **kwargs)
     x, *dims = (*args, *kwargs.values())
     if x.dtype is torch.bool and x.dim() == 2 and dims in ([-1], [1]):
-        setattr(found, _COUNTED, (x, version(x)))
-    return found
+        setattr(sums, _COUNTED, (x, version(x)))
+    return sums
 
 
 def _padded(targets: Tensor, lengths: Any) -> Tensor | None:
-    """Of targets that follow each other, those of each row, if the lengths are certain to be those of the rows."""
+    """Return concatenated targets as [rows, labels], if the lengths are certain to be those of the rows; else None."""
     *selected, padded = getattr(targets, _PADDED, (None, None, None))
     counted = getattr(lengths, _COUNTED, None)
     if counted is None or selected[0] is not counted[0] or selected[1] != counted[1]:
@@ -122,16 +122,15 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.ctc_loss, of :data:`ctc_rows` where targets are padded, or have been. One sample without a
-    dim of rows is one row."""
+    """Compute F.ctc_loss, by :data:`ctc_rows` if targets are padded, or have been; a sample without rows is one row."""
     targets = targets if (padded := _padded(targets, target_lengths)) is None else padded
     input_lengths, target_lengths = (
         x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.long) for x in (input_lengths, target_lengths)
     )
     if log_probs.dim() == 2:
         rows = targets.unsqueeze(0), input_lengths.reshape(1), target_lengths.reshape(1)
-        found = ctc_loss(log_probs.unsqueeze(1), *rows, blank, reduction, zero_infinity)
-        return found.squeeze(0) if reduction == "none" else found
+        loss = ctc_loss(log_probs.unsqueeze(1), *rows, blank, reduction, zero_infinity)
+        return loss.squeeze(0) if reduction == "none" else loss
     if targets.dim() != 2:
         whole: Tensor = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
         return whole

@@ -58,23 +58,23 @@ def _end(node: fx.Node) -> End | None:
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether this is the gradient that will arrive."""
+    """Return whether a node is the gradient that will arrive at a result."""
     return is_getitem(node) and _end(origin(node)[0]) == "tangent" and origin(node)[1] == 1
 
 
 def of_tangents(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """Of ``nodes`` (in order), those that are computed in the backward: all that depends on a tangent."""
-    found: set[fx.Node] = set()
+    """Return those of ``nodes`` (in order) that the backward computes: all that depends on a tangent."""
+    dependents: set[fx.Node] = set()
     for node in nodes:
         if _end(node) == "declaration" or node.op != "call_function":
             continue
-        if is_tangent(node) or any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return frozenset(found)
+        if is_tangent(node) or any(source in dependents for source in node.all_input_nodes):
+            dependents.add(node)
+    return frozenset(dependents)
 
 
 def derivatives(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The nodes of derivatives that are the user's -> one node that stands for each of them (union-find)."""
+    """Map each node of a derivative that a user wrote to the node that stands for that derivative (union-find)."""
     backward = of_tangents(graph.nodes)
     parent: dict[fx.Node, fx.Node] = {}
 
@@ -102,6 +102,6 @@ def derivatives(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def arrives(node: fx.Node) -> list[fx.Node]:
-    """What a node reads that has a value: the ends of a derivative have none."""
+    """Return the inputs of a node that have values: the ends of a derivative have none."""
     inputs = tensor_inputs(node)
     return inputs[:1] if _end(node) == "end" else inputs

@@ -27,15 +27,15 @@ from .grouped_rows import (
 
 
 def counts_on_host(rows: Tensor, weight: Tensor) -> bool:
-    """Whether products of these are loops over experts, for which the host has to know how many rows each has."""
+    """Return whether products of these are loops over experts, whose numbers of rows the host has to know."""
     return not has_grouped_matmul(rows.device, rows.dtype, weight.shape[1:])
 
 
 def _expert_linear(rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     order, ends = group_plan(ids, weight.shape[0], None, counts_on_host(rows, weight))
-    made = grouped_linear(group_rows(rows, order, ends), ends, weight, bias, transposed)
-    found: Tensor = ungroup_rows(made, order, ends)
-    return found
+    products = grouped_linear(group_rows(rows, order, ends), ends, weight, bias, transposed)
+    out: Tensor = ungroup_rows(products, order, ends)
+    return out
 
 
 expert_linear = define_operator(

@@ -25,13 +25,15 @@ NOT_ZERO_FROM = (10, 0)  # compute capability
 
 
 def has_grouped_matmul(device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
-    """Whether ``_grouped_mm`` is one kernel on ``device`` for matrices of these sizes; elsewhere it is a loop, too."""
+    """Return whether ``_grouped_mm`` is one kernel on ``device`` for matrices of these sizes; else it is a loop."""
     return device.type != "cpu" and dtype is torch.bfloat16 and not any(n * dtype.itemsize % 16 for n in features)
 
 
 def sort_into(bins: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The places of ``bins`` (numbers from 0 on) in their stable order, and where each of the first ``count`` ends
-    (int32). Nothing makes the host wait."""
+    """Return the places of ``bins`` (numbers from 0 on) in stable order, and where each of the first ``count`` ends.
+
+    Both lie on the device of ``bins``, the ends as int32. Nothing makes the host wait.
+    """
     ordered, places = _sorted(bins, count)
     numbers = SHIPPED.arange(count, dtype=ordered.dtype, device=bins.device)
     return places, SHIPPED.searchsorted(ordered, numbers, right=True, out_int32=True)
@@ -44,8 +46,10 @@ def _sorted(bins: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def plan_groups(ids: Tensor, experts: int, counts: Tensor | None, on_host: bool) -> tuple[Tensor, Tensor]:
-    """``order`` and ``ends`` of rows with the experts ``ids``; ids outside of 0 to ``experts`` - 1 are of no expert.
-    ``counts``: see ``dispatch_plan``, of these very rows: what the host knows already of how many each expert gets."""
+    """Return ``order`` and ``ends`` of rows with the experts ``ids``; ids not in 0 to ``experts`` - 1 are of no expert.
+
+    ``counts``: those of ``dispatch_plan`` of the same rows, by which the host has the rows of each expert already.
+    """
     bins = SHIPPED.where((ids >= 0) & (ids < experts), ids, experts)
     if counts is not None:  # which are on the host
         return _sorted(bins, experts)[1], counts[1, :, :experts].sum(0).cumsum(0).to(torch.int32)
@@ -59,10 +63,10 @@ def _group(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
 
 def _ungroup(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
     if ends.device.type == "cpu":
-        known = int(ends[-1])
-        if known == x.shape[0]:
+        assigned = int(ends[-1])  # rows that have an expert
+        if assigned == x.shape[0]:
             return SHIPPED.empty_like(x).index_copy_(0, order, x)
-        return SHIPPED.zeros_like(x).index_copy_(0, order[:known], x[:known])
+        return SHIPPED.zeros_like(x).index_copy_(0, order[:assigned], x[:assigned])
     rows = x.shape[0]
     behind = SHIPPED.arange(rows, dtype=torch.int32, device=x.device) >= ends[-1]
     out = x.new_zeros([rows + 1, *x.shape[1:]])  # the last takes all rows of no expert
@@ -70,7 +74,7 @@ def _ungroup(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
 
 
 def expert_runs(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """Each expert that has rows, and these in order. The host waits for ``ends``."""
+    """Yield each expert that has rows, and the slice of them in order. The host waits for ``ends``."""
     start = 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
@@ -79,7 +83,7 @@ def expert_runs(ends: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def experts_of_rows(ends: Tensor, rows: int) -> Tensor:
-    """The expert of each row in order, and for rows of none their number."""
+    """Return the expert of each row in order; rows of none have the number of experts."""
     return SHIPPED.searchsorted(ends, SHIPPED.arange(rows, dtype=torch.int32, device=ends.device), right=True)
 
 
@@ -92,10 +96,10 @@ def _linear(rows: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, tra
             if bias is not None:
                 out[run] += bias[expert]
         return out
-    made: Tensor = aten._grouped_mm.default(rows.contiguous(), right, ends)
+    products: Tensor = aten._grouped_mm.default(rows.contiguous(), right, ends)
     if bias is not None:
-        made += bias.index_select(0, experts_of_rows(ends, rows.shape[0]).clamp_(max=bias.shape[0] - 1))
-    return made
+        products += bias.index_select(0, experts_of_rows(ends, rows.shape[0]).clamp_(max=bias.shape[0] - 1))
+    return products
 
 
 def may_leave_empty_products(device: torch.device) -> bool:
@@ -118,20 +122,20 @@ def zeros_of_no_rows(products: Tensor, ends: Tensor) -> Tensor:
 def _weight_grad(grad: Tensor, rows: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     left, right = (rows, grad) if transposed else (grad, rows)
     if ends.device.type == "cpu" or not rows.shape[0]:
-        found = rows.new_zeros([ends.shape[0], left.shape[1], right.shape[1]])
+        gradients = rows.new_zeros([ends.shape[0], left.shape[1], right.shape[1]])
         for expert, run in expert_runs(ends) if rows.shape[0] else ():
-            SHIPPED.mm(left[run].t(), right[run], out=found[expert])
-        return found
+            SHIPPED.mm(left[run].t(), right[run], out=gradients[expert])
+        return gradients
     return zeros_of_no_rows(aten._grouped_mm.default(left.contiguous().t(), right.contiguous(), ends), ends)
 
 
 def _bias_grad(grad: Tensor, ends: Tensor) -> Tensor:
     experts = ends.shape[0]
     if ends.device.type == "cpu":
-        found = grad.new_zeros([experts, grad.shape[1]])
+        gradients = grad.new_zeros([experts, grad.shape[1]])
         for expert, run in expert_runs(ends):
-            SHIPPED.sum(grad[run], 0, out=found[expert])
-        return found
+            SHIPPED.sum(grad[run], 0, out=gradients[expert])
+        return gradients
     wide = grad.to(widened(grad.dtype))
     sums = wide.new_zeros([experts + 1, grad.shape[1]])  # the last is that of rows of no expert
     return sums.index_add_(0, experts_of_rows(ends, grad.shape[0]), wide)[:-1].to(grad.dtype)

@@ -36,14 +36,14 @@ def matmul(node: fx.Node) -> Factors:
 
 
 def added(text: str) -> SpecFn:
-    """A rule for ``beta * first + alpha * product``: ``text`` describes the product, the first input broadcasts."""
+    """Return a rule for ``beta * first + alpha * product``: ``text`` is of the product, the first input broadcasts."""
     product = Notation.parse(text)
 
     def factors(node: fx.Node) -> Factors:
         first, *others = tensor_inputs(node)
-        found = product.fit([shape(n) for n in others], [shape(node)])
-        bias = aligned(found.outputs[0], found.sizes, shape(first))
-        return replace(found, inputs=(bias, *found.inputs), additive=frozenset({0}))
+        fitted = product.fit([shape(n) for n in others], [shape(node)])
+        bias = aligned(fitted.outputs[0], fitted.sizes, shape(first))
+        return replace(fitted, inputs=(bias, *fitted.inputs), additive=frozenset({0}))
 
     return factors
 
@@ -66,8 +66,8 @@ _LU_SOLVED[False] = Notation.parse("... m n, ... p, ... k m -> ... k n", whole="
 
 def lu_solve(node: fx.Node) -> Factors:
     """As :func:`solve`; a matrix may be the same for all."""
-    given = [shape(n) for n in tensor_inputs(node)]
-    return _LU_SOLVED[bool(argument(node, "left"))].fit(given, [shape(node)])
+    input_shapes = [shape(n) for n in tensor_inputs(node)]
+    return _LU_SOLVED[bool(argument(node, "left"))].fit(input_shapes, [shape(node)])
 
 
 def einsum(node: fx.Node) -> Factors:
@@ -110,7 +110,7 @@ def _letters(term: str, dims: Sequence[int], sizes: dict[str, int]) -> Dims:
 
 
 def _spaced(letters: str) -> str:
-    """A term of an equation in the notation of rules.
+    """Return a term of an equation in the notation of rules.
 
     >>> _spaced("...ij")
     '... i j'
@@ -120,8 +120,8 @@ def _spaced(letters: str) -> str:
 
 def convolution(node: fx.Node) -> Factors:
     """Batch (where there is one), input channels (a sum) and output channels; space and groups are whole."""
-    given = tensor_inputs(node)
-    x, weight, out = shape(given[0]), shape(given[1]), shape(node)
+    operands = tensor_inputs(node)
+    x, weight, out = shape(operands[0]), shape(operands[1]), shape(node)
     space = len(weight) - 2
     transposed = "conv_transpose" in str(node.target) or bool(argument(node, "transposed"))
     batch: Named = [("n",)] if len(x) > space + 1 else []
@@ -138,15 +138,15 @@ def convolution(node: fx.Node) -> Factors:
         sizes |= more
         whole |= set(more)
     ins: list[Dims] = [(*batch, ("i",), *places["x"]), ((first,), (second,), *places["w"])]
-    if len(given) > 2:
+    if len(operands) > 2:
         ins.append((("o",),))
     return Factors(
         tuple(ins),
         ((*batch, ("o",), *places["y"]),),
         sizes,
         frozenset(whole),
-        linear=((0,), (1,)) if len(given) == 2 else (),
-        additive=frozenset({2}) if len(given) > 2 else frozenset(),
+        linear=((0,), (1,)) if len(operands) == 2 else (),
+        additive=frozenset({2}) if len(operands) > 2 else frozenset(),
     )
 
 

@@ -27,15 +27,15 @@ def embedding(node: fx.Node) -> Factors:
 
 def row_nll(node: fx.Node) -> Factors:
     """Rows, and classes: InsertCommunication adds up what ranks have of a row."""
-    found = _ROWS.fit([shape(n) for n in tensor_inputs(node)], [shape(node)])
-    return replace(found, settled=frozenset({"v"}))
+    factors = _ROWS.fit([shape(n) for n in tensor_inputs(node)], [shape(node)])
+    return replace(factors, settled=frozenset({"v"}))
 
 
 def expert_linear(node: fx.Node) -> Factors:
     """Rows, features, and experts: a rank adds the rows of its own experts, or rows travel to their experts' ranks."""
     notation = _EXPERTS_T if argument(node, "transposed") else _EXPERTS
-    found = notation.fit([shape(n) for n in tensor_inputs(node)], [shape(node)])
-    return replace(found, joint=frozenset({("r", "e")}))
+    factors = notation.fit([shape(n) for n in tensor_inputs(node)], [shape(node)])
+    return replace(factors, joint=frozenset({("r", "e")}))
 
 
 def fill_rows(node: fx.Node) -> Factors:
@@ -65,15 +65,15 @@ def label_loss(node: fx.Node) -> Factors:
 
 def index(node: fx.Node) -> Factors:
     """x[..., i, j]: indexed dims are whole; the others pass. Only for indices that lead or stand together."""
-    source, *given = tensor_inputs(node)
+    source, *indices = tensor_inputs(node)
     used = [d for d, pick in enumerate(argument(node, "indices")) if pick is not None]
     if used != list(range(used[0], used[-1] + 1)):
         return opaque(node)
     dims, sizes = named(shape(source))
-    count = max(len(shape(pick)) for pick in given)
+    count = max(len(shape(pick)) for pick in indices)
     names, more = named(shape(node)[used[0] : used[0] + count], "p")
     sizes |= more
-    picks = (aligned(names, sizes, shape(pick)) for pick in given)
+    picks = (aligned(names, sizes, shape(pick)) for pick in indices)
     out = (*dims[: used[0]], *names, *dims[used[-1] + 1 :])
     return Factors((tuple(dims), *picks), (out,), sizes, frozenset(f"d{d}" for d in used), linear=((0,),))
 

@@ -18,23 +18,23 @@ Named = list[tuple[str, ...]]
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """An argument by its name in the operator's schema; its default where the call leaves it out."""
-    for position, known in enumerate(schema(node.target).arguments):
-        if known.name == name:
-            if position < len(node.args) and not known.kwarg_only:
+    """Return an argument by its name in the operator's schema; its default where the call leaves it out."""
+    for position, declared in enumerate(schema(node.target).arguments):
+        if declared.name == name:
+            if position < len(node.args) and not declared.kwarg_only:
                 return node.args[position]
-            return node.kwargs.get(name, known.default_value)
+            return node.kwargs.get(name, declared.default_value)
     return None
 
 
 def arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return all arguments of a call by their names in the operator's schema, with its defaults."""
-    defaults = {known.name: known.default_value for known in schema(target).arguments}
+    defaults = {declared.name: declared.default_value for declared in schema(target).arguments}
     return defaults | dict(zip(defaults, args, strict=False)) | dict(kwargs)
 
 
 def named(sizes: Sequence[int], prefix: str = "d") -> tuple[Named, dict[str, int]]:
-    """One factor per dim, and its size.
+    """Return one factor per dim, and its size.
 
     >>> named((4, 6))
     ([('d0',), ('d1',)], {'d0': 4, 'd1': 6})
@@ -43,54 +43,53 @@ def named(sizes: Sequence[int], prefix: str = "d") -> tuple[Named, dict[str, int
 
 
 def chosen_dims(dim: Any, rank: int) -> list[int]:
-    """A dim argument as a list: one, several, or all (None or empty). Negative ones count from the end."""
+    """Return a dim argument as a list: one, several, or all (None or empty). Negative ones count from the end."""
     if dim is None or dim == [] or rank == 0:
         return list(range(rank))
     return [d % rank for d in ([dim] if isinstance(dim, int) else dim)]
 
 
-def aligned(full: Sequence[tuple[str, ...]], sizes: Mapping[str, int], given: Sequence[int]) -> Dims:
-    """The dims of a tensor of shape ``given`` that broadcasts to ``full``.
+def aligned(full: Sequence[tuple[str, ...]], sizes: Mapping[str, int], dims: Sequence[int]) -> Dims:
+    """Return the factors of a tensor of shape ``dims`` that broadcasts to ``full``.
 
     >>> aligned([("m",), ("n",)], {"m": 4, "n": 6}, (1, 6))
     ((), ('n',))
     """
-    last = full[len(full) - len(given) :]
-    return tuple(f if size == math.prod(sizes[g] for g in f) else () for f, size in zip(last, given, strict=True))
+    last = full[len(full) - len(dims) :]
+    return tuple(f if size == math.prod(sizes[g] for g in f) else () for f, size in zip(last, dims, strict=True))
 
 
 def blocked(node: fx.Node, dims: Iterable[int], *, linear: bool = False) -> Factors:
-    """For one input: ``dims`` are whole and may change size, the others pass."""
-    given, sizes = named(shape(tensor_inputs(node)[0]))
+    """Return the factors of one input where ``dims`` are whole and may change size; the others pass."""
+    input_dims, sizes = named(shape(tensor_inputs(node)[0]))
     whole, outs = {f"d{d}" for d in dims}, []
     for k, v in enumerate(values(node)):
-        out = list(given)
+        out = list(input_dims)
         for d in dims:
             out[d] = (name := f"o{k}_{d}",)
             sizes[name] = v.shape[d]
             whole.add(name)
         outs.append(tuple(out))
-    return Factors((tuple(given),), tuple(outs), sizes, frozenset(whole), linear=((0,),) if linear else ())
+    return Factors((tuple(input_dims),), tuple(outs), sizes, frozenset(whole), linear=((0,),) if linear else ())
 
 
 def along(name: str = "dim", *, linear: bool = False) -> SpecFn:
-    """A rule for operators that work along the dims of the argument ``name``: softmax, cumsum, slice, sort. Further
-    inputs have the size of the first."""
+    """Return a rule for operators along the dims of argument ``name`` (softmax, slice, sort); inputs have one size."""
 
     def factors(node: fx.Node) -> Factors:
         first, *others = tensor_inputs(node)
         if any(shape(other) != shape(first) for other in others):
             return opaque(node)
         if others:
-            found = blocked(node, chosen_dims(argument(node, name), len(shape(first))))
-            return replace(found, inputs=found.inputs * (1 + len(others)))
+            of_first = blocked(node, chosen_dims(argument(node, name), len(shape(first))))
+            return replace(of_first, inputs=of_first.inputs * (1 + len(others)))
         return blocked(node, chosen_dims(argument(node, name), len(shape(first))), linear=linear)
 
     return factors
 
 
 def leading(count: int, *, linear: bool = False) -> SpecFn:
-    """A rule for operators that work on each row of the first ``count`` dims on its own (pooling, group_norm).
+    """Return a rule for operators that work on each row of the first ``count`` dims on its own (pooling, group_norm).
 
     A negative ``count`` leaves out so many last dims: images may come with or without a batch dim.
     """
@@ -117,9 +116,10 @@ def leading(count: int, *, linear: bool = False) -> SpecFn:
 
 
 def rows(text: str) -> SpecFn:
-    """A rule for operators whose rows are independent: all results for ``...`` depend on the inputs' ``...`` alone. The
-    dims with names are whole, so a name says no more than that there is a dim; nothing is split where ``text`` does not
-    fit, or where a result lacks a leading dim.
+    """Return a rule for operators whose rows are independent: results for ``...`` depend on the inputs' ``...`` alone.
+
+    The dims with names are whole, so a name says no more than that there is a dim; nothing is split where ``text`` does
+    not fit, or where a result lacks a leading dim.
 
     >>> rows("... m n, ... k -> ... p q")  # doctest: +ELLIPSIS
     <function ...>
@@ -129,18 +129,18 @@ def rows(text: str) -> SpecFn:
 
     def factors(node: fx.Node) -> Factors:
         try:
-            found = notation.fit([shape(n) for n in tensor_inputs(node)], [tuple(v.shape) for v in values(node)])
+            fitted = notation.fit([shape(n) for n in tensor_inputs(node)], [tuple(v.shape) for v in values(node)])
         except ValueError:
             return opaque(node)
-        made = [{name for dim in dims for name in dim} for dims in found.outputs]
-        lost = frozenset(name for name in found.sizes if not all(name in one for one in made))
-        return replace(found, whole=found.whole | lost)
+        outputs = [{name for dim in dims for name in dim} for dims in fitted.outputs]
+        lost = frozenset(name for name in fitted.sizes if not all(name in output for output in outputs))
+        return replace(fitted, whole=fitted.whole | lost)
 
     return factors
 
 
 def opaque(node: fx.Node) -> Factors:
-    """Nothing may be sharded: always correct, never parallel."""
+    """Return factors that must all be whole: always correct, never parallel."""
     sizes: dict[str, int] = {}
     sides: list[list[Dims]] = [[], []]
     for side, label, tensors in ((0, "i", [facts(n).value for n in tensor_inputs(node)]), (1, "o", values(node))):

@@ -221,11 +221,11 @@ class Notation:
         for _ in dims:
             for name, size in dims:
                 unknown = [part for part in _parts(name) if part not in sizes]
-                known = math.prod(sizes[part] for part in _parts(name) if part in sizes)
-                if len(unknown) == 1 and size % known == 0:
-                    sizes[unknown[0]] = size // known
-                elif not unknown and size not in (1, known):
-                    raise ValueError(f"rule {self.text!r}: {name} is {known}, and a dim there has size {size}")
+                product = math.prod(sizes[part] for part in _parts(name) if part in sizes)
+                if len(unknown) == 1 and size % product == 0:
+                    sizes[unknown[0]] = size // product
+                elif not unknown and size not in (1, product):
+                    raise ValueError(f"rule {self.text!r}: {name} is {product}, and a dim there has size {size}")
         for name, size in dims:
             if missing := [part for part in _parts(name) if part not in sizes]:
                 raise ValueError(f"rule {self.text!r}: the sizes of {', '.join(missing)} in {name} of size {size}")
@@ -387,11 +387,11 @@ def user_rules(rules: Iterable[Rule]) -> Mapping[Any, Rule]:
     Raises:
         ValueError: if two are of one operator, or one is of none.
     """
-    found = table(rules)
-    for target in found:
+    by_target = table(rules)
+    for target in by_target:
         if not isinstance(target, OpOverload):
             raise ValueError(
                 f"a rule of {target!r}, which is no operator: write torch.ops.lib.op.default, or 'lib::op' of an "
                 "operator that is registered"
             )
-    return found
+    return by_target

@@ -10,13 +10,11 @@ from .notation import Dims, Factors, SpecFn
 
 
 def reduction(*, sums: bool = False, linear: bool = False) -> SpecFn:
-    """A rule for operators that reduce ``dim`` (all dims without one). ``sums``: partial results add up; if not, the
-    dims are whole."""
+    """Return a rule for operators that reduce ``dim``, or all dims: whole, unless partial results add up (``sums``)."""
 
     def factors(node: fx.Node) -> Factors:
-        before = shape(tensor_inputs(node)[0])
-        dims, sizes = named(before)
-        gone = chosen_dims(argument(node, "dim"), len(before))
+        dims, sizes = named(shape(tensor_inputs(node)[0]))
+        gone = chosen_dims(argument(node, "dim"), len(dims))
         keep = bool(argument(node, "keepdim"))
         out = tuple(() if d in gone else f for d, f in enumerate(dims) if keep or d not in gone)
         whole = frozenset() if sums else frozenset(f"d{d}" for d in gone)
@@ -77,7 +75,7 @@ def prelu(node: fx.Node) -> Factors:
 
 
 def renorm(node: fx.Node) -> Factors:
-    """What is at each place of ``dim`` has a norm of its own; the other dims are whole."""
+    """Return factors where each place of ``dim`` has a norm of its own; the other dims are whole."""
     (x,) = tensor_inputs(node)
     kept = chosen_dims(argument(node, "dim"), len(shape(x)))
     dims, sizes = named(shape(x))

@@ -38,13 +38,13 @@ def _each(targets: Iterable[Any], factors: SpecFn, work: Work, shape_arg: int | 
 
 
 def _elementwise(targets: Iterable[Any], inputs: int = 1, *, linear: Sequence[Sequence[int]] = ()) -> list[Rule]:
-    """Operators of up to ``inputs`` tensors that broadcast."""
+    """Return rules of operators of up to ``inputs`` tensors that broadcast."""
     text = ", ".join(["..."] * inputs) + " -> ..."
     return [rule(target, text, linear=linear) for target in targets]
 
 
 def _rows(targets: Iterable[Any], text: str) -> list[Rule]:
-    """Operators that work on each row of the leading dims on its own."""
+    """Return rules of operators that work on each row of the leading dims on its own."""
     return _each(targets, rows(text), "memory")
 
 
@@ -54,9 +54,9 @@ _EXACT_CAST = rule(aten._to_copy.default, "... -> ...", linear=[[0]])
 
 def _cast(node: fx.Node) -> Factors:
     """A partial sum may pass through a cast that loses nothing; a narrowing one would round each term."""
-    source, made = value(tensor_inputs(node)[0]), value(node)
-    widens = torch.promote_types(source.dtype, made.dtype) == made.dtype
-    exact = widens and (is_float(source) or not is_float(made) or made.dtype.itemsize >= 4)
+    source, result = value(tensor_inputs(node)[0]), value(node)
+    widens = torch.promote_types(source.dtype, result.dtype) == result.dtype
+    exact = widens and (is_float(source) or not is_float(result) or result.dtype.itemsize >= 4)
     return (_EXACT_CAST if exact else _CAST).factors(node)
 
 

@@ -34,12 +34,12 @@ def operator_of(target: Any) -> Any:
 def _named(name: str) -> Any:
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
-    found = getattr(getattr(torch.ops, namespace), packet, None)
-    if found is not None and overload:
-        found = getattr(found, overload, None)
-    if found is None:
+    operator = getattr(getattr(torch.ops, namespace), packet, None)
+    if operator is not None and overload:
+        operator = getattr(operator, overload, None)
+    if operator is None:
         raise ValueError(f"there is no operator {name!r}: define it (or import what does) before its rule")
-    return operator_of(found)
+    return operator_of(operator)
 
 
 def _only_overload(packet: Any) -> Any:

@@ -16,16 +16,14 @@ from .notation import Dims, Factors
 
 def reshape(node: fx.Node) -> Factors:
     """Common refinement of both shapes: [B, S] -> [B*S] has factors B and S. A ragged part must stay whole."""
-    before, after = shape(tensor_inputs(node)[0]), shape(node)
-    if 0 in before:
+    left, right = list(shape(tensor_inputs(node)[0])), list(shape(node))  # what remains of each dim of both shapes
+    if 0 in left:
         return opaque(node)
-    ins: list[list[str]] = [[] for _ in before]
-    outs: list[list[str]] = [[] for _ in after]
+    ins: list[list[str]] = [[] for _ in left]
+    outs: list[list[str]] = [[] for _ in right]
     sizes: dict[str, int] = {}
     whole: set[str] = set()
     i = j = 0
-    left = list(before)
-    right = list(after)
     while i < len(left) or j < len(right):
         if i < len(left) and left[i] == 1:
             i += 1
@@ -50,7 +48,7 @@ def reshape(node: fx.Node) -> Factors:
 
 
 def _meeting(left: Sequence[int], right: Sequence[int]) -> tuple[int, int]:
-    """How many dims of each side have the same product, at least one.
+    """Return how many leading dims of each side have the same product, at least one.
 
     >>> _meeting([2, 3, 5], [3, 2, 5])
     (2, 2)
@@ -157,16 +155,15 @@ def stack(node: fx.Node) -> Factors:
     parts = tensor_inputs(node)
     dims, sizes = named(shape(node))
     (along,) = chosen_dims(argument(node, "dim"), len(dims))
-    one = tuple(f for d, f in enumerate(dims) if d != along)
+    part_dims = tuple(f for d, f in enumerate(dims) if d != along)
     everyone = tuple(range(len(parts)))
-    return Factors((one,) * len(parts), (tuple(dims),), sizes, frozenset({f"d{along}"}), linear=(everyone,))
+    return Factors((part_dims,) * len(parts), (tuple(dims),), sizes, frozenset({f"d{along}"}), linear=(everyone,))
 
 
 def split(node: fx.Node) -> Factors:
     """Equal pieces: the dim is (parts, piece) and a piece may be sharded, which gives ``S(dim, parts)``."""
-    before = shape(tensor_inputs(node)[0])
-    dims, sizes = named(before)
-    (along,) = chosen_dims(argument(node, "dim"), len(before))
+    dims, sizes = named(shape(tensor_inputs(node)[0]))
+    (along,) = chosen_dims(argument(node, "dim"), len(dims))
     lengths = [v.shape[along] for v in values(node)]
     if len(set(lengths)) > 1:
         return blocked(node, [along], linear=True)
