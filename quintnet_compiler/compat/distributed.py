@@ -71,8 +71,9 @@ def dtensor_over(
 
 
 def interleaved_shard(dim: int, parts: int, units: int = 0) -> Placement:
-    """The placement of a packed weight, such as query, key and value, of whose ``parts`` each rank has a slice;
-    instead: one parameter per part. ``units``: so many in each part, which ranks have whole (heads that do not divide);
+    """Return the placement of a packed weight (query, key and value) of whose ``parts`` each rank has a slice.
+
+    Instead: one parameter per part. ``units``: so many in each part, which ranks have whole (heads that do not divide);
     instead: nothing, torch's placements cut single indices.
 
     The upper 32 bits of the split factor say the units, times the parts. torch copies the factor to the placements of
@@ -125,10 +126,12 @@ def _split_in_units() -> None:
 
 @cache
 def _redistribute_interleaved() -> None:
-    """torch takes such a placement for an order of mesh axes, and where it is none, raises (2.11), or plans without the
-    sizes that axes before leave: ``full_tensor`` raises or gives wrong numbers where two axes split one dim (2.12 and
-    2.13). Then it is taken for what it says; instead: ``use_strided_shard_as_shard_order=False`` in every DTensorSpec,
-    operators' results too."""
+    """Make torch take such a placement for what it says where it is no order of mesh axes.
+
+    torch raises there (2.11), or plans without the sizes that earlier axes leave: ``full_tensor`` raises or gives wrong
+    numbers where two axes split one dim (2.12 and 2.13). Instead: ``use_strided_shard_as_shard_order=False`` in every
+    DTensorSpec, operators' results too.
+    """
     spec: Any = DTensorSpec
     as_order = spec._normalize_placements_into_shard_order
 

@@ -38,9 +38,11 @@ def kernels_alone(module: fx.GraphModule) -> Iterator[None]:
 
 
 def free(exported: torch.export.ExportedProgram) -> None:
-    """A trace of which nothing is needed any more. Its tensors hold symbols and one another in C++, where Python's
-    garbage collector cannot see it, and torch caches answers about symbols without a limit, so it would stay until the
-    process ends; instead: nothing."""
+    """Free a trace that is no longer needed; instead: nothing.
+
+    Its tensors hold symbols and one another in C++, where Python's garbage collector cannot see it, and torch caches
+    answers about symbols without a limit, so it would stay until the process ends.
+    """
     for node in exported.graph.nodes:
         mode = getattr(node.meta.get("val"), "fake_mode", None)
         node.meta.clear()

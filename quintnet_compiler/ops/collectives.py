@@ -226,11 +226,10 @@ SIZED = COMMUNICATION | {shard_slice, shard_pad}  # take (x, axis, size, ...)
 def lower_conversion(
     source: AxisType, target: AxisType, *, stored: bool = False
 ) -> tuple[OpOverload | None, tuple[int, ...]]:
-    """The operator that carries a plain value from ``source`` to ``target``, and its dim arguments. ``stored``: the
-    value is what ranks store of a parameter, at the start of a step.
+    """Return the operator that carries a plain value from ``source`` to ``target``, and its dim arguments.
 
-    None: the bits do not move. The seven moves of plain values; a typed conversion is one of them forward and one
-    backward.
+    ``stored``: the value is what ranks store of a parameter, at the start of a step. None: the bits do not move.
+    The seven moves of plain values; a typed conversion is one of them forward and one backward.
     """
     a, b = forward_type(source), forward_type(target)
     if a == b:

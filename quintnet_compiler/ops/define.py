@@ -14,8 +14,10 @@ _library = torch.library.Library("quintnet", "DEF")  # type: ignore[no-untyped-c
 
 
 def define_operator(schema: str, shape: Callable[..., Any], compute: Callable[..., Any] | None = None) -> OpOverload:
-    """An operator of this package. ``shape`` makes an empty result; ``compute``: the result, where no transport or
-    rank is needed for it."""
+    """Define an operator of this package.
+
+    ``shape`` returns an empty result; ``compute`` the result, where no transport or rank is needed for it.
+    """
     _library.define(schema)  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]
     torch.library.register_fake(f"quintnet::{name}", shape, lib=_library)
@@ -26,7 +28,7 @@ def define_operator(schema: str, shape: Callable[..., Any], compute: Callable[..
 
 
 def define_composite(schema: str, function: Callable[..., Tensor]) -> OpOverload:
-    """An operator that is one node in a graph and ``function`` wherever it runs, gradients included."""
+    """Define an operator that is one node in a graph and ``function`` wherever it runs, gradients included."""
     _library.define(schema)  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]
     _library.impl(name, function, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
@@ -40,5 +42,5 @@ def differentiate(operator: OpOverload, keep: Callable[..., None], backward: Cal
 
 
 def resized(x: Tensor, dim: int, times: int = 1, over: int = 1) -> Tensor:
-    """A value like ``x`` without content, ``times`` as large in ``dim``, or one part of it ``over`` many."""
+    """Return an empty tensor like ``x``, ``times`` as large in ``dim``, or one of ``over`` parts of it."""
     return x.new_empty([n * times // over if d == dim else n for d, n in enumerate(x.shape)])

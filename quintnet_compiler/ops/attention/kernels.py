@@ -63,9 +63,14 @@ class Operands:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Runs of queries and of keys, one after the other: q [S, H, D], k [T, G, D] and v [T, G, D] of all; where runs end
-    among all of them, after a 0 (int32, on the device); the longest; and what a query sees of its keys, see
-    :class:`.blocks.AttentionSpan`."""
+    """Runs of queries and of keys of unequal lengths, one after the other.
+
+    Attributes:
+        q, k, v: queries [S, H, D], keys [T, G, D] and values [T, G, D] of all runs.
+        q_ends, k_ends: where each run ends among all, after a 0 (int32, on the device).
+        most_q, most_k: the lengths of the longest runs.
+        left, right: which keys a query sees, see :class:`.blocks.AttentionSpan`.
+    """
 
     q: Tensor
     k: Tensor

@@ -137,7 +137,7 @@ class _Call:
 
 @dataclass
 class Calls:
-    """The calls for parts of ``block``, whose queries and keys are given."""
+    """Calls for parts of ``block``; no call has a query or a key twice."""
 
     block: Block
     _by_window: dict[tuple[int, int], list[_Call]] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Calls:
         for span in spans:
             queries, keys = ((row, at.start, at.stop) for at in self.block.places(span.block))
             calls = self._by_window.setdefault((span.left, span.right), [])
-            call = next((open_call for open_call in calls if open_call.takes(queries, keys)), None)
+            call = next((earlier for earlier in calls if earlier.takes(queries, keys)), None)
             if call is None:
                 call = _Call()
                 calls.append(call)

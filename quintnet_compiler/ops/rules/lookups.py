@@ -79,7 +79,7 @@ def index(node: fx.Node) -> Factors:
 
 
 def index_select(node: fx.Node) -> Factors:
-    """The dim is whole; the index may be split."""
+    """Keep the dim whole; the index may be split."""
     source, picks = tensor_inputs(node)
     if not shape(source) or not shape(picks):
         return opaque(node)
@@ -166,7 +166,7 @@ def _adds_numbers_to_row(node: fx.Node, others: Sequence[fx.Node]) -> bool:
 
 
 def histc(node: fx.Node) -> Factors:
-    """Counts between given ends: each rank counts what it has. Else the ends are the least and the largest."""
+    """Let each rank count its values between the ends; without these, they are the least and the largest value."""
     (x,) = tensor_inputs(node)
     if not argument(node, "min") < argument(node, "max"):
         return opaque(node)

@@ -53,7 +53,7 @@ _EXACT_CAST = rule(aten._to_copy.default, "... -> ...", linear=[[0]])
 
 
 def _cast(node: fx.Node) -> Factors:
-    """A partial sum may pass through a cast that loses nothing; a narrowing one would round each term."""
+    """Let a partial sum pass through a cast that loses nothing; a narrowing one would round each term."""
     source, result = value(tensor_inputs(node)[0]), value(node)
     widens = torch.promote_types(source.dtype, result.dtype) == result.dtype
     exact = widens and (is_float(source) or not is_float(result) or result.dtype.itemsize >= 4)

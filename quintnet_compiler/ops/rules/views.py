@@ -15,7 +15,7 @@ from .notation import Dims, Factors
 
 
 def reshape(node: fx.Node) -> Factors:
-    """Common refinement of both shapes: [B, S] -> [B*S] has factors B and S. A ragged part must stay whole."""
+    """Refine both shapes to common factors: [B, S] -> [B*S] has factors B and S. A ragged part must stay whole."""
     left, right = list(shape(tensor_inputs(node)[0])), list(shape(node))  # what remains of each dim of both shapes
     if 0 in left:
         return opaque(node)
@@ -70,7 +70,7 @@ def _freeze(dims: Sequence[Sequence[str]]) -> Dims:
 
 
 def expand(node: fx.Node) -> Factors:
-    """A dim of size 1 that grows has a new factor; the others keep theirs."""
+    """Give a dim of size 1 that grows a new factor; the others keep theirs."""
     out, sizes = named(shape(node))
     return Factors((aligned(out, sizes, shape(tensor_inputs(node)[0])),), (tuple(out),), sizes, linear=((0,),))
 
@@ -106,7 +106,7 @@ def select(node: fx.Node) -> Factors:
 
 
 def diagonal(node: fx.Node) -> Factors:
-    """The two dims are whole; their diagonal becomes the last dim."""
+    """Keep the two dims whole; their diagonal becomes the last dim."""
     dims, sizes = named(shape(tensor_inputs(node)[0]))
     gone = chosen_dims([argument(node, "dim1"), argument(node, "dim2")], len(dims))
     kept = [d for i, d in enumerate(dims) if i not in gone]
@@ -116,7 +116,7 @@ def diagonal(node: fx.Node) -> Factors:
 
 
 def diagonal_scatter(node: fx.Node) -> Factors:
-    """The second input replaces a diagonal of the first; the diagonal's two dims are whole."""
+    """Keep the two dims whole of the diagonal of the first input that the second replaces."""
     x, part = tensor_inputs(node)
     dims, sizes = named(shape(x))
     gone = chosen_dims([argument(node, "dim1"), argument(node, "dim2")], len(dims))
@@ -174,7 +174,7 @@ def split(node: fx.Node) -> Factors:
 
 
 def repeat_interleave(node: fx.Node) -> Factors:
-    """The dim of the result is (dim, repeats)."""
+    """Make the dim of the result (dim, repeats)."""
     dim = argument(node, "dim")
     if dim is None or argument(node, "output_size") is not None:
         return opaque(node)
