@@ -9,9 +9,8 @@ from itertools import pairwise
 
 from torch import fx
 
-from ...capture.repetition import longest_repetition
 from ...ir.program import Program
-from ...ir.repeated_blocks import Block, as_block, block_members, same_in_every_block
+from ...ir.repeated_blocks import Block, as_block, block_members, longest_repetition, same_in_every_block
 
 
 @dataclass(frozen=True)

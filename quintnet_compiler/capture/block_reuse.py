@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from ..compat.torch import pytree, storage_key
 from ..compat.torch_hooks import MODULE_HOOKS
-from .repetition import longest_repetition
+from ..ir.repeated_blocks import longest_repetition
 
 # Attributes of every module; those that matter (parameters, submodules, hooks) are compared by themselves.
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}

@@ -6,8 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ..capture.repetition import longest_repetition
-from ..ir.repeated_blocks import Block
+from ..ir.repeated_blocks import Block, longest_repetition
 
 T = TypeVar("T")
 

@@ -1,10 +1,10 @@
-"""Find nodes that do the same thing in repeated blocks (``layers.0``, ``layers.1``, ...)."""
+"""Find repeated blocks (``layers.0``, ``layers.1``, ...), and nodes that do the same thing in them."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 from torch import fx
 
@@ -115,3 +115,21 @@ def _signature(node: fx.Node) -> tuple[Hashable, ...]:
         inputs,
         needs_grad(node),
     )
+
+
+def longest_repetition(labels: Sequence[Hashable], at: int) -> tuple[int, int]:
+    """Return the period and count of the repetition from ``at`` that saves most if only three units remain.
+
+    (1, 1) if nothing repeats more than three times.
+
+    >>> longest_repetition("ABABABABABC", 0)
+    (2, 5)
+    """
+    best, saved = (1, 1), 0
+    for period in range(1, (len(labels) - at) // 4 + 1):
+        unit, times = labels[at : at + period], 1
+        while labels[at + times * period : at + (times + 1) * period] == unit:
+            times += 1
+        if (times - 3) * period > saved:
+            best, saved = (period, times), (times - 3) * period
+    return best

@@ -26,7 +26,6 @@ from quintnet_compiler.capture.derivatives.user_derivatives import DerivativeFin
 from quintnet_compiler.capture.matmul_dtypes import check_dtypes
 from quintnet_compiler.capture.modes import evaluating, modes_of_a_trace, refuse_modes, uncompiled
 from quintnet_compiler.capture.places import LEAF, WHERE
-from quintnet_compiler.capture.repetition import longest_repetition
 from quintnet_compiler.capture.sparse_gradients import check_dense
 from quintnet_compiler.capture.step_module import StepModule, loss_of
 from quintnet_compiler.capture.traced_as import TRACED_AS, combinations, corrcoef, cov, instance_norm
@@ -37,6 +36,7 @@ from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.features.text_generation.capture_call import Shape, cache_shapes, capture_call
 from quintnet_compiler.ir.batch_form import BatchForm, FlatBatch
 from quintnet_compiler.ir.program import Captured
+from quintnet_compiler.ir.repeated_blocks import longest_repetition
 
 
 class Two(nn.Module):
