@@ -15,11 +15,11 @@ from ..core.errors import CompileError
 from ..guards.attribute_reads import Read
 from ..guards.function_reads import trainable
 from ..guards.guards import Guards, global_modes, guards_of
+from ..guards.tensor_attributes import originals_of
 from ..ir.containers import LossOfNames, loss_inputs, model_inputs, rebuilt, takes_labels_of
 from ..ir.result_form import ResultForm
 from .block_reuse import Unseen
 from .changes.saved_tensors import unchanged_since_saved
-from .changes.tensor_attributes import originals_of
 from .changes.user_lines import UserLines
 from .places import OWN
 from .watched_trace import WatchedTrace

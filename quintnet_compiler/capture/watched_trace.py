@@ -27,11 +27,7 @@ from ..guards.guards import Roots, TraceReads
 from ..guards.namespaces import Cell
 from ..guards.python_state import FORWARD, AttributeSnapshot, Change, Generators
 from ..guards.reach import is_observable
-from .block_reuse import Unseen, UnseenUsed
-from .changes.assigned_data import put_data
-from .changes.refused_changes import changed_by_trace
-from .changes.tables_by_type import tables_by_type
-from .changes.tensor_attributes import (
+from ..guards.tensor_attributes import (
     GET_GRADIENT,
     OriginalTensor,
     StandIns,
@@ -42,6 +38,10 @@ from .changes.tensor_attributes import (
     stand_ins_of,
     writes_in_place,
 )
+from .block_reuse import Unseen, UnseenUsed
+from .changes.assigned_data import put_data
+from .changes.refused_changes import changed_by_trace
+from .changes.tables_by_type import tables_by_type
 from .changes.user_frames import line_of_change, user_line
 from .modes import refuse_replaced, uncompiled
 from .raising_checks import checks_pass

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quintnet
-from quintnet_compiler.capture.changes.tensor_attributes import (
+from quintnet_compiler.guards.columns import Values
+from quintnet_compiler.guards.tensor_attributes import (
     gives_numbers,
     originals_of,
     stand_ins_of,
     writes_in_place,
 )
-from quintnet_compiler.guards.columns import Values
 
 LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp": 2}, {}),

@@ -11,10 +11,10 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-from ...compat.torch import FakeTensor, FunctionalTensor
-from ...core.code_origin import TORCH
-from ...core.errors import CompileError, Where
-from ...guards.attribute_reads import Reads, TensorPlace
+from ..compat.torch import FakeTensor, FunctionalTensor
+from ..core.code_origin import TORCH
+from ..core.errors import CompileError, Where
+from .attribute_reads import Reads, TensorPlace
 
 _TO_PYTHON = frozenset(("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__array__", "__bool__"))
 _NUMBERS = frozenset(("__complex__", "__contains__", "__float__", "__format__", "__index__", "__int__", "__repr__"))
