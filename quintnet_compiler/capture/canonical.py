@@ -6,7 +6,7 @@ import hashlib
 import re
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,14 +17,13 @@ from ..core.annotations import Leaf
 from ..core.errors import CompileError, Where
 from ..ir.batch_form import ROWS, BatchForm, TensorForm
 from ..ir.program import Captured
-from ..ir.result_form import ResultForm
-from .block_reuse import Skipped, Unseen
+from .block_reuse import Skipped
 from .changes.mutations import changed_state
 from .changes.stored_results import store
 from .places import LEAF, WHERE, where_of
 from .sizes_by_value import shape_by_value, sizes_of_picks
+from .step_module import StepModule
 
-ALL_SEEN = Unseen()
 LITERALS = (bool, int, float, str, type(None))  # types of a batch's leaves besides tensors: flags of the model
 
 
@@ -34,93 +33,132 @@ def module_of(node: fx.Node) -> str:
     return where.module if where else ""
 
 
-def canonical(
-    exported: torch.export.ExportedProgram,
-    parameters: Mapping[str, nn.Parameter],
-    sample: Any,
-    training: bool,
-    skipped: Skipped,
-    form: BatchForm,
-    output_spec: ResultForm,
-    only_rows: int | None = None,
-    assigned: frozenset[str] | None = None,
-    every: bool = False,
-    unseen: Unseen = ALL_SEEN,
-) -> Captured:
-    """Convert ``exported``.
+@dataclass(frozen=True)
+class SizedExport:
+    """An exported step, and the batches for which its graph holds.
 
-    ``parameters``: under each of their names. ``form``: of ``sample``. ``assigned``: see
-    :func:`.changes.mutations.changed_state`. ``every``: include the parameters of blocks that were skipped.
-    ``unseen``: tensors that ``exported`` does not have.
+    Attributes:
+        program: The exported step.
+        sample: The batch that was traced.
+        form: The sizes of a batch, and which of them vary.
+        only_rows: The number of rows, if that does not vary.
     """
-    signature = exported.graph_signature
-    names = {id(p): name for name, p in reversed(list(parameters.items()))}  # the first of each
-    aliases = {name: names[id(p)] for name, p in parameters.items() if names[id(p)] != name}
-    owned = {name: p for name, p in parameters.items() if name not in aliases}
-    changed = {aliases.get(name, name): at for name, at in changed_state(exported, sample, assigned).items()}
-    tensors: dict[str, Tensor] = {}
-    graph, env, kept = fx.Graph(), dict[fx.Node, Any](), dict[str, fx.Node]()
-    paths, _ = pytree.tree_flatten_with_path(sample)
-    user_inputs, lifted = signature.user_inputs, _Lifted.from_exported(exported)
-    inputs = [(path, leaf) for (path, _), leaf in zip(paths, form.leaves, strict=True)]
-    flat_inputs = dict(zip(user_inputs, inputs, strict=True)) if len(user_inputs) == len(inputs) else {}
-    symbols: dict[str, str] = {}
-    picked: set[Any] = set()
-    unseen_after = _unseen_after(owned, unseen)
-    for node in exported.graph.nodes:
-        if node.op == "placeholder":
-            leaf, tensor = _leaf(node, lifted, aliases, owned, flat_inputs)
-            symbols |= _symbols(node, flat_inputs)
-            if leaf.kind != "input" and leaf.name in kept:
-                env[node] = kept[leaf.name]
-                continue
-            unread = leaf.kind != "parameter" or (not every and skipped.has(leaf.name))
-            if leaf.kind != "input" and not node.users and unread and leaf.name not in changed:
-                continue
-            if leaf.kind == "input" and not node.users and isinstance(node.meta["val"], LITERALS):
-                continue  # the trace has followed it
-            new = graph.placeholder(node.name)
-            new.meta = {"val": node.meta.get("val"), LEAF: leaf, WHERE: Where()}
-            env[node] = kept[leaf.name] = new
-            if tensor is not None:
-                tensors[leaf.name] = tensor
-            for name in unseen_after.get(leaf.name, ()) if leaf.kind == "parameter" else ():
-                if every or not skipped.has(name):
-                    kept[name] = _placeholder(graph, name, owned[name], node.meta["val"].fake_mode)
-                    tensors[name] = owned[name]
-        elif node.op == "output":
-            results = [fx.map_arg(a, lambda n: env[n]) for a in node.args[0]]
-            own = [x for position, x in enumerate(results) if position not in changed.values()]
-            graph.output((*own, *(results[position] for position in changed.values())))
-        elif _is_check(node) or any(source not in env for source in node.all_input_nodes):
-            continue  # the latter are computed from what is only checked
-        else:
-            _check_operator(node)
-            picked |= sizes_of_picks(node)
-            if free_unbacked_symbols(node.meta.get("val")) - picked:
-                if _only_checked(node):
-                    continue
-                raise _value_needed(node)
-            new = graph.node_copy(node, lambda n: env[n])
-            new.meta = {"val": node.meta.get("val"), WHERE: where_of(node)}
-            env[node] = new
-    store(graph, [kept[name] for name in changed])
-    output_spec.check(symbols)
-    state = types.MappingProxyType(tensors)
-    like = types.MappingProxyType({name: tuple(names) for name, names in skipped.like.items()})
+
+    program: torch.export.ExportedProgram
+    sample: Any
+    form: BatchForm
+    only_rows: int | None = None
+
+    def flat_inputs(self) -> dict[str, tuple[Any, Any]]:
+        """Return the path in the batch and the form of each input, by its name in the graph."""
+        names = self.program.graph_signature.user_inputs
+        paths, _ = pytree.tree_flatten_with_path(self.sample)
+        leaves = [(path, form) for (path, _), form in zip(paths, self.form.leaves, strict=True)]
+        return dict(zip(names, leaves, strict=True)) if len(names) == len(leaves) else {}
+
+
+def canonical(export: SizedExport, step: StepModule, skipped: Skipped, *, training: bool, every: bool) -> Captured:
+    """Convert an export of ``step``. ``every``: include the parameters of blocks that were skipped."""
+    program = export.program
+    state = _State.of_step(step, program)
+    assigned = step.assigned if step.buffers_change else None
+    changes = changed_state(program, export.sample, assigned)
+    changed = {state.aliases.get(name, name): position for name, position in changes.items()}
+    inputs = export.flat_inputs()
+    copied = _Copy(state, inputs, changed, Skipped() if every else skipped)
+    for node in program.graph.nodes:
+        copied.copy_node(node)
+    store(copied.graph, [copied.leaves[name] for name in changed])
+    symbols = _symbols(program.graph, inputs)
+    step.result.check(symbols)
     return Captured(
-        graph,
-        state,
-        aliases,
-        form,
-        output_spec,
+        copied.graph,
+        types.MappingProxyType(copied.tensors),
+        state.aliases,
+        export.form,
+        step.result,
         training,
-        only_rows,
+        export.only_rows,
         types.MappingProxyType(symbols),
-        like,
+        types.MappingProxyType({name: tuple(names) for name, names in skipped.like.items()}),
         changed=tuple(changed),
         assigned=(assigned or frozenset()) & changed.keys(),
     )
+
+
+@dataclass
+class _Copy:
+    """A copy of an exported graph, without what a program does not have.
+
+    Attributes:
+        state: The parameters, buffers and constants.
+        inputs: For each input, its path in the batch and its form.
+        changed: For each parameter or buffer that forward changes, the output of the graph with its new value.
+        left_out: Blocks of which parameters are left out that no operator reads.
+        graph: The copy.
+        nodes: The nodes of the copy, by those of the exported graph.
+        leaves: The placeholders of the copy, by name.
+        tensors: The tensors of these placeholders.
+        picked: The sizes that are numbers of picked rows.
+    """
+
+    state: _State
+    inputs: Mapping[str, tuple[Any, Any]]
+    changed: Mapping[str, int]
+    left_out: Skipped
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    nodes: dict[fx.Node, Any] = field(default_factory=dict)
+    leaves: dict[str, fx.Node] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    picked: set[Any] = field(default_factory=set)
+
+    def copy_node(self, node: fx.Node) -> None:
+        """Add the copy of a node, if a program has it."""
+        if node.op == "placeholder":
+            self._add_leaf(node)
+        elif node.op == "output":
+            outputs: Any = node.args[0]
+            results = [fx.map_arg(a, lambda n: self.nodes[n]) for a in outputs]
+            own = [x for position, x in enumerate(results) if position not in self.changed.values()]
+            self.graph.output((*own, *(results[position] for position in self.changed.values())))
+        elif not _is_check(node) and all(source in self.nodes for source in node.all_input_nodes):
+            self._add_operator(node)  # others are computed from what is only checked
+
+    def _add_leaf(self, node: fx.Node) -> None:
+        leaf, tensor = self.state.leaf(node.name) or (_input(node.name, self.inputs), None)
+        if leaf.kind != "input" and leaf.name in self.leaves:
+            self.nodes[node] = self.leaves[leaf.name]
+        elif node.users or self._stays_unread(node, leaf):
+            new = self.graph.placeholder(node.name)
+            new.meta = {"val": node.meta.get("val"), LEAF: leaf, WHERE: Where()}
+            self.nodes[node] = self.leaves[leaf.name] = new
+            if tensor is not None:
+                self.tensors[leaf.name] = tensor
+            if leaf.kind == "parameter":
+                self._add_unseen_after(leaf.name, node)
+
+    def _stays_unread(self, node: fx.Node, leaf: Leaf) -> bool:
+        """Return whether an input stays in the graph although no operator reads it."""
+        if leaf.kind == "input":
+            return not isinstance(node.meta["val"], LITERALS)  # the trace has followed these
+        return leaf.name in self.changed or (leaf.kind == "parameter" and not self.left_out.has(leaf.name))
+
+    def _add_unseen_after(self, parameter: str, node: fx.Node) -> None:
+        """Add placeholders of the parameters that come after that of ``node``, and that the export does not have."""
+        for name in self.state.unseen_after.get(parameter, ()):
+            if not self.left_out.has(name):
+                self.tensors[name] = unseen = self.state.parameters[name]
+                self.leaves[name] = _placeholder(self.graph, name, unseen, node.meta["val"].fake_mode)
+
+    def _add_operator(self, node: fx.Node) -> None:
+        _check_operator(node)
+        self.picked |= sizes_of_picks(node)
+        if not free_unbacked_symbols(node.meta.get("val")) - self.picked:
+            new = self.graph.node_copy(node, lambda n: self.nodes[n])
+            new.meta = {"val": node.meta.get("val"), WHERE: where_of(node)}
+            self.nodes[node] = new
+        elif not _only_checked(node):
+            raise _value_needed(node)
 
 
 def _check_operator(node: fx.Node) -> None:
@@ -146,18 +184,6 @@ def _value_needed(node: fx.Node) -> CompileError:
             fix="compute with the tensor itself: without .item(), int() or float()",
         )
     return shape_by_value(node.target, where_of(node))
-
-
-def _unseen_after(owned: Mapping[str, nn.Parameter], unseen: Unseen) -> Mapping[str, list[str]]:
-    """Return the names of unseen parameters, by the parameter before them that is not."""
-    followers: dict[str, list[str]] = {}
-    previous = ""
-    for name, parameter in owned.items():
-        if id(parameter) in unseen.tensors:
-            followers.setdefault(previous, []).append(name)
-        else:
-            previous = name
-    return followers
 
 
 def _placeholder(graph: fx.Graph, name: str, parameter: nn.Parameter, mode: FakeTensorMode) -> fx.Node:
@@ -190,49 +216,70 @@ def _mark(constant: Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class _Lifted:
-    """The names of inputs that are the model's own (the signature's properties search for them at every use)."""
+class _State:
+    """The tensors of a step. A parameter with several names has the first of them.
 
-    exported: torch.export.ExportedProgram
-    parameters: Mapping[str, str]
-    buffers: Mapping[str, str]
-    constants: Mapping[str, str]
+    Attributes:
+        program: The export of the step.
+        parameters: The parameters, by name.
+        aliases: The first name of a parameter, by each of its further names.
+        unseen_after: The parameters that the export does not have, by the one before them that it has.
+        lifted: The paths of parameters, buffers and constants, by the names of the graph's inputs. (The properties of
+            the signature search for them at every use.)
+    """
+
+    program: torch.export.ExportedProgram
+    parameters: Mapping[str, nn.Parameter]
+    aliases: Mapping[str, str]
+    unseen_after: Mapping[str, list[str]]
+    lifted: tuple[Mapping[str, str], Mapping[str, str], Mapping[str, str]]
 
     @classmethod
-    def from_exported(cls, exported: torch.export.ExportedProgram) -> _Lifted:
-        signature = exported.graph_signature
+    def of_step(cls, step: StepModule, program: torch.export.ExportedProgram) -> _State:
+        by_path, unseen, signature = step.parameter_paths(), step.unseen.tensors, program.graph_signature
+        names = {id(p): name for name, p in reversed(list(by_path.items()))}  # the first of each
+        aliases = {name: names[id(p)] for name, p in by_path.items() if names[id(p)] != name}
+        parameters = {name: p for name, p in by_path.items() if name not in aliases}
+        unseen_after: dict[str, list[str]] = {}
+        previous = ""
+        for name, parameter in parameters.items():
+            if id(parameter) in unseen:
+                unseen_after.setdefault(previous, []).append(name)
+            else:
+                previous = name
         constants = signature.inputs_to_lifted_tensor_constants
-        return cls(exported, signature.inputs_to_parameters, signature.inputs_to_buffers, constants)
+        lifted = signature.inputs_to_parameters, signature.inputs_to_buffers, constants
+        return cls(program, parameters, aliases, unseen_after, lifted)
+
+    def leaf(self, node_name: str) -> tuple[Leaf, Tensor | None] | None:
+        """Return the tensor that an input of the graph stands for; None for an input of the batch."""
+        parameters, buffers, constants = self.lifted
+        if full := parameters.get(node_name):
+            name = full.removeprefix("model.")
+            name = self.aliases.get(name, name)
+            parameter = self.parameters[name]
+            return Leaf("parameter", name, trainable=parameter.requires_grad), parameter
+        if full := buffers.get(node_name):
+            tensor = self.program.state_dict.get(full, self.program.constants.get(full))
+            return Leaf("buffer", full.removeprefix("model.")), tensor
+        if full := constants.get(node_name):
+            constant = self.program.constants[full]
+            return Leaf("constant", f"{full.removeprefix('model.')}{_mark(constant)}"), constant
+        return None
 
 
-def _leaf(
-    node: fx.Node,
-    lifted: _Lifted,
-    aliases: Mapping[str, str],
-    owned: Mapping[str, nn.Parameter],
-    flat_inputs: Mapping[str, tuple[Any, Any]],
-) -> tuple[Leaf, Tensor | None]:
-    exported = lifted.exported
-    if full := lifted.parameters.get(node.name):
-        name = full.removeprefix("model.")
-        name = aliases.get(name, name)
-        parameter = owned[name]
-        return Leaf("parameter", name, trainable=parameter.requires_grad), parameter
-    if full := lifted.buffers.get(node.name):
-        tensor = exported.state_dict.get(full, exported.constants.get(full))
-        return Leaf("buffer", full.removeprefix("model.")), tensor
-    if full := lifted.constants.get(node.name):
-        constant = exported.constants[full]
-        return Leaf("constant", f"{full.removeprefix('model.')}{_mark(constant)}"), constant
-    path, form = flat_inputs.get(node.name, ((), None))
+def _input(name: str, inputs: Mapping[str, tuple[Any, Any]]) -> Leaf:
+    path, form = inputs.get(name, ((), None))
     batched = isinstance(form, TensorForm) and form.sizes[:1] == (ROWS,)
-    return Leaf("input", pytree.keystr(path) or node.name, batched=batched), None
+    return Leaf("input", pytree.keystr(path) or name, batched=batched)
 
 
-def _symbols(node: fx.Node, flat_inputs: Mapping[str, tuple[Any, Any]]) -> dict[str, str]:
-    """Return the names in :class:`BatchForm` of the trace's symbols for sizes of an input."""
-    _, form = flat_inputs.get(node.name, ((), None))
-    if not isinstance(form, TensorForm):
-        return {}
-    traced = node.meta["val"].shape
-    return {str(s): name for s, name in zip(traced, form.sizes, strict=True) if isinstance(s, torch.SymInt)}  # type: ignore[misc]
+def _symbols(graph: fx.Graph, inputs: Mapping[str, tuple[Any, Any]]) -> dict[str, str]:
+    """Return the names in :class:`BatchForm` of the trace's symbols for sizes of the inputs."""
+    symbols: dict[str, str] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        _, form = inputs.get(node.name, ((), None))
+        if isinstance(form, TensorForm):
+            sizes = zip(node.meta["val"].shape, form.sizes, strict=True)
+            symbols |= {str(s): name for s, name in sizes if isinstance(s, torch.SymInt)}  # type: ignore[misc]
+    return symbols

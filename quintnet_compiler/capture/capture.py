@@ -38,7 +38,7 @@ from ..ir.program import Captured
 from ..weights.quantized import check_quantized
 from .batch_norms import cumulative_averages, one_process
 from .block_reuse import Skipped, Unseen, UnseenUsed, blocks_once
-from .canonical import canonical, module_of
+from .canonical import SizedExport, canonical, module_of
 from .changes.assigned_data import place_data
 from .changes.autocast import inline_where_off
 from .changes.backward_writes import check_backwards
@@ -213,20 +213,8 @@ def _capture(
                 raise _untraceable(error) from error
         own.finish(exported.graph)
         place_starts(exported.graph)
-        assigned = step.assigned if changing else None
-        captured = canonical(
-            exported,
-            step.parameter_paths(),
-            sample,
-            training,
-            skipped,
-            form,
-            step.result,
-            rows,
-            assigned=assigned,
-            every=not once,
-            unseen=step.unseen,
-        )
+        export = SizedExport(exported, sample, form, rows)
+        captured = canonical(export, step, skipped, training=training, every=not once)
         free(exported)
         check_dtypes(captured.graph)
         check_dense(captured.graph)
