@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -27,12 +25,12 @@ from ..compat.torch_export import free, kernels_alone, switches_by
 from ..compat.torch_hooks import accumulation_hooks, backward_hooks, without_hooks_of_export
 from ..core.annotations import is_getitem
 from ..core.empty_storage import check_shapes, device_of, hollow_parameters, plain_parameters
-from ..core.errors import CompileError, QuintNetError, Where
+from ..core.errors import CompileError, QuintNetError
 from ..core.names import check_batch_names, check_names
 from ..core.replaced import for_this_thread, new_garbage_only, one_thread
 from ..guards.python_objects import objects_kept
 from ..huggingface.registries import traced_as_few_nodes
-from ..ir.batch_form import ROWS, BatchForm, RowsElsewhere, TensorForm, batch_size_of, plain_batch
+from ..ir.batch_form import BatchForm, RowsElsewhere, TensorForm, batch_size_of, plain_batch
 from ..ir.containers import as_lists
 from ..ir.program import Captured
 from ..weights.quantized import check_quantized
@@ -56,10 +54,9 @@ from .derivatives.unfollowed_parts import check_parts
 from .derivatives.user_derivatives import DerivativeFinder, user_derivatives
 from .lazy_modules import materialise
 from .matmul_dtypes import check_dtypes
-from .messages import without_messages_of_torch
+from .messages import fixes_the_batch, place_of_error, untraceable, with_place, without_messages_of_torch
 from .modes import evaluating, modes_of_a_trace
-from .places import OWN, where_of
-from .raw_kernels import raw_kernel
+from .places import where_of
 from .repeat_blocks import numbers_are_read, reads_of_all, with_all_blocks
 from .sparse_gradients import check_dense
 from .step_module import Call, LossFn, StepModule
@@ -197,20 +194,20 @@ def _capture(
             if step.unseen.modules:
                 raise UnseenUsed from error
             if isinstance(error, QuintNetError):
-                raise _placed(error) from error.__cause__
+                raise with_place(error) from error.__cause__
             elsewhere = None if form.lengths else _rows_elsewhere(exported_as, batch, size, device, error)
             if elsewhere is not None:
-                raise RowsElsewhere(form.structure, *elsewhere, _place(error)) from error
-            if not _fixes_the_batch(error) or form.lengths:
-                raise _untraceable(error) from error
+                raise RowsElsewhere(form.structure, *elsewhere, place_of_error(error)) from error
+            if not fixes_the_batch(error) or form.lengths:
+                raise untraceable(error) from error
             # a loss over pairs of rows, for example: make a program of exactly this batch size
             sample, rows = pytree.tree_map_only(Tensor, lambda x: _zeros(x, tuple(x.shape), device), batch), size
             try:
                 exported = exported_as(sample, None)
             except QuintNetError as refusal:
-                raise _placed(refusal) from refusal.__cause__
+                raise with_place(refusal) from refusal.__cause__
             except Exception:
-                raise _untraceable(error) from error
+                raise untraceable(error) from error
         own.finish(exported.graph)
         place_starts(exported.graph)
         export = SizedExport(exported, sample, form, rows)
@@ -302,12 +299,6 @@ def _only_makes(node: fx.Node) -> bool:
     return returns and not counted and not writes(node)
 
 
-def _fixes_the_batch(error: Exception) -> bool:
-    text = str(error)
-    signs = "specialized" in text or "Constraints violated" in text or "ConstraintViolation" in type(error).__name__
-    return ROWS in text and signs
-
-
 def _sample(form: BatchForm, batch: Any, device: torch.device) -> Any:
     """Return zeros with the sizes of ``batch``, but at least 2: export takes a size of 1 for a constant."""
 
@@ -365,7 +356,7 @@ def _rows_elsewhere(
     for leaf, path, x in tensors:
         other = x.shape[0]
         likely = x is tensors[0][2] or x.dim() > dims or sizes.count(other) > sizes.count(size)
-        if other in tried or not (likely or not _fixes_the_batch(error)):
+        if other in tried or not (likely or not fixes_the_batch(error)):
             continue
         tried.add(other)
         form = BatchForm.of_batch(batch, other)
@@ -398,95 +389,3 @@ def _untrained(step: nn.Module) -> Iterator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-
-
-def _user_frame(stack: Any) -> str:
-    for frame in reversed(list(stack)):
-        if not frame.filename.startswith(OWN) and not frame.filename.startswith("<"):
-            line = f": {frame.line}" if frame.line else ""
-            return f"{Path(frame.filename).name}:{frame.lineno}{line}"
-    return ""
-
-
-def _placed(error: QuintNetError) -> QuintNetError:
-    """Return an error with the user's line, if it has none."""
-    if not isinstance(error, CompileError) or (error.where is not None and str(error.where)):
-        return error
-    return CompileError(error.code, error.message, where=_place(error), fix=error.fix)
-
-
-def _place(error: Exception) -> Where:
-    stack = traceback.extract_tb(error.__traceback__)
-    module = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        if (
-            isinstance(owner, nn.Module)
-            and not isinstance(owner, StepModule)
-            and not str(type(owner).__module__).startswith("torch.")
-        ):
-            module = type(owner).__name__
-    # export raises far from the user's code for data-dependent control flow, and quotes the line in its message
-    quoted = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s+(\S.*)', str(error))
-    lines = [f"{Path(f).name}:{n}: {text}" for f, n, text in quoted if not f.startswith(OWN)]
-    return Where(module, _user_frame(stack) or (lines[-1] if lines else ""))
-
-
-# Errors that Python itself raises, independent of tensors.
-_OF_PYTHON = (TypeError, AttributeError, LookupError, NameError, AssertionError, ArithmeticError)
-
-
-def _untraceable(error: Exception) -> CompileError:
-    where = _place(error)
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    kind = type(error).__name__
-    if kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException") or "data-dependent" in reason.lower():
-        reason = "control flow depends on the values of a tensor, which a compiled program cannot follow"
-        fix = "use torch.where (or a mask) instead of `if`, `.item()` or `nonzero` on tensor values"
-    elif "is mutated in the forward method" in reason:  # a plain tensor attribute
-        name = reason.partition("Constant ")[2].partition(" ")[0].removeprefix("model.")
-        return CompileError("QN110", f"the forward pass changes the tensor {name!r}; a program would not", where=where)
-    elif "Unsupported input type" in reason:
-        kind = reason.partition("<class '")[2].partition("'>")[0].rpartition(".")[2]
-        reason = f"the batch holds an object of the class {kind}, of whose content nothing is known"
-        return CompileError("QN102", reason, fix="make it a dataclass or a NamedTuple, or pass a dict")
-    elif (kernel := raw_kernel(error)) is not None:
-        reason, fix = kernel
-    elif "_ctc_loss" in reason:
-        reason = "targets of ctc_loss one behind the other: where those of a row begin depends on values of the lengths"
-        fix = "padded targets [rows, longest], as torch.nn.utils.rnn.pad_sequence(targets, batch_first=True) makes them"
-    elif "unhashable type: non-nested SymInt" in reason:
-        reason = "a key or an argument of functools.lru_cache is a size that varies, such as the number of rows"
-        fix = "use sizes of the module or of the other dims as keys, or call the function's __wrapped__"
-    elif not isinstance(error, _OF_PYTHON) and (layout := _layout(error)):
-        reason = f"{layout} tensors have operators that a trace does not have: {reason[:200]}"
-        fix = "compute with plain tensors: .to_dense()" if layout == "sparse" else "pad to plain tensors, and mask"
-    elif _packed(error):
-        reason = "packed sequences: how many rows each position has depends on the values of the lengths"
-        fix = "run the layer on the padded batch, and read (or keep for the loss) what is inside of each row's length"
-    elif _fixes_the_batch(error):
-        reason = "the batch size is fixed by the model's code, so it cannot run on another number of rows"
-        fix = "use x.shape[0] (or -1) where len(x) or a literal batch size is used"
-    else:
-        reason, fix = f"{kind}: {reason[:300]}", ""
-    return CompileError("QN101", reason, where=where, fix=fix)
-
-
-def _layout(error: Exception) -> str:
-    """Return "sparse" or "nested" if the code that failed has such tensors, else ""."""
-    frames = traceback.walk_tb(error.__traceback__)
-    leaves = [x for frame, _ in frames for value in list(frame.f_locals.values()) for x in _tensors_of(value)]
-    if any(x.is_nested for x in leaves) or "nested" in str(error):
-        return "nested"
-    return "sparse" if any(x.layout is not torch.strided for x in leaves) or "sparse" in str(error) else ""
-
-
-def _tensors_of(value: Any) -> list[Tensor]:
-    plain = value if isinstance(value, (list, tuple)) else [value]
-    return [x for x in plain if isinstance(x, Tensor)]
-
-
-def _packed(error: Exception) -> bool:
-    """Return whether the code that failed has a packed sequence."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(isinstance(x, nn.utils.rnn.PackedSequence) for frame, _ in frames for x in frame.f_locals.values())
