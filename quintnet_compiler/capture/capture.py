@@ -11,12 +11,13 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 
 from ..compat.torch import OpOverload, pytree, schema
 from ..compat.torch_codegen import forgotten_texts
@@ -93,69 +94,85 @@ def capture(
     Raises:
         CompileError: QN101 with the user's line if tracing fails, QN102, QN103, QN105, QN701.
     """
-    traced = functools.partial(
-        _capture,
-        model,
-        batch,
-        loss_fn,
-        want=want,
-        training=training,
-        trained=trained,
-        call=call,
-        once=once,
-        form=form,
-        brought=brought,
-    )
+    batch = plain_batch(batch)
+    check_batch_names(batch)  # before anything else: export writes names into code, and runs it
+    modules = [part for part in (model, loss_fn) if isinstance(part, nn.Module)]
+    for module in modules:
+        check_parts(module)
+        check_names(module)
+    form = form or BatchForm.of_batch(batch, batch_size_of(batch))
+    rows = form.rows_in(batch)
     with torch.set_grad_enabled(training or torch.is_grad_enabled()):  # training also if compiled under no_grad
+        materialise(StepModule(model, loss_fn, want, call), batch, training=training)
+        for module in modules:
+            check_shapes(module)
+            check_quantized(module)
+        new_step = functools.partial(StepModule, model, loss_fn, want, call, buffers=call is None, brought=brought)
+        request = _Request(
+            model, new_step, device_of(model), batch, form, rows,
+            training=training, trained=trained, once=once, each=each,
+        )  # fmt: skip
         try:
-            return traced(each=each, all_seen=each)
+            return _capture(request, all_seen=each)
         except UnseenUsed:
-            return traced(each=each, all_seen=True)
+            return _capture(request, all_seen=True)
 
 
-def _capture(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: LossFn | None,
-    *,
-    want: str,
-    training: bool,
-    trained: bool,
-    call: Call | None,
-    once: bool,
-    form: BatchForm | None,
-    brought: nn.Module | None,
-    each: bool,
-    all_seen: bool,
-) -> Captured:
+@dataclass(frozen=True)
+class _Request:
+    """Arguments of :func:`capture`, as one trace needs them.
+
+    ``new_step`` combines the model and its loss; ``device``: of the model; ``rows``: of the batch.
+    """
+
+    model: nn.Module
+    new_step: Callable[[], StepModule]
+    device: torch.device
+    batch: Batch
+    form: BatchForm
+    rows: int
+    training: bool
+    trained: bool
+    once: bool
+    each: bool
+
+
+def _capture(request: _Request, *, all_seen: bool) -> Captured:
     """Trace as :func:`capture`. ``all_seen``: whether torch.export knows the insides of blocks that are left out.
 
     Raises:
         UnseenUsed: if it does not, and should, or for any other error that may be due to that.
     """
-    batch = plain_batch(batch)
-    check_batch_names(batch)  # before anything else: export writes names into code, and runs it
-    for module in (model, loss_fn):
-        if isinstance(module, nn.Module):
-            check_parts(module)
-            check_names(module)
-    form = form or BatchForm.of_batch(batch, batch_size_of(batch))
-    size = form.rows_in(batch)
-    materialise(StepModule(model, loss_fn, want, call), batch, training=training)
-    for module in (model, loss_fn):
-        if isinstance(module, nn.Module):
-            check_shapes(module)
-            check_quantized(module)
-    device = device_of(model)
-    sample = _sample(form, batch, device)
-    changing = call is None
-    step = StepModule(model, loss_fn, want, call, buffers=changing, brought=brought)
-    blocks = contextlib.nullcontext(Skipped()) if each else blocks_once(model, least=4 if once else MIN_EQUAL_BLOCKS)
-    mode = contextlib.nullcontext() if training else evaluating(step)
-    flags = contextlib.nullcontext() if trained else _untrained(step)
-    shipped = traced_as_few_nodes(model, as_shipped=call is None and "use_cache" not in batch)
+    sample = _sample(request.form, request.batch, request.device)
+    with _tracing(request) as tracer:
+        step = tracer.step
+        step.unseen = Unseen() if all_seen else tracer.unseen()
+        export = tracer.export(sample)
+        tracer.derivatives.finish(export.program.graph)
+        place_starts(export.program.graph)
+        captured = canonical(export, step, tracer.skipped, training=request.training, every=not request.once)
+        free(export.program)
+        check_dtypes(captured.graph)
+        check_dense(captured.graph)
+        tensors = MappingProxyType({name: tracer.real.get(id(x), x) for name, x in captured.tensors.items()})
+        captured = replace(captured, tensors=tensors, brought=step.adopted)
+    complete = tracer.with_skipped_blocks(captured)
+    if complete is not None:
+        return complete
+    return _capture(replace(request, form=captured.form, once=False, each=True), all_seen=True)
+
+
+@contextlib.contextmanager
+def _tracing(request: _Request) -> Iterator[_Tracer]:
+    """Yield a tracer of the model and its loss; inside, both, torch and this process are as a trace needs them."""
+    model, step = request.model, request.new_step()
+    least = 4 if request.once else MIN_EQUAL_BLOCKS
+    blocks = contextlib.nullcontext(Skipped()) if request.each else blocks_once(model, least)
+    mode = contextlib.nullcontext() if request.training else evaluating(step)
+    flags = contextlib.nullcontext() if request.trained else _untrained(step)
+    shipped = traced_as_few_nodes(model, as_shipped=step.buffers_change and "use_cache" not in request.batch)
     inner = InnerGradients()
-    user = user_derivatives(step, inner, trained=trained)
+    user = user_derivatives(step, inner, trained=request.trained)
     hollow, plain = hollow_parameters(step), plain_parameters(step.brought())
     cached = CachedResults.of_process()
     with (
@@ -164,7 +181,7 @@ def _capture(
         mode,
         flags,
         inner,
-        user as own,
+        user as derivatives,
         transforms_followed(),
         control_flow_followed(),
         plain,
@@ -176,83 +193,142 @@ def _capture(
         shipped,
         blocks as skipped,
     ):
-        rows = None
-        step.unseen = Unseen() if all_seen else _unseen(model, skipped, real)
+        yield _Tracer(request, step, inner, derivatives, skipped, real, cached)
 
-        def exported_as(sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
-            skipped.like.clear()
-            checkpoints = own if training and changing else None
-            trace = cached.kept_from(functools.partial(_export, step, inner, checkpoints, sample, dynamic))
-            functional = _functional(step.traced(own.repeated(trace)))
-            if step.used_unseen or step.unseen.used_by(functional.constants.values()):
-                raise UnseenUsed
-            return functional
 
+@dataclass(frozen=True)
+class _Tracer:
+    """A tracer of a model and its loss.
+
+    Attributes:
+        request: What is captured.
+        step: The model and its loss.
+        inner: The gradients that forward asks for.
+        derivatives: The user's own derivatives.
+        skipped: The blocks that are left out.
+        real: The tensors of the model, by the ids of those in their places.
+        cached: What functions kept of their results before.
+    """
+
+    request: _Request
+    step: StepModule
+    inner: InnerGradients
+    derivatives: DerivativeFinder
+    skipped: Skipped
+    real: Mapping[int, Tensor]
+    cached: CachedResults
+
+    def unseen(self) -> Unseen:
+        """Return what torch.export need not know: nothing if tensors in it have hooks of gradients: they are traced."""
+        unseen = Unseen.inside_blocks(self.request.model, self.skipped.runs)
+        tensors = [self.real.get(key, x) for key, x in unseen.tensors.items()]
+        return Unseen() if any(backward_hooks(x) or accumulation_hooks(x) for x in tensors) else unseen
+
+    def export(self, sample: Any) -> SizedExport:
+        """Export for all sizes that vary or, if the model's code fixes the number of rows, for that of the batch."""
         try:
-            exported, form = _varying(exported_as, sample, form)
+            program, form = self._export_varying(sample)
+            return SizedExport(program, sample, form)
         except Exception as error:
-            if step.unseen.modules:
+            if self.step.unseen.modules:
                 raise UnseenUsed from error
             if isinstance(error, QuintNetError):
                 raise with_place(error) from error.__cause__
-            elsewhere = None if form.lengths else _rows_elsewhere(exported_as, batch, size, device, error)
-            if elsewhere is not None:
-                raise RowsElsewhere(form.structure, *elsewhere, place_of_error(error)) from error
-            if not fixes_the_batch(error) or form.lengths:
-                raise untraceable(error) from error
-            # a loss over pairs of rows, for example: make a program of exactly this batch size
-            sample, rows = pytree.tree_map_only(Tensor, lambda x: _zeros(x, tuple(x.shape), device), batch), size
-            try:
-                exported = exported_as(sample, None)
-            except QuintNetError as refusal:
-                raise with_place(refusal) from refusal.__cause__
-            except Exception:
-                raise untraceable(error) from error
-        own.finish(exported.graph)
-        place_starts(exported.graph)
-        export = SizedExport(exported, sample, form, rows)
-        captured = canonical(export, step, skipped, training=training, every=not once)
-        free(exported)
-        check_dtypes(captured.graph)
-        check_dense(captured.graph)
-        tensors = MappingProxyType({name: real.get(id(x), x) for name, x in captured.tensors.items()})
-        captured = replace(captured, tensors=tensors, brought=step.adopted)
-    if skipped.chained({node: module_of(node) for node in captured.graph.nodes}):
-        if once or not captured.like:
-            return replace(captured, guards=step.guards(training=training))
-        pure = not step.changed and not own.found and not captured.changed and not step.reads_whole_modules
-        if pure and not numbers_are_read(step.reads, model, skipped.runs):
-            whole = with_all_blocks(captured, skipped.runs)
-            if whole is not None:
-                of_all = functools.partial(reads_of_all, model=model, captured=captured)
-                return replace(whole, guards=step.guards(training=training, of_all=of_all))
-    return capture(
-        model,
-        batch,
-        loss_fn,
-        want=want,
-        training=training,
-        trained=trained,
-        call=call,
-        form=form,
-        each=True,
-        brought=brought,
-    )
+            return self._export_fixed(error)
 
+    def _export_varying(self, sample: Any) -> tuple[ExportedProgram, BatchForm]:
+        """Return the exported program and the form of its batches: the model's code may allow only some lengths."""
+        form = self.request.form
+        try:
+            return self._export(sample, _dynamic(form)), form
+        except Exception as error:
+            pattern = r"(length\d+) = Dim\('\1'(?:, min=(\d+))?(?:, max=(\d+))?\)"
+            limits = {
+                name: (int(low or form.limits[name][0]), int(high) if high else form.limits[name][1])
+                for name, low, high in re.findall(pattern, str(error))
+            }
+            if not limits:
+                raise
+            form = replace(form, limits={**form.limits, **limits})
+        return self._export(sample, _dynamic(form)), form
 
-def _unseen(model: nn.Module, skipped: Skipped, real: Mapping[int, Tensor]) -> Unseen:
-    """Return what torch.export need not know: nothing if tensors in it have hooks of gradients, which are traced."""
-    unseen = Unseen.inside_blocks(model, skipped.runs)
-    tensors = [real.get(key, x) for key, x in unseen.tensors.items()]
-    return Unseen() if any(backward_hooks(x) or accumulation_hooks(x) for x in tensors) else unseen
+    def _export_fixed(self, error: Exception) -> SizedExport:
+        """Export for the batch's number of rows alone: the loss may be over pairs of rows, for example.
+
+        ``error``: of the export for any number of rows.
+        """
+        request, form = self.request, self.request.form
+        elsewhere = None if form.lengths else self._rows_elsewhere(error)
+        if elsewhere is not None:
+            raise RowsElsewhere(form.structure, *elsewhere, place_of_error(error)) from error
+        if form.lengths or not fixes_the_batch(error):
+            raise untraceable(error) from error
+        sample = pytree.tree_map_only(Tensor, lambda x: _zeros(x, tuple(x.shape), request.device), request.batch)
+        try:
+            return SizedExport(self._export(sample, None), sample, form, request.rows)
+        except QuintNetError as refusal:
+            raise with_place(refusal) from refusal.__cause__
+        except Exception:
+            raise untraceable(error) from error
+
+    def _rows_elsewhere(self, error: Exception) -> tuple[int, str] | None:
+        """Return the first tensor whose dim 0, of another size, may be the rows: its index in the leaves, and its path.
+
+        For a batch that cannot be traced with any number of its rows, because of ``error``. None if there is no such
+        tensor. If the model's code fixes that number, which may be intended, the other tensor must be the first one, or
+        have more dims, or more tensors must have its size.
+        """
+        batch, size = self.request.batch, self.request.rows
+        paths, _ = pytree.tree_flatten_with_path(batch)
+        tensors = [(leaf, path, x) for leaf, (path, x) in enumerate(paths) if isinstance(x, Tensor) and x.dim() > 0]
+        sizes = [x.shape[0] for _, _, x in tensors]
+        dims = max((x.dim() for _, _, x in tensors if x.shape[0] == size), default=0)
+        tried = {size, 1}
+        for leaf, path, x in tensors:
+            other = x.shape[0]
+            likely = x is tensors[0][2] or x.dim() > dims or sizes.count(other) > sizes.count(size)
+            if other in tried or not (likely or not fixes_the_batch(error)):
+                continue
+            tried.add(other)
+            form = BatchForm.of_batch(batch, other)
+            with contextlib.suppress(Exception):
+                self._export(_sample(form, batch, self.request.device), _dynamic(form))
+                return leaf, f"batch{pytree.keystr(path)}"
+        return None
+
+    def _export(self, sample: Any, dynamic: Any) -> ExportedProgram:
+        """Export as often as derivatives and changes of Python state need it; the last one counts."""
+        self.skipped.like.clear()
+        derivatives = self.derivatives if self.request.training and self.step.buffers_change else None
+        trace = functools.partial(_export, self.step, self.inner, derivatives, sample, dynamic)
+        program = _functional(self.step.traced(self.derivatives.repeated(self.cached.kept_from(trace))))
+        if self.step.used_unseen or self.step.unseen.used_by(program.constants.values()):
+            raise UnseenUsed
+        return program
+
+    def with_skipped_blocks(self, captured: Captured) -> Captured | None:
+        """Return the capture with the blocks that were left out, if it is known without them, and with its guards."""
+        request, step, skipped = self.request, self.step, self.skipped
+        if not skipped.chained({node: module_of(node) for node in captured.graph.nodes}):
+            return None
+        if request.once or not captured.like:
+            return replace(captured, guards=step.guards(training=request.training))
+        impure = step.changed or self.derivatives.found or captured.changed or step.reads_whole_modules
+        if impure or numbers_are_read(step.reads, request.model, skipped.runs):
+            return None
+        whole = with_all_blocks(captured, skipped.runs)
+        if whole is None:
+            return None
+        of_all = functools.partial(reads_of_all, model=request.model, captured=captured)
+        return replace(whole, guards=step.guards(training=request.training, of_all=of_all))
 
 
 def _export(
     step: StepModule, inner: InnerGradients, derivatives: DerivativeFinder | None, sample: Any, dynamic: Any
-) -> torch.export.ExportedProgram:
+) -> ExportedProgram:
     shapes = None if dynamic is None else (dynamic,)
     inner.begin_trace()
-    exported: torch.export.ExportedProgram
+    exported: ExportedProgram
     following, kept = switches_by(without_switches, for_this_thread), objects_kept(step.brought_by_user())
     scripts = script_functions_followed()
     with kept, without_hooks_of_export(), constants_have_values(), scripts, following:  # export copies containers
@@ -269,7 +345,7 @@ def _export(
     return exported
 
 
-def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+def _functional(exported: ExportedProgram) -> ExportedProgram:
     """Return the program without in-place operators. This traces the graph again, which takes as long as forward.
 
     Raises:
@@ -316,54 +392,6 @@ def _zeros(x: Any, shape: tuple[int, ...], device: torch.device) -> Any:
     if not isinstance(x, Tensor):
         return x
     return torch.zeros(shape, dtype=x.dtype, device=device, requires_grad=x.requires_grad)
-
-
-def _varying(
-    exported_as: Callable[[Any, Any], torch.export.ExportedProgram], sample: Any, form: BatchForm
-) -> tuple[torch.export.ExportedProgram, BatchForm]:
-    """Return the exported program and the form of its batches: the model's code may allow only some lengths."""
-    try:
-        return exported_as(sample, _dynamic(form)), form
-    except Exception as error:
-        limits = {
-            name: (int(low or form.limits[name][0]), int(high) if high else form.limits[name][1])
-            for name, low, high in re.findall(r"(length\d+) = Dim\('\1'(?:, min=(\d+))?(?:, max=(\d+))?\)", str(error))
-        }
-        if not limits:
-            raise
-        form = replace(form, limits={**form.limits, **limits})
-    return exported_as(sample, _dynamic(form)), form
-
-
-def _rows_elsewhere(
-    exported_as: Callable[[Any, Any], torch.export.ExportedProgram],
-    batch: Any,
-    size: int,
-    device: torch.device,
-    error: Exception,
-) -> tuple[int, str] | None:
-    """Return the first tensor whose dim 0, of another size, may be the rows: its place among the leaves, and its path.
-
-    For a batch that cannot be traced with any number of its ``size`` rows, because of ``error``. None if there is no
-    such tensor. If the model's code fixes ``size``, which may be intended, the other tensor must be the first one, or
-    have more dims, or more tensors must have its size.
-    """
-    paths, _ = pytree.tree_flatten_with_path(batch)
-    tensors = [(leaf, path, x) for leaf, (path, x) in enumerate(paths) if isinstance(x, Tensor) and x.dim() > 0]
-    sizes = [x.shape[0] for _, _, x in tensors]
-    dims = max((x.dim() for _, _, x in tensors if x.shape[0] == size), default=0)
-    tried = {size, 1}
-    for leaf, path, x in tensors:
-        other = x.shape[0]
-        likely = x is tensors[0][2] or x.dim() > dims or sizes.count(other) > sizes.count(size)
-        if other in tried or not (likely or not fixes_the_batch(error)):
-            continue
-        tried.add(other)
-        form = BatchForm.of_batch(batch, other)
-        with contextlib.suppress(Exception):
-            exported_as(_sample(form, batch, device), _dynamic(form))
-            return leaf, f"batch{pytree.keystr(path)}"
-    return None
 
 
 def _dynamic(form: BatchForm) -> Any:
