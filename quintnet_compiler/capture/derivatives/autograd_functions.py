@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from ...compat.torch import pytree, storage_key
@@ -18,6 +19,28 @@ from ..changes.backward_writes import BACKWARD
 from .inner_gradients import InnerGradients
 
 Refuse = Callable[[str], Any]
+
+
+class Trace(Protocol):
+    """The trace that the user's derivatives are in."""
+
+    inner: InnerGradients
+
+    def number(self) -> int:
+        """Return a new number for a derivative."""
+
+    def absent(self, number: int, place: int) -> bool | None:
+        """Return whether no gradient arrives at this result of derivative ``number``; None if not known yet."""
+
+    def watch(self, *code: Any) -> None:
+        """Watch functions for changes of Python state."""
+
+    def forbid_changes(self, x: Tensor, what: str) -> None:
+        """Record that ``x`` must not change in place from now on."""
+
+    def refuse(self, what: str) -> Any: ...
+
+    def refuse_hook(self, module: nn.Module, hook: Any, what: str) -> Any: ...
 
 
 @contextlib.contextmanager
@@ -67,69 +90,106 @@ def _constant(x: Any) -> Any:
     return x.detach() if needs_gradient(x) else x
 
 
-def trace_function(
-    function: Any,
-    args: tuple[Any, ...],
-    named: Mapping[str, Any],
-    number: int,
-    absent: Callable[[int], bool | None],
-    settled: Callable[[Tensor, str], None],
-    refuse: Refuse,
-    inner: InnerGradients,
-) -> Any:
+def trace_function(function: Any, args: tuple[Any, ...], named: Mapping[str, Any], number: int, trace: Trace) -> Any:
     """Return the results of ``function.apply(*args, **named)``; trace its backward as the derivative ``number``.
 
-    As in autograd, named arguments get no gradient.
-
-    ``absent``: returns whether no gradient arrives at an output, or None if that is not known yet; then a backward that
-    would see it is not traced. ``settled``: called with tensors that must not change in place afterwards, and a
-    description. ``refuse``: raises an error about a construct. ``inner``: records each input and its detached copy: if
-    the Function keeps the copy, ``torch.autograd.grad`` treats it as the input.
+    As in autograd, named arguments get no gradient. If backward would see at which outputs no gradient arrives, it is
+    traced when that is known.
     """
     needs = tuple(torch.is_grad_enabled() and needs_gradient(x) for x in args)
-    name = f"torch.autograd.Function {function.__name__}"
-    ctx = _Context(needs)
-    constants = tuple(_constant(x) for x in args)
-    for x, constant in zip(args, constants, strict=True):
-        if constant is not x:
-            inner.treat_as(constant, x)
-    result = _run_forward(function, ctx, constants, {key: _constant(x) for key, x in named.items()})
-    outputs = result if isinstance(result, tuple) else (result,)
-    if any(all(x is not out for out in outputs) for x in ctx.dirty_tensors):
-        refuse(f"{name}, which does not return what it marks as dirty,")
+    call = _FunctionCall(function, args, tuple(map(_constant, args)), needs, _Context(needs), number, trace)
+    result = call.run_forward(named)
     if not any(needs):
         return result
-    non_differentiable = {id(x) for x in ctx.non_differentiable}
-    grown = [_differentiable(x) and id(x) not in non_differentiable for x in outputs]
-    places = [place for place, ok in enumerate(grown) if ok]
-    arrives = {place: ctx.materialize_grads or not absent(place) for place in places}
-    waits = not ctx.materialize_grads and any(absent(place) is None for place in places)
-    values, tangents = _with_tangents(ctx, outputs, arrives)
-    gradients: Sequence[Any] = ()
-    accumulated: list[tuple[Tensor, Tensor]] = []
-    if not waits and (any(arrives.values()) or not places):
-        with torch.no_grad(), inner.accumulating() as accumulated, of_backward(number):
-            gradients = _run_backward(function, ctx, tangents)
-    grads = {i: g for i, g in enumerate(gradients[: len(args)]) if needs[i] and g is not None}
-    done = [declared(args[i], g, f"{name}: the gradient of input {i}", refuse) for i, g in grads.items()]
-    done += [declared(x, g, f"{name}: what it adds to the gradient of a parameter", refuse) for x, g in accumulated]
+    outputs = result if isinstance(result, tuple) else (result,)
+    places = _differentiable_places(call.ctx, outputs)
+    absent = {place: not call.ctx.materialize_grads and trace.absent(number, place) for place in places}
+    arrives = {place: not is_absent for place, is_absent in absent.items()}
+    values, tangents = _with_tangents(call.ctx, outputs, arrives)
+    inputs, tokens = list[int](), list[Tensor]()
+    if None not in absent.values() and (any(arrives.values()) or not places):
+        inputs, tokens = call.run_backward(tangents)
     if not places:
         return result
-    ends = [after_gradients(values[i], done) if done else values[i].detach() for i in places]
-    inputs = [args[i] for i in grads or range(len(args)) if needs[i]]
-    joined = iter(joined_to(number, tuple(ends), places, inputs, refuse))
-    results = [next(joined) if ok else x for x, ok in zip(values, grown, strict=True)]
-    for place, out in enumerate(outputs):
-        for x, constant in zip(args, constants, strict=True):
-            if out is constant and any(out is dirty for dirty in ctx.dirty_tensors):
-                results[place] = x.copy_(results[place])  # the same tensor, with the history of the result
-            elif grown[place] and isinstance(x, Tensor) and storage_key(x) == storage_key(out):
-                for tensor in (x, results[place]):  # in a program they have different memory
-                    settled(tensor, f"what {name} was given, and returns as it is or as a view,")
-    for x in pytree.tree_leaves(vars(ctx)):
-        if isinstance(x, Tensor):
-            settled(x, f"what {name} keeps for its backward")
+    results = call.with_gradients(values, places, inputs, tokens)
+    call.keep_memory(outputs, results, places)
     return tuple(results) if isinstance(result, tuple) else results[0]
+
+
+@dataclass(frozen=True)
+class _FunctionCall:
+    """A call of a ``torch.autograd.Function`` in a trace.
+
+    Attributes:
+        function: The Function.
+        args: The arguments.
+        constants: The arguments, detached, as its forward gets them.
+        needs: For each argument, whether it needs a gradient.
+        ctx: The context.
+        number: The number of the derivative.
+        trace: The trace.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    constants: tuple[Any, ...]
+    needs: tuple[bool, ...]
+    ctx: _Context
+    number: int
+    trace: Trace
+
+    @property
+    def _name(self) -> str:
+        return f"torch.autograd.Function {self.function.__name__}"
+
+    def run_forward(self, named: Mapping[str, Any]) -> Any:
+        """Return the result of forward. If the Function keeps a constant, inner gradients treat it as the argument."""
+        for x, constant in zip(self.args, self.constants, strict=True):
+            if constant is not x:
+                self.trace.inner.treat_as(constant, x)
+        named_constants = {key: _constant(x) for key, x in named.items()}
+        result = _run_forward(self.function, self.ctx, self.constants, named_constants)
+        outputs = result if isinstance(result, tuple) else (result,)
+        if any(all(x is not out for out in outputs) for x in self.ctx.dirty_tensors):
+            self.trace.refuse(f"{self._name}, which does not return what it marks as dirty,")
+        return result
+
+    def run_backward(self, tangents: Sequence[Tensor | None]) -> tuple[list[int], list[Tensor]]:
+        """Return which arguments get a gradient, and tokens of all gradients: also those added to parameters."""
+        with torch.no_grad(), self.trace.inner.accumulating() as accumulated, of_backward(self.number):
+            returned = _run_backward(self.function, self.ctx, tangents)
+        gradients = {i: g for i, g in enumerate(returned[: len(self.args)]) if self.needs[i] and g is not None}
+        tokens = [self._token(self.args[i], g, f"the gradient of input {i}") for i, g in gradients.items()]
+        tokens += [self._token(x, g, "what it adds to the gradient of a parameter") for x, g in accumulated]
+        return list(gradients), tokens
+
+    def _token(self, x: Tensor, gradient: Any, what: str) -> Tensor:
+        return declared(x, gradient, f"{self._name}: {what}", self.trace.refuse)
+
+    def with_gradients(
+        self, values: Sequence[Any], places: Sequence[int], inputs: Sequence[int], tokens: list[Tensor]
+    ) -> list[Any]:
+        """Return the results for the outputs ``values``: those at ``places`` have gradients, which go to ``inputs``."""
+        ends = tuple(after_gradients(values[i], tokens) if tokens else values[i].detach() for i in places)
+        sources = [self.args[i] for i in inputs or range(len(self.args)) if self.needs[i]]
+        results = list(values)
+        for place, x in zip(places, joined_to(self.number, ends, places, sources, self.trace.refuse), strict=True):
+            results[place] = x
+        return results
+
+    def keep_memory(self, outputs: Sequence[Any], results: list[Any], places: Sequence[int]) -> None:
+        """Write results to dirty arguments; forbid changes of others with their memory, and of what backward reads."""
+        for place, out in enumerate(outputs):
+            for x, constant in zip(self.args, self.constants, strict=True):
+                if out is constant and any(out is dirty for dirty in self.ctx.dirty_tensors):
+                    results[place] = x.copy_(results[place])  # the same tensor, with the history of the result
+                elif place in places and isinstance(x, Tensor) and storage_key(x) == storage_key(out):
+                    for tensor in (x, results[place]):  # in a program they have different memory
+                        what = f"what {self._name} was given, and returns as it is or as a view,"
+                        self.trace.forbid_changes(tensor, what)
+        for x in pytree.tree_leaves(vars(self.ctx)):
+            if isinstance(x, Tensor):
+                self.trace.forbid_changes(x, f"what {self._name} keeps for its backward")
 
 
 def _run_forward(function: Any, ctx: _Context, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
@@ -140,6 +200,11 @@ def _run_forward(function: Any, ctx: _Context, args: tuple[Any, ...], named: Map
         result = function.forward(*args, **named)
         function.setup_context(ctx, args, result)
     return result
+
+
+def _differentiable_places(ctx: _Context, outputs: Sequence[Any]) -> list[int]:
+    excluded = {id(x) for x in ctx.non_differentiable}
+    return [place for place, x in enumerate(outputs) if _differentiable(x) and id(x) not in excluded]
 
 
 def _with_tangents(

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...ops.derivatives.user_derivatives import after_gradients, hooked, with_tangent
-from .autograd_functions import declared, joined_to, needs_gradient
+from .autograd_functions import Trace, declared, joined_to, needs_gradient
 
 Gradients = tuple[Tensor | None, ...]
-
-
-class Trace(Protocol):
-    """The trace that a module is called in."""
-
-    def number(self) -> int:
-        """Return a new number for a derivative."""
-
-    def absent(self, number: int, place: int) -> bool | None:
-        """Return whether no gradient arrives at this result of derivative ``number``; None if not known yet."""
-
-    def watch(self, *code: Any) -> None:
-        """Watch functions for changes of Python state."""
-
-    def refuse(self, what: str) -> Any: ...
-
-    def refuse_hook(self, module: nn.Module, hook: Any, what: str) -> Any: ...
 
 
 class ModuleHooks:

@@ -219,9 +219,7 @@ class DerivativeFinder:
         author = author_of(function)
         self.watch(author, author.forward, author.setup_context, author.backward, author.vjp)
         self.checkpoints.function()
-        number = self.number()
-        absent = functools.partial(self.absent, number)
-        return trace_function(function, args, kwargs, number, absent, self.forbid_changes, self.refuse, self.inner)
+        return trace_function(function, args, kwargs, self.number(), self)
 
     def _checkpointed(self, function: Any, preserve: bool, *args: Any) -> Any:
         """Return what a reentrant checkpoint computes; if no argument needs a gradient, nothing inside gets one."""
