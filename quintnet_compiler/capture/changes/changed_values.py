@@ -136,29 +136,43 @@ class Tensors:
     def __post_init__(self) -> None:
         grown = set(self.leaves)
         for node in self.graph.nodes:
-            source = same_memory(node)
-            self.memory[node] = node if source is None else self.memory[source]
-            detached = op_spec(node).detaches == "of its own"
-            self.tensor[node] = self.tensor[source] if source is not None and not detached else node
-            if source is not None:
-                self.source[node] = source
-            if self.tensor[node] is node:
-                self.of_memory.setdefault(self.memory[node], []).append(node)
+            self._add_value(node)
             if node.op != "call_function":
                 continue
             flows = WITHOUT_GRADIENTS not in node.meta and any(self.tensor[x] in grown for x in node.all_input_nodes)
             flows = flows and op_spec(node).detaches != "in place"
-            targets = list(written_arguments(node))
-            if targets:
-                places = dict.fromkeys(self.memory[x] for x in targets)
-                self.writes[node] = MappingProxyType({m: self._write(m, targets, grown, flows) for m in places})
-                grown |= {self.tensor[x] for x in targets if flows and _differentiable(x)}
-                grown -= {self.tensor[x] for x in targets if op_spec(node).detaches == "in place"}
-            elif op_spec(node).inner_gradient == "start":  # its argument is now a leaf
-                grown |= {node, *(self.tensor[x] for x in node.all_input_nodes)}
-            elif source is None and flows and not detached and _differentiable(node):
-                grown.add(node)
+            if targets := list(written_arguments(node)):
+                self._add_writes(node, targets, grown, flows=flows)
+            else:
+                grown |= self._grown_by(node, flows=flows)
         self._find_unseen()
+
+    def _add_value(self, node: fx.Node) -> None:
+        """Record the memory and the tensor of a value."""
+        source = same_memory(node)
+        self.memory[node] = self.tensor[node] = node
+        if source is not None:
+            self.source[node], self.memory[node] = source, self.memory[source]
+            if op_spec(node).detaches != "of its own":
+                self.tensor[node] = self.tensor[source]
+        if self.tensor[node] is node:
+            self.of_memory.setdefault(self.memory[node], []).append(node)
+
+    def _add_writes(self, node: fx.Node, targets: Collection[fx.Node], grown: set[fx.Node], *, flows: bool) -> None:
+        """Record what an operator writes to, and change ``grown``. ``flows``: whether it has a gradient."""
+        memory = dict.fromkeys(self.memory[x] for x in targets)
+        self.writes[node] = MappingProxyType({m: self._write(m, targets, grown, flows) for m in memory})
+        if flows:
+            grown |= {self.tensor[x] for x in targets if _differentiable(x)}
+        if op_spec(node).detaches == "in place":
+            grown -= {self.tensor[x] for x in targets}
+
+    def _grown_by(self, node: fx.Node, *, flows: bool) -> set[fx.Node]:
+        """Return the tensors that have a gradient after an operator that writes nothing. ``flows``: whether it has."""
+        if op_spec(node).inner_gradient == "start":  # its argument is now a leaf
+            return {node, *(self.tensor[x] for x in node.all_input_nodes)}
+        is_new = node not in self.source and op_spec(node).detaches != "of its own"
+        return {node} if is_new and flows and _differentiable(node) else set()
 
     def _write(self, memory: fx.Node, targets: Collection[fx.Node], grown: set[fx.Node], flows: bool) -> Write:
         mine = {self.tensor[x] for x in targets if self.memory[x] is memory and flows and _differentiable(x)}
