@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -31,47 +31,66 @@ def _drop_unread(graph: fx.Graph) -> None:
     They are zeros (:class:`.module_hooks.ModuleHooks`) that only declare a gradient.
     """
     for node in [n for n in graph.nodes if op_spec(n).user_derivative == "tangent"]:
-        ends = [end for value in node.users for end in value.users]
-        declarations = [user for end in ends for user in end.users]
-        if len(ends) != 1 or len(declarations) != 1 or op_spec(ends[0]).user_derivative != "end":
+        end = _only_user([end for value in node.users for end in value.users], "end")
+        declaration = None if end is None else _only_user(list(end.users), "declaration")
+        if end is None or declaration is None or declaration.args[0] is not end:
             continue
-        if op_spec(declarations[0]).user_derivative != "declaration" or declarations[0].args[0] is not ends[0]:
-            continue
-        tokens = list(declarations[0].users)
+        tokens = list(declaration.users)
         for reader in {reader for token in tokens for reader in token.users}:
             done: Any = reader.args[1]
             reader.args = reader.args[0], [token for token in done if token not in tokens]
-        for unread in (*tokens, *declarations, *ends, *node.users, node):
+        for unread in (*tokens, declaration, end, *node.users, node):
             graph.erase_node(unread)
 
 
-def _place(graph: fx.Graph, node: fx.Node, refuse: Callable[[str], Any]) -> None:
-    done: Any = node.args[1]
+def _only_user(users: Sequence[fx.Node], role: str) -> fx.Node | None:
+    """Return the only one of ``users`` if it has this role in a user's derivative, else None."""
+    return users[0] if len(users) == 1 and op_spec(users[0]).user_derivative == role else None
+
+
+def _place(graph: fx.Graph, hook: fx.Node, refuse: Callable[[str], Any]) -> None:
+    """Let all users of a tensor, but those that compute its hook, read the hook, which moves in front of them."""
+    done: Any = hook.args[1]
     x: fx.Node = done[0].args[0].args[0]
-    place = {n: i for i, n in enumerate(graph.nodes)}
-    start = max([place[x], *(place[n] for n in graph.nodes if n.op == "placeholder")])
-    mine, todo = {node}, [node]
-    while todo:
-        for source in todo.pop().all_input_nodes:
-            if source not in mine and place[source] > start:
-                mine.add(source)
-                todo.append(source)
-    ordered = sorted(mine, key=place.__getitem__)
-    others = [user for user in x.users if user not in mine]
-    if any(place[user] < place[node] for user in others):
-        depends = {x}
-        for n in ordered:
-            if any(source in depends for source in n.all_input_nodes):
-                depends.add(n)
-                value = n.meta.get("val")
-                used = any(user not in mine for user in n.users)
-                if n is not node and used and isinstance(value, Tensor) and value.is_floating_point():
-                    refuse("a hook of a tensor that reads what was made of that tensor")
-        nodes = list(graph.nodes)
+    nodes = list(graph.nodes)
+    place = {n: i for i, n in enumerate(nodes)}
+    start = max([place[x], *(place[n] for n in nodes if n.op == "placeholder")])
+    computes = _computed_after(start, hook, place)
+    others = [user for user in x.users if user not in computes]
+    if any(place[user] < place[hook] for user in others):
+        if any(_is_read_outside(n, computes) for n in _depending_on(x, computes) if n is not hook):
+            refuse("a hook of a tensor that reads what was made of that tensor")
         cursor = nodes[start]
-        for n in ordered:
+        for n in computes:
             cursor.append(n)
             cursor = n
     for user in others:
-        user.replace_input_with(x, node)
-    node.target, node.args = after_gradients, node.args[:2]
+        user.replace_input_with(x, hook)
+    hook.target, hook.args = after_gradients, hook.args[:2]
+
+
+def _computed_after(start: int, hook: fx.Node, place: Mapping[fx.Node, int]) -> KeysView[fx.Node]:
+    """Return the nodes that compute a hook from what is there at ``start``, in order, with the hook."""
+    computes, todo = {hook}, [hook]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source not in computes and place[source] > start:
+                computes.add(source)
+                todo.append(source)
+    return dict.fromkeys(sorted(computes, key=place.__getitem__)).keys()
+
+
+def _depending_on(x: fx.Node, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """Yield those of ``nodes``, which are in order, that are computed from ``x``."""
+    depends = {x}
+    for node in nodes:
+        if any(source in depends for source in node.all_input_nodes):
+            depends.add(node)
+            yield node
+
+
+def _is_read_outside(node: fx.Node, computes: Collection[fx.Node]) -> bool:
+    """Return whether a value in a computation is one with a gradient, and is read outside of it."""
+    value = node.meta.get("val")
+    is_differentiable = isinstance(value, Tensor) and value.is_floating_point()
+    return is_differentiable and any(user not in computes for user in node.users)
