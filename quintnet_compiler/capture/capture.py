@@ -31,8 +31,7 @@ from ..core.names import check_batch_names, check_names
 from ..core.replaced import for_this_thread, new_garbage_only, one_thread
 from ..guards.python_objects import objects_kept
 from ..huggingface.registries import traced_as_few_nodes
-from ..ir.batch_form import BatchForm, RowsElsewhere, TensorForm, batch_size_of, plain_batch
-from ..ir.containers import as_lists
+from ..ir.batch_form import BatchForm, RowsElsewhere, batch_size_of, plain_batch, zeros_of
 from ..ir.program import Captured
 from ..weights.quantized import check_quantized
 from .batch_norms import cumulative_averages, one_process
@@ -143,7 +142,7 @@ def _capture(request: _Request, *, all_seen: bool) -> Captured:
     Raises:
         UnseenUsed: if it does not, and should, or for any other error that may be due to that.
     """
-    sample = _sample(request.form, request.batch, request.device)
+    sample = request.form.sample(request.batch, request.device)
     with _tracing(request) as tracer:
         step = tracer.step
         step.unseen = Unseen() if all_seen else tracer.unseen()
@@ -240,7 +239,7 @@ class _Tracer:
         """Return the exported program and the form of its batches: the model's code may allow only some lengths."""
         form = self.request.form
         try:
-            return self._export(sample, _dynamic(form)), form
+            return self._export(sample, form.dynamic_shapes()), form
         except Exception as error:
             pattern = r"(length\d+) = Dim\('\1'(?:, min=(\d+))?(?:, max=(\d+))?\)"
             limits = {
@@ -250,7 +249,7 @@ class _Tracer:
             if not limits:
                 raise
             form = replace(form, limits={**form.limits, **limits})
-        return self._export(sample, _dynamic(form)), form
+        return self._export(sample, form.dynamic_shapes()), form
 
     def _export_fixed(self, error: Exception) -> SizedExport:
         """Export for the batch's number of rows alone: the loss may be over pairs of rows, for example.
@@ -263,7 +262,7 @@ class _Tracer:
             raise RowsElsewhere(form.structure, *elsewhere, place_of_error(error)) from error
         if form.lengths or not fixes_the_batch(error):
             raise untraceable(error) from error
-        sample = pytree.tree_map_only(Tensor, lambda x: _zeros(x, tuple(x.shape), request.device), request.batch)
+        sample = pytree.tree_map_only(Tensor, lambda x: zeros_of(x, tuple(x.shape), request.device), request.batch)
         try:
             return SizedExport(self._export(sample, None), sample, form, request.rows)
         except QuintNetError as refusal:
@@ -292,7 +291,7 @@ class _Tracer:
             tried.add(other)
             form = BatchForm.of_batch(batch, other)
             with contextlib.suppress(Exception):
-                self._export(_sample(form, batch, self.request.device), _dynamic(form))
+                self._export(form.sample(batch, self.request.device), form.dynamic_shapes())
                 return leaf, f"batch{pytree.keystr(path)}"
         return None
 
@@ -373,37 +372,6 @@ def _only_makes(node: fx.Node) -> bool:
     counted = torch.Tag.nondeterministic_seeded in node.target.tags
     returns = node.target.namespace == "aten" and bool(schema(node.target).returns)
     return returns and not counted and not writes(node)
-
-
-def _sample(form: BatchForm, batch: Any, device: torch.device) -> Any:
-    """Return zeros with the sizes of ``batch``, but at least 2: export takes a size of 1 for a constant."""
-
-    def zeros(x: Any, leaf_form: Any) -> Any:
-        if not isinstance(leaf_form, TensorForm):
-            return x
-        pairs = zip(x.shape, leaf_form.sizes, strict=True)
-        return _zeros(x, tuple(max(size, 2) if isinstance(name, str) else size for size, name in pairs), device)
-
-    leaves = zip(pytree.tree_leaves(batch), form.leaves, strict=True)
-    return pytree.tree_unflatten([zeros(x, leaf_form) for x, leaf_form in leaves], form.structure)
-
-
-def _zeros(x: Any, shape: tuple[int, ...], device: torch.device) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    return torch.zeros(shape, dtype=x.dtype, device=device, requires_grad=x.requires_grad)
-
-
-def _dynamic(form: BatchForm) -> Any:
-    """Return torch.export's description of the sizes that vary."""
-    dims = {name: torch.export.Dim(name, min=low, max=high) for name, (low, high) in form.limits.items()}
-    leaves = [
-        {d: dims[size] for d, size in enumerate(leaf.sizes) if isinstance(size, str)} or None
-        if isinstance(leaf, TensorForm)
-        else None
-        for leaf in form.leaves
-    ]
-    return as_lists(pytree.tree_unflatten(leaves, form.structure))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..compat.torch import pytree
 from ..core.errors import CompileError, Where
-from .containers import held
+from .containers import as_lists, held
 
 ROWS = "rows"
 MIN_LENGTH = 2  # code often does something else with one position
@@ -169,6 +169,13 @@ class TensorForm:
         return True
 
 
+def zeros_of(x: Any, shape: tuple[int, ...], device: torch.device) -> Any:
+    """Return zeros with the dtype of ``x`` if that is a tensor, else ``x``."""
+    if not isinstance(x, Tensor):
+        return x
+    return torch.zeros(shape, dtype=x.dtype, device=device, requires_grad=x.requires_grad)
+
+
 @dataclass(frozen=True)
 class BatchForm:
     """The structure of a batch, and its leaves.
@@ -215,6 +222,29 @@ class BatchForm:
                 rows: int = x.shape[0]
                 return rows
         return batch_size_of(batch)
+
+    def sample(self, batch: Any, device: torch.device) -> Any:
+        """Return zeros with the sizes of ``batch``, but at least 2: export takes a size of 1 for a constant."""
+
+        def zeros(x: Any, form: Any) -> Any:
+            if not isinstance(form, TensorForm):
+                return x
+            pairs = zip(x.shape, form.sizes, strict=True)
+            return zeros_of(x, tuple(max(size, 2) if isinstance(name, str) else size for size, name in pairs), device)
+
+        leaves = zip(pytree.tree_leaves(batch), self.leaves, strict=True)
+        return pytree.tree_unflatten([zeros(x, form) for x, form in leaves], self.structure)
+
+    def dynamic_shapes(self) -> Any:
+        """Return torch.export's description of the sizes that vary."""
+        dims = {name: torch.export.Dim(name, min=low, max=high) for name, (low, high) in self.limits.items()}
+        leaves = [
+            {d: dims[size] for d, size in enumerate(leaf.sizes) if isinstance(size, str)} or None
+            if isinstance(leaf, TensorForm)
+            else None
+            for leaf in self.leaves
+        ]
+        return as_lists(pytree.tree_unflatten(leaves, self.structure))
 
     def sizes(self, batch: FlatBatch) -> Mapping[str, int] | None:
         """Return the sizes that vary, by name; None if the batch does not have this form."""
