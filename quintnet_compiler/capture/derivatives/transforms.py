@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -52,41 +52,59 @@ class _Transforms:
         """Return the result of ``transform(*args, **kwargs)``; the outermost one becomes plain operators."""
         if self.inside or not recording():
             return transform(*args, **kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        inputs = [x if isinstance(x, FakeTensor) else x.view_as(x) for x in (leaves[i] for i in places)]
-        sizes = [n.meta["val"] for n in nodes_of_trace() if n.op == "placeholder" and _varies(n.meta.get("val"))]
-        results: list[Any] = []
-        watch = _Detaches()
-
-        def call(*tensors: Tensor) -> list[Tensor]:
-            for place, x in zip(places, tensors, strict=False):
-                leaves[place] = x
-            tensor_args, tensor_kwargs = pytree.tree_unflatten(leaves, spec)
-            with watch:
-                outputs, form = pytree.tree_flatten(transform(*tensor_args, **tensor_kwargs))
-            results[:] = [outputs, form]
-            return [x for x in outputs if isinstance(x, Tensor)]
-
+        call = _TransformCall(transform, *pytree.tree_flatten((args, kwargs)))
+        inputs = call.tensor_arguments()
+        # the sizes only identify numbers of rows
+        inputs += [n.meta["val"] for n in nodes_of_trace() if n.op == "placeholder" and _varies(n.meta.get("val"))]
         self.inside = True
         try:
-            # the sizes only identify numbers of rows
             with unrecorded(), only_function_modes(lambda mode: type(mode).__module__.startswith(_OURS)):
-                traced = make_fx(call, decomposition_table=_WRITTEN_OUT)(*inputs, *sizes)
+                traced = make_fx(call.run_on, decomposition_table=_WRITTEN_OUT)(*inputs)
         finally:
             self.inside = False
-        for node in [node for node in traced.graph.nodes if node.target in _DETACHED]:
-            if node.name in watch.meant:
-                node.target = aten.detach.default
-            else:  # autograd's, of a value that a backward reads
-                node.replace_all_uses_with(node.args[0])
-                traced.graph.erase_node(node)
+        _drop_detaches(traced.graph, call.watch.meant)
         _plain_numbers(traced.graph)
         if any(op_spec(node).takes_strides for node in traced.graph.nodes):
             raise _refusal("an assignment to a part of a tensor", "torch.where", depth=1)
-        tensors = iter(_Replay(traced).run(*inputs, *sizes))
-        outputs, form = results
-        return pytree.tree_unflatten([next(tensors) if isinstance(x, Tensor) else x for x in outputs], form)
+        return call.result_of(_Replay(traced).run(*inputs))
+
+
+class _TransformCall:
+    """A call of a transform, as a function of the tensors among its arguments."""
+
+    def __init__(self, transform: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec) -> None:
+        self.transform, self.leaves, self.spec = transform, leaves, spec
+        self.watch = _Detaches()
+        self.outputs: list[Any] = []
+
+    def tensor_arguments(self) -> list[Tensor]:
+        """Return the tensors among the arguments."""
+        tensors = [x for x in self.leaves if isinstance(x, Tensor)]
+        return [x if isinstance(x, FakeTensor) else x.view_as(x) for x in tensors]
+
+    def run_on(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the tensors among the results for other tensors, which more may follow."""
+        arguments = iter(tensors)
+        leaves = [next(arguments) if isinstance(x, Tensor) else x for x in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        with self.watch:
+            self.outputs, self.form = pytree.tree_flatten(self.transform(*args, **kwargs))
+        return [x for x in self.outputs if isinstance(x, Tensor)]
+
+    def result_of(self, tensors: Iterable[Tensor]) -> Any:
+        """Return the result of the latest run, with other tensors."""
+        results = iter(tensors)
+        return pytree.tree_unflatten([next(results) if isinstance(x, Tensor) else x for x in self.outputs], self.form)
+
+
+def _drop_detaches(graph: fx.Graph, meant: Collection[str]) -> None:
+    """Remove autograd's own detaches of values that a backward reads, but those that the user's code ``meant``."""
+    for node in [node for node in graph.nodes if node.target in _DETACHED]:
+        if node.name in meant:
+            node.target = aten.detach.default
+        else:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 class _Replay(fx.Interpreter):
