@@ -100,24 +100,26 @@ class _SecondRun:
 
     def add(self) -> None:
         """Add the second run to the graph."""
-        root, inside = self.memory.root, set(self.nodes)
+        inside, writers = set(self.nodes), self.memory.writers
         self.nodes = [*self.nodes, *self._assigned(inside)]
-        reads = {root[x] for node in self.nodes for x in node.all_input_nodes} - inside
-        begin = self.nodes[0]
-        changed = {x for x in reads if any(not writer < begin for writer in self.memory.writers[x])}
-        writes = {x for x in changed if any(writer in self.nodes for writer in self.memory.writers[x])}
+        reads = {self.memory.root[x] for node in self.nodes for x in node.all_input_nodes} - inside
+        changed = {x for x in reads if any(not writer < self.nodes[0] for writer in writers[x])}
+        writes = {x for x in changed if any(writer in self.nodes for writer in writers[x])}
         self.differs = {x: frozenset([x]) for x in changed}
         if not changed:
             return
         self._check(writes)
         repeated = [node for node in self.nodes if self._is_repeated(node)]
-        if not writes:
-            return
-        conflicts = [node for x in writes for node in self.memory.users[x]]
-        conflicts += [node for x in reads for node in self.memory.writers[x]]
-        place = max([*self.nodes, *conflicts])
-        for node in repeated:
-            place = self._repeat(node, place)
+        if writes:
+            place = self._last_conflict(reads, writes)
+            for node in repeated:
+                place = self._repeat(node, place)
+
+    def _last_conflict(self, reads: Collection[fx.Node], writes: Collection[fx.Node]) -> fx.Node:
+        """Return the last node that is in the first run, uses what the second one writes, or writes what it reads."""
+        users = [node for x in writes for node in self.memory.users[x]]
+        writers = [node for x in reads for node in self.memory.writers[x]]
+        return max([*self.nodes, *users, *writers])
 
     def _assigned(self, inside: Collection[fx.Node]) -> list[fx.Node]:
         """Return the writes of tensors by which the body replaces buffers: forward makes them at its end."""
@@ -152,21 +154,24 @@ class _SecondRun:
             CompileError: QN105 if gradients or random numbers of the second run would differ.
         """
         root, norms, targets = self.memory.root, statistics(node), list(written_arguments(node))
-        overwritten = targets if op_spec(node).overwrites else []
-        whole = [x for x in overwritten if root[x] is x]
+        whole = [x for x in targets if op_spec(node).overwrites and root[x] is x]
         read = [x for x in node.all_input_nodes if x not in norms and x not in whole]
         differs = frozenset[fx.Node]().union(*(self.differs.get(root[x], ()) for x in read))
-        if differs and (node in self.grown or _draws(node)):
-            names = self._names(differs)
-            self._refuse(f"the second run's gradients are computed with {names} as the whole forward leaves it")
-        if _draws(node) and not self.checkpoint.options.same_numbers:
-            self._refuse("with preserve_rng_state=False the second run draws other random numbers than the first")
+        self._check_values(node, differs)
         if root[node] is node and node.op == "call_function":
             self.differs[node] = differs
         for x in targets:
             old = frozenset() if x in whole else self.differs.get(root[x], frozenset())
             self.differs[root[x]] = old | differs
         return bool(targets or norms or differs or self.memory.writers[root[node]])
+
+    def _check_values(self, node: fx.Node, differs: Collection[fx.Node]) -> None:
+        """Refuse gradients and random numbers that would not be those of the first run, due to ``differs``."""
+        if differs and (node in self.grown or _draws(node)):
+            names = self._names(differs)
+            self._refuse(f"the second run's gradients are computed with {names} as the whole forward leaves it")
+        if _draws(node) and not self.checkpoint.options.same_numbers:
+            self._refuse("with preserve_rng_state=False the second run draws other random numbers than the first")
 
     def _repeat(self, node: fx.Node, place: fx.Node) -> fx.Node:
         """Insert the second run of ``node`` after ``place``; return the last node that was inserted."""
