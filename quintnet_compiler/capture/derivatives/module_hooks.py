@@ -55,16 +55,8 @@ class ModuleHooks:
         """Trace the hooks before the users of the inputs; return values whose gradients are those of the results."""
         zeros = {i: torch.zeros(outputs[i].shape, dtype=outputs[i].dtype, device=outputs[i].device) for i in places}
         sent = {i: with_tangent(x, True) for i, x in zeros.items()}
-        values: dict[int, Tensor] = {}
-        tangents: list[Tensor | None] = []
-        for i, x in enumerate(self.inputs):
-            if needs_gradient(x):
-                values[i], tangent = with_tangent(x.detach(), True)
-                tangents.append(tangent)
-            else:  # as in PyTorch: zeros for every tensor
-                tangents.append(torch.zeros_like(x) if isinstance(x, Tensor) and values else None)
+        values, gradients = self._inputs_with_tangents()
         arrived = tuple(sent[i][1] if i in sent else None for i in range(len(outputs)))
-        gradients: Gradients = tuple(tangents)
         for hook in self.hooks:
             gradients = self._called(hook, f"{_named(self.module)}.register_full_backward_hook", gradients, arrived)
         if not values:
@@ -76,6 +68,18 @@ class ModuleHooks:
             others = [token for j, token in done.items() if j != i]
             hooked(x, [done[i], *others], self.trace.number())
         return {i: after_gradients(x, list(done.values())) for i, (x, _) in sent.items()}
+
+    def _inputs_with_tangents(self) -> tuple[dict[int, Tensor], Gradients]:
+        """Return the values of inputs that need a gradient, by place, and the gradients that arrive at all inputs."""
+        values: dict[int, Tensor] = {}
+        tangents: list[Tensor | None] = []
+        for i, x in enumerate(self.inputs):
+            if needs_gradient(x):
+                values[i], tangent = with_tangent(x.detach(), True)
+                tangents.append(tangent)
+            else:  # as in PyTorch: zeros for every tensor
+                tangents.append(torch.zeros_like(x) if isinstance(x, Tensor) and values else None)
+        return values, tuple(tangents)
 
     def _from(self, outputs: Sequence[Any], places: Sequence[int], sent: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Trace the pre-hooks; return the results, by place, after which they run."""
