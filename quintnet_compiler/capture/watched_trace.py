@@ -313,7 +313,7 @@ class _Tensors(TorchFunctionMode):
         self.trace, self.stands_for, self.stand_ins = trace, stands_for, stand_ins
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _SET_DATA and not _is_real(args[0]) and not is_transformed(args[0]) and put_data(*args):
+        if _puts_data(func, args):
             return None
         self._refuse(func, args, sys._getframe(1))
         if args and _is_real(args[0]) and gives_numbers(func):
@@ -364,6 +364,11 @@ class _Tensors(TorchFunctionMode):
         if id(x) in self.trace.unseen.tensors:
             self.trace.used_unseen = True
             raise UnseenUsed
+
+
+def _puts_data(func: Any, args: Any) -> bool:
+    """Assign .data if ``func`` does, to a tensor that stands for values, and a trace can follow; return whether so."""
+    return func == _SET_DATA and not _is_real(args[0]) and not is_transformed(args[0]) and put_data(*args)
 
 
 def _holds(value: Any) -> bool:
