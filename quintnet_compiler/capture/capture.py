@@ -119,10 +119,7 @@ def capture(
 
 @dataclass(frozen=True)
 class _Request:
-    """Arguments of :func:`capture`, as one trace needs them.
-
-    ``new_step`` combines the model and its loss; ``device``: of the model; ``rows``: of the batch.
-    """
+    """Arguments of :func:`capture`. ``new_step`` combines the model and its loss; ``rows``: of the batch."""
 
     model: nn.Module
     new_step: Callable[[], StepModule]

@@ -32,7 +32,6 @@ from ..guards.tensor_attributes import (
     OriginalTensor,
     StandIns,
     attributes_of,
-    changes_in_place,
     gives_numbers,
     reads_a_gradient,
     stand_ins_of,
@@ -40,7 +39,7 @@ from ..guards.tensor_attributes import (
 )
 from .block_reuse import Unseen, UnseenUsed
 from .changes.assigned_data import put_data
-from .changes.refused_changes import changed_by_trace
+from .changes.refused_changes import changed_by_trace, changes_in_place
 from .changes.tables_by_type import tables_by_type
 from .changes.user_frames import line_of_change, user_line
 from .modes import refuse_replaced, uncompiled

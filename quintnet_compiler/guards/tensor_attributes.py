@@ -84,16 +84,6 @@ def attributes_of(originals: StandIns, reads: Reads) -> Iterator[None]:
         yield
 
 
-def changes_in_place(x: Tensor, line: str) -> CompileError:
-    """Return the error of a forward that changes a tensor which a program would leave as it is."""
-    return CompileError(
-        "QN110",
-        f"the forward pass changes a tensor of shape {list(x.shape)} in place that is neither a buffer, nor a "
-        "parameter, nor made in forward; a program would not",
-        where=Where("", line),
-    )
-
-
 def reads_a_gradient(original: OriginalTensor, line: str) -> CompileError:
     """Return the error for a forward pass that reads the gradient of a parameter, at ``line``."""
     return CompileError(

@@ -1,9 +1,11 @@
-"""The error about changes that forward makes while it is traced, and that a program would not."""
+"""Errors about changes that forward makes while it is traced, and that a program would not."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+
+from torch import Tensor
 
 from ...core.errors import CompileError, Where
 from ...guards.python_state import FORWARD, Change
@@ -32,4 +34,14 @@ def changed_by_trace(changes: Sequence[Change], line: str) -> CompileError:
         "torch.no_grad() before you compile"
         if first.by == FORWARD
         else "",
+    )
+
+
+def changes_in_place(x: Tensor, line: str) -> CompileError:
+    """Return the error of a forward that changes a tensor which a program would leave as it is."""
+    return CompileError(
+        "QN110",
+        f"the forward pass changes a tensor of shape {list(x.shape)} in place that is neither a buffer, nor a "
+        "parameter, nor made in forward; a program would not",
+        where=Where("", line),
     )
