@@ -107,11 +107,7 @@ class CheckpointFolder(Protocol):
         """Raises: CheckpointError: QN603 if another process writes there."""
 
     def new(self, step: int, /) -> CheckpointFiles:
-        """Make room for a checkpoint that has no name yet.
-
-        Raises:
-            FileExistsError: if the name of ``step`` is that of something else than a checkpoint.
-        """
+        """Make room for a checkpoint without a name. Raises: FileExistsError if ``step-N`` is no checkpoint."""
 
     def publish(self, checkpoint: CheckpointFiles, step: int, /) -> CheckpointFiles:
         """Give ``checkpoint``, which is whole, its name. One of the same step is replaced, at once.

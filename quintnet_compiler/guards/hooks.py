@@ -22,12 +22,9 @@ Hooks = Mapping[int, Any]
 class HookGuards:
     """The hooks of modules and parameters.
 
-    Attributes:
-        empty: the namespaces of modules that had no hooks.
-        filled: the namespaces of the others, and of those to which this package adds some, each with a kind of hooks.
-        hooks: what was there of the user's, for each of ``filled``.
-        names: of parameters.
-        own: the hooks of parameters that had any, by their places.
+    ``empty``: the namespaces of modules that had no hooks. ``filled``: those of the others, or to which this package
+    adds some, with a kind of hooks each; ``hooks``: the user's of these. ``names``: of parameters; ``own``: the hooks
+    of those that had any.
     """
 
     empty: tuple[Mapping[str, Any], ...]
@@ -53,8 +50,9 @@ class HookGuards:
 
     def broken(self, parameters: Sequence[Tensor]) -> list[str]:
         """Say whose hooks are others now."""
-        rows = zip(self.empty_labels, self.empty, strict=True)
-        labels = [label for label, space in rows if not have_no_module_hooks([space])]
+        labels = [
+            label for label, x in zip(self.empty_labels, self.empty, strict=True) if not have_no_module_hooks([x])
+        ]
         rows_with_hooks = zip(self.filled_labels, self.filled, self.hooks, strict=True)
         labels += [label for label, place, hooks in rows_with_hooks if not _same(_current(place), hooks)]
         labels += [self.names[i] for i in self._others(parameters)]

@@ -27,9 +27,8 @@ class Namespaces:
     @classmethod
     def current(cls, rows: Iterable[tuple[str, Any]]) -> Namespaces:
         """Return guards of the namespaces that labelled objects have now; of some, Python makes one for each look."""
-        owners = {id(owner): (label, owner) for label, owner in rows if hasattr(owner, "__dict__")}
-        labelled = [(label, owner, _fields(owner)) for label, owner in owners.values() if type(owner) is not type]
-        lasting = [row for row in labelled if type(row[-1]) is dict and _fields(row[1]) is row[-1]]
+        owners = {id(owner): (label, owner, _fields(owner)) for label, owner in rows}
+        lasting = [row for row in owners.values() if type(row[-1]) is dict and _fields(row[1]) is row[-1]]
         labels, objects, spaces = tuple(zip(*lasting, strict=True)) or ((), (), ())
         return cls(labels, objects, spaces)
 
@@ -55,11 +54,9 @@ def _fields(owner: Any) -> Any:
 class Parts:
     """The modules inside of modules.
 
-    Attributes:
-        rows: a label, a module's dict of its parts, and what was in it.
-        empty: the namespaces of modules that had no parts, and their labels.
-        spaces: the dicts of ``rows``, and something after each of them.
-        held: all that ``spaces`` hold, as Python's collector of garbage lists it in a single call.
+    ``rows``: a label, a module's dict of its parts, and what was in it. ``empty``: the namespaces of modules that had
+    no parts, and their labels. ``spaces``: the dicts of ``rows``, and something after each of them; ``held``: all that
+    these hold, as Python's collector of garbage lists it in a single call.
     """
 
     rows: tuple[tuple[str, dict[str, Any], list[Any]], ...]
@@ -79,8 +76,9 @@ class Parts:
 
     def hold(self) -> bool:
         """Return whether modules have these parts, and no others have any."""
-        spaces, _ = self.empty
-        return not any(map(_PARTS, spaces)) and (gc.get_referents(*self.spaces) == self.held or not self.broken())
+        return not any(map(_PARTS, self.empty[0])) and (
+            gc.get_referents(*self.spaces) == self.held or not self.broken()
+        )
 
     def broken(self) -> list[str]:
         """Say which modules have other parts."""
@@ -99,8 +97,7 @@ class Registered:
     @classmethod
     def current(cls, spaces: Iterable[Space]) -> Registered:
         """Return a guard of the number that there is now."""
-        namespaces = tuple(spaces)
-        return cls(namespaces, _count_tensors(namespaces))
+        return cls(namespaces := tuple(spaces), _count_tensors(namespaces))
 
     def hold(self) -> bool:
         """Return whether there are as many now."""
