@@ -82,11 +82,13 @@ def test_programs_of_a_process_take_turns(place: str) -> None:
 
 def test_a_program_saves_after_the_one_that_is_saving(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one's save goes on when the second program asks for its turn."""
-    first, second, order, asks = _program(), _program(), list[str](), threading.Event()
+    first, second, order = _program(), _program(), list[str]()
+    begins, asks = threading.Event(), threading.Event()
     room, publish, turn = storage.place_to_write, storage.commit, FolderLocks.turn
 
     def place_to_write(folder: Any, step: int) -> Any:
         order.append(f"begins {step}")
+        begins.set()
         return room(folder, step)
 
     def commit(folder: Any, checkpoint: Any, step: int, *rest: Any) -> Any:
@@ -104,6 +106,7 @@ def test_a_program_saves_after_the_one_that_is_saving(place: str, monkeypatch: p
     monkeypatch.setattr(storage, "commit", commit)
     monkeypatch.setattr(FolderLocks, "turn", asked)
     saving = first.save_async(place, step=1)
+    assert begins.wait(60)
     second.save(place, step=2)
     saving.result(60)
     assert order == ["begins 1", "ends 1", "begins 2", "ends 2"]
