@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("given", "targets"),
     [
-        ((), ["setup", "lint", "first-gpu", "test PART=1/1"]),
+        ((), ["setup", "-j2 --output-sync lint first-gpu", "test PART=1/1"]),
         (("1/3",), ["setup", "test PART=1/3"]),
-        (("3/3",), ["setup", "lint", "first-gpu", "test PART=3/3"]),
+        (("3/3",), ["setup", "-j2 --output-sync lint first-gpu", "test PART=3/3"]),
     ],
 )
 def test_one_part_of_ci_has_what_no_part_of_the_tests_has(
