@@ -41,7 +41,11 @@ class HookGuards:
 
     def of_modules_hold(self) -> bool:
         """Return whether the hooks of modules are those that there were."""
-        return have_no_module_hooks(self.empty) and all(map(_same, map(_current, self.filled), self.hooks))
+        for (space, kind), hooks in zip(self.filled, self.hooks, strict=True):
+            now = space[kind]
+            if (now or hooks) and not _same(_of_user(now), hooks):
+                return False
+        return have_no_module_hooks(self.empty)
 
     def _others(self, parameters: Sequence[Tensor]) -> list[int]:
         """Places of parameters that have other hooks now."""
@@ -53,8 +57,8 @@ class HookGuards:
         labels = [
             label for label, x in zip(self.empty_labels, self.empty, strict=True) if not have_no_module_hooks([x])
         ]
-        rows_with_hooks = zip(self.filled_labels, self.filled, self.hooks, strict=True)
-        labels += [label for label, place, hooks in rows_with_hooks if not _same(_current(place), hooks)]
+        rows = zip(self.filled_labels, self.filled, self.hooks, strict=True)
+        labels += [label for label, (space, kind), hooks in rows if not _same(_of_user(space[kind]), hooks)]
         labels += [self.names[i] for i in self._others(parameters)]
         return [f"{label or 'the model'} has other hooks than it had" for label in dict.fromkeys(labels)]
 
@@ -78,15 +82,10 @@ def hook_guards(
         tuple(label for label, _ in empty),
         tuple(place for _, place in filled),
         tuple(label for label, _ in filled),
-        [_current(place) for _, place in filled],
+        [_of_user(space[kind]) for _, (space, kind) in filled],
         tuple(names),
         {i: hooks for i, hooks in of_parameters if hooks},
     )
-
-
-def _current(place: tuple[Mapping[str, Any], str]) -> list[Any]:
-    space, kind = place
-    return _of_user(space[kind])
 
 
 def _of_user(hooks: Hooks | None) -> list[Any]:
