@@ -5,49 +5,56 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any
 
 from .columns import Space
 from .namespaces import MISSING
 
 _PARTS, _PARAMETERS, _BUFFERS = itemgetter("_modules"), itemgetter("_parameters"), itemgetter("_buffers")
-_GET_ATTRIBUTE = object.__getattribute__
 
 
 @dataclass(frozen=True)
 class Namespaces:
-    """Objects have the namespaces that they had, in which other guards look: ``x.__dict__ = {...}`` replaces one."""
+    """See whether objects (``plain``: those that answer to ``__dict__`` as others do) have the namespaces they had."""
 
-    labels: tuple[str, ...]
-    owners: tuple[Any, ...]
-    spaces: tuple[Space, ...]
+    rows: tuple[tuple[str, Any, Space], ...]
+    plain: tuple[tuple[Any, Space], ...]
+    others: tuple[tuple[Any, Space], ...]
 
     @classmethod
     def current(cls, rows: Iterable[tuple[str, Any]]) -> Namespaces:
         """Return guards of the namespaces that labelled objects have now; of some, Python makes one for each look."""
         owners = {id(owner): (label, owner, _fields(owner)) for label, owner in rows}
-        lasting = [row for row in owners.values() if type(row[-1]) is dict and _fields(row[1]) is row[-1]]
-        labels, objects, spaces = tuple(zip(*lasting, strict=True)) or ((), (), ())
-        return cls(labels, objects, spaces)
+        lasting = tuple(row for row in owners.values() if type(row[-1]) is dict and _fields(row[1]) is row[-1])
+        plain = tuple((owner, space) for _, owner, space in lasting if _is_plain(owner))
+        return cls(lasting, plain, tuple((owner, space) for _, owner, space in lasting if not _is_plain(owner)))
 
     def hold(self) -> bool:
         """Return whether they have these namespaces."""
-        return all(map(is_, map(_GET_ATTRIBUTE, self.owners, repeat("__dict__")), self.spaces))
+        for owner, space in self.plain:
+            if owner.__dict__ is not space:
+                return False
+        return not self.others or all(_fields(owner) is space for owner, space in self.others)
 
     def broken(self) -> list[str]:
         """Say who has another one."""
-        rows = zip(self.labels, self.owners, self.spaces, strict=True)
-        return [f"{label or 'the model'} has another __dict__" for label, owner, x in rows if _fields(owner) is not x]
+        return [
+            f"{label or 'the model'} has another __dict__" for label, owner, x in self.rows if _fields(owner) is not x
+        ]
 
 
 def _fields(owner: Any) -> Any:
     """Return an object's own namespace, None if it has none, whatever its class answers to ``__dict__``."""
     try:
-        return _GET_ATTRIBUTE(owner, "__dict__")
+        return object.__getattribute__(owner, "__dict__")
     except AttributeError:
         return None
+
+
+def _is_plain(owner: Any) -> bool:
+    method: Any = type(owner).__getattribute__
+    return method is object.__getattribute__ and owner.__dict__ is _fields(owner)
 
 
 @dataclass(frozen=True)

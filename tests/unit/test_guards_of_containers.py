@@ -253,7 +253,8 @@ def test_parts_of_modules() -> None:
 def test_namespaces_that_were_replaced() -> None:
     plain, slotted, layer = OwnReads(), Slotted(), nn.Linear(2, 2)
     namespaces = Namespaces.current([("plain", plain), ("slotted", slotted), ("layer", layer), ("class", Slotted)])
-    assert namespaces.owners == (plain, layer) and namespaces.hold() and namespaces.broken() == []
+    assert [owner for _, owner, _ in namespaces.rows] == [plain, layer]
+    assert namespaces.hold() and namespaces.broken() == []
     plain.__dict__ = dict(vars(plain))
     assert not namespaces.hold() and namespaces.broken() == ["plain has another __dict__"]
 
