@@ -23,6 +23,8 @@ _FILLS = (
     aten.bernoulli_, aten.rand_like, aten.randn_like, aten.randint_like,
 )  # fmt: skip
 _READS_PROBABILITIES = (aten.bernoulli,)
+# what answers with a number of Python's at once
+_ANSWERS = (torch.equal, torch.allclose, Tensor.equal, Tensor.allclose, Tensor.tolist)
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class StageGradient(DTensor):
     def __torch_function__(
         func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in _ANSWERS:
+            raise _number_of_a_stage(_SEVERAL)
         result = plain_function(func, types, args, kwargs or {})
         if result is not None:
             _trace_sources(result, [*args, *(kwargs or {}).values()])
