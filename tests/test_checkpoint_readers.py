@@ -242,7 +242,7 @@ def _move(folder: Path) -> None:
 def test_a_folder_that_goes_while_it_is_loaded(
     when: str, goes: Callable[[Path], Any], writer: Made, reader: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was open is loaded; what was only listed is an error, and nothing is changed."""
+    """Load what was open; refuse what was only listed, and change nothing."""
     _save(writer, tmp_path / "other", 7, 1)
     reader[0].load(tmp_path / "other", optimizer=reader[1])
     _save(writer, tmp_path / "run", 1, 1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from quintnet_compiler.compat.torch_hooks import MODULE_HOOKS, have_no_module_hooks
 from quintnet_compiler.guards.attribute_reads import Reads
 from quintnet_compiler.guards.function_reads import Walk, trainable
 from quintnet_compiler.guards.guards import TraceReads, global_modes, guards_of
@@ -155,3 +156,11 @@ def test_guards_notice_a_change(change: str) -> None:
         model.linear.bias.requires_grad_(False)
         assert any("linear.bias" in line for line in guards.broken())
     assert not guards.hold()
+
+
+@pytest.mark.parametrize("kind", MODULE_HOOKS)
+def test_each_kind_of_hooks_is_looked_for(kind: str) -> None:
+    layer = nn.Linear(2, 2)
+    assert have_no_module_hooks([vars(layer)])
+    vars(layer)[kind][0] = print
+    assert not have_no_module_hooks([vars(layer)])

@@ -93,12 +93,40 @@ def _added_in_place(gradients: list[Any]) -> Any:
     return total
 
 
+def _plain_total(gradients: list[Any]) -> Any:
+    return torch.zeros_like(DTensor.from_local(torch.zeros(()), gradients[0].device_mesh, [Replicate()]))
+
+
+def _added_to_a_plain_total(gradients: list[Any]) -> Any:
+    total = _plain_total(gradients)
+    for gradient in gradients:
+        total += gradient.norm() ** 2
+    return float(total)
+
+
+def _added_as_lists(gradients: list[Any]) -> Any:
+    total = _plain_total(gradients)
+    for gradient in gradients:
+        torch._foreach_add_([total], [gradient.norm()])
+    return float(total)
+
+
+def _written_to_a_plain_vector(gradients: list[Any]) -> Any:
+    norms = torch.stack([_plain_total(gradients)] * len(gradients))
+    for number, gradient in enumerate(gradients):
+        norms[number] = gradient.norm()
+    return float(norms.norm())
+
+
 OF_ALL: dict[str, Callable[[list[Any]], Any]] = {
     "stacked norms": lambda gradients: torch.stack([x.norm() for x in gradients]).norm(),
     "norms of a list": lambda gradients: torch.stack(torch._foreach_norm(gradients)).max(),
     "flat": lambda gradients: torch.cat([x.reshape(-1) for x in gradients]).clone().mean(),
     "added": _added,
     "added in place": _added_in_place,
+    "added to a plain total": _added_to_a_plain_total,
+    "added as lists": _added_as_lists,
+    "written to a plain vector": _written_to_a_plain_vector,
     "largest": lambda gradients: max(x.abs().max() for x in gradients),
     "finite": lambda gradients: all(torch.isfinite(x).all() for x in gradients),
     "equal": lambda gradients: all(torch.equal(x, 0 * x) for x in gradients),

@@ -1,4 +1,4 @@
-"""What DTensors of a process give as numbers, and how they draw random ones; gradients of pipeline stages."""
+"""Numbers and random draws of DTensors as those of whole tensors; gradients of pipeline stages, and what comes of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...compat.distributed import draws_by, dtensor_over, local_tensor, numbers_by
@@ -66,8 +66,9 @@ class StageGradient(DTensor):
         if func in _ANSWERS:
             raise _number_of_a_stage(_SEVERAL)
         result = plain_function(func, types, args, kwargs or {})
-        if result is not None:
-            _trace_sources(result, [*args, *(kwargs or {}).values()])
+        values = [*args, *(kwargs or {}).values()]
+        # without a result, the first argument was written to: x[0] = y, operators on lists
+        _trace_sources(values[0] if result is None else result, values)
         return result
 
     @property
@@ -129,12 +130,24 @@ def _set_source(x: Tensor, source: GradientSource | None, inputs: Sequence[Tenso
     if source is None:
         return
     is_written = any(x is written for written in inputs)
-    if type(x) is DTensor and not is_written:
+    if type(x) is DTensor and (not is_written or _collects_numbers(x, source, inputs)):
         x.__class__ = StageGradient
-    if isinstance(x, StageGradient):
+        x.source = source  # type: ignore[attr-defined]
+    elif isinstance(x, StageGradient):
         x.source = replace(source, elements=x.source.elements) if is_written else source
-        if source.parameter is None and x.is_number and (is_written or not _is_view(x, inputs)):
-            raise _number_of_a_stage(source)
+    if isinstance(x, StageGradient) and source.parameter is None and (is_written or not _is_view(x, inputs)):
+        _refuse_number(x)
+
+
+def _collects_numbers(x: Tensor, source: GradientSource, inputs: Sequence[Tensor]) -> bool:
+    """Return whether a tensor that is no parameter gets numbers of gradients, as a sum of norms does."""
+    numbers = [y for y in inputs if isinstance(y, StageGradient) and y.is_number]
+    return bool(numbers) and source.elements != 1 and not isinstance(x, nn.Parameter)
+
+
+def _refuse_number(x: StageGradient) -> None:
+    if x.is_number:
+        raise _number_of_a_stage(x.source)
 
 
 def _is_view(x: DTensor, inputs: Sequence[Tensor]) -> bool:
