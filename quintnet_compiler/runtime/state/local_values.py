@@ -1,4 +1,4 @@
-"""Numbers and random draws of DTensors as those of whole tensors; gradients of pipeline stages, and what comes of them."""
+"""Numbers and random draws of DTensors as those of whole tensors; gradients of pipeline stages."""
 
 from __future__ import annotations
 
