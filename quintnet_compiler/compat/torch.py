@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._dynamo import guards as dynamo_guards
 from torch._C._dynamo.guards import assert_size_stride
 from torch._decomp import get_decompositions
 from torch._library.custom_ops import CustomOpDef
@@ -39,14 +40,24 @@ __all__ = [
     "recording",  # whether a trace is on; instead: looking at the types of the tensors that are computed with
     "get_decompositions",  # torch's Python definitions of operators; instead: torch.export.default_decompositions
     "assert_size_stride",  # AssertionError if a tensor has another size or stride; instead: comparing them in Python
-    "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
-    "foreach_norm", "function_name", "gelu", "host_linear", "implementations_of_aten", "is_functional", "linear",
+    "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "dict_version", "foreach_copy_",
+    "foreach_mul_", "foreach_norm", "function_name", "gelu", "host_linear", "implementations_of_aten",
+    "is_functional", "linear",
     "nn_functions", "packed_weight", "packs",
     "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
     "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "needs_values",
     "runs_on", "OLD_CHOLESKY", "custom_operator", "free_unbacked_symbols", "views_untracked",
 ]  # fmt: skip
+
+
+def _another_version(_: dict[Any, Any]) -> object:
+    return object()
+
+
+# The version of a dict: each write makes one that no dict of the process had (PEP 509; from Python 3.12 on torch counts
+# writes itself). Hot: guards call it with map(). Instead: comparing all that a dict holds before each step.
+dict_version: Callable[[dict[Any, Any]], object] = getattr(dynamo_guards, "dict_version", _another_version)
 
 
 def needs_values() -> tuple[type[Exception], ...]:

@@ -26,7 +26,7 @@ __all__ = [
     "CALL_HOOKS", "MODULE_HOOKS", "STATE_DICT_PARTS",
     "GLOBAL_HOOKS", "GLOBAL_BACKWARD_HOOKS", "accumulation_hooks", "author_of",
     "backward_hooks",
-    "functions_applied_by", "have_no_hooks", "have_no_module_hooks", "initialise_lazy", "initialised_by",
+    "functions_applied_by", "have_no_hooks", "initialise_lazy", "initialised_by",
     "is_lazy_module", "made_before_calls", "make_again",
     "module_backward_hooks_by", "module_calls_traced",
     "node_class", "old_backward_hooks", "runs_backward", "share_backward_hooks", "share_hooks",
@@ -58,31 +58,14 @@ backward_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backwar
 accumulation_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
 
 
-def have_no_hooks(places: Iterable[tuple[Mapping[str, Any], str]], requires_grad: bool) -> bool:
-    """Return whether the parameters at ``places``, a mapping and a key each, have this flag and never had a hook.
+def have_no_hooks(parameters: Iterable[Tensor], requires_grad: bool) -> bool:
+    """Return whether parameters have this flag and never had a hook.
 
     Instead: their ``requires_grad``, and ``backward_hooks``. Hot: for each parameter before each step, so without a
     call.
     """
-    for space, key in places:
-        parameter = space[key]
+    for parameter in parameters:
         if parameter.requires_grad is not requires_grad or parameter._backward_hooks is not None:
-            return False
-    return True
-
-
-def have_no_module_hooks(spaces: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether modules with these namespaces have no hook of ``MODULE_HOOKS``.
-
-    Instead: noticing calls of ``register_*_hook``. Hot: for each module before each step, so without a call.
-    """
-    for space in spaces:
-        if (
-            space["_forward_pre_hooks"]
-            or space["_forward_hooks"]
-            or space["_backward_pre_hooks"]
-            or space["_backward_hooks"]
-        ):
             return False
     return True
 

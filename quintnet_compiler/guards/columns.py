@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import chain, compress
-from operator import attrgetter, getitem, is_, not_
-from typing import Any, Protocol, TypeVar
+from operator import attrgetter, getitem, is_
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -17,8 +16,6 @@ from .python_state import copied, other_zero, same_values, shown
 
 Space = Mapping[str, Any]
 Row = tuple[str, Space, Any, Any]  # a label, a namespace, a name in it, and the value there
-
-_T = TypeVar("_T")
 
 _FLAG = attrgetter("requires_grad")
 _SHAPE = attrgetter("shape")
@@ -47,69 +44,39 @@ def equal(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class PlainValues:
-    """Names whose values equal those of ``rows``, and have their types (1, 1.0 and True are equal).
+    """Names whose values equal those of ``rows``, and have their types (1, 1.0 and True are equal)."""
 
-    ``rows``: of values that cannot change in place, by four. ``objects``: of each four, the namespaces, names, and the
-    objects that had the values last, which need no comparison. ``in_place``: of values that can change in place.
-    """
-
-    rows: tuple[tuple[Row, Row, Row, Row], ...]
-    objects: list[tuple[Any, ...]]
-    in_place: tuple[Row, ...]
+    rows: tuple[Row, ...]
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> PlainValues:
-        """Return guards of the values that these rows have now."""
-        fixed = _by_four([row for row in rows if copied(row[-1]) is row[-1]])
-        copies = tuple((*row[:-1], copied(row[-1])) for row in rows if copied(row[-1]) is not row[-1])
-        return cls(fixed, [tuple(x for row in group for x in row[1:]) for group in fixed], copies)
+        """Return guards of the values that these rows have now: copies, of those that can change in place."""
+        return cls(tuple((*row[:-1], copied(row[-1])) for row in rows))
 
     def hold(self) -> bool:
-        for a, b, x, c, d, y, e, f, z, g, h, w in self.objects:
-            if a[b] is not x or c[d] is not y or e[f] is not z or g[h] is not w:
-                return self._equal()
-        return not self.in_place or _all_equal(self.in_place)
+        for _, space, name, value in self.rows:
+            now = space[name]
+            if now is not value and not _is_equal(now, value):
+                return False
+        return True
 
-    def _equal(self) -> bool:
-        """Compare what are other objects now by their values, and remember them."""
-        for index, objects in enumerate(self.objects):
-            if any(space[name] is not x for space, name, x in zip(*[iter(objects)] * 3, strict=True)):
-                group = self.rows[index]
-                if not _all_equal(group):
-                    return False
-                self.objects[index] = tuple(x for row in group for x in _unchangeable(row))
-        return _all_equal(self.in_place)
+    def outside(self, dicts: Set[int]) -> Callable[[], bool]:
+        """Return what compares what is not in dicts with these ids, or can change in place."""
+        rows = (row for row in self.rows if id(row[1]) not in dicts or copied(row[-1]) is not row[-1])
+        return PlainValues(tuple(rows)).hold
 
     def broken(self) -> list[str]:
         lines = (
             f"{label} is {shown(_get(space, name))} and was {shown(value)}"
-            for label, space, name, value in (*chain.from_iterable(self.rows), *self.in_place)
+            for label, space, name, value in self.rows
             if not _is_equal(_get(space, name), value)
         )
         return list(dict.fromkeys(lines))
 
 
-def _by_four(items: Sequence[_T]) -> tuple[tuple[_T, _T, _T, _T], ...]:
-    """Return items by four, the last one again where some are missing: a loop over them has a fourth of the steps."""
-    filled = [*items, *[items[-1]] * (-len(items) % 4)] if items else []
-    return tuple(zip(filled[::4], filled[1::4], filled[2::4], filled[3::4], strict=True))
-
-
-def _unchangeable(row: Row) -> tuple[Space, Any, Any]:
-    """Return a namespace, a name, and the object that is there now; another one, if that can change in place."""
-    _, space, name, _ = row
-    return space, name, space[name] if copied(space[name]) is space[name] else MISSING
-
-
-def _all_equal(rows: Iterable[Row]) -> bool:
-    for _, space, name, value in rows:  # noqa: SIM110 -- a generator makes a call for each
-        if not _is_equal(space[name], value):
-            return False
-    return True
-
-
 def _is_equal(now: Any, then: Any) -> bool:
-    return type(now) is type(then) and equal(now, then) and not other_zero(now, then)
+    same_change = (copied(now) is now) == (copied(then) is then)  # whether they can change in place
+    return type(now) is type(then) and equal(now, then) and not other_zero(now, then) and same_change
 
 
 @dataclass(frozen=True)
@@ -123,6 +90,10 @@ class SameObjects:
             if space[name] is not value:
                 return False
         return True
+
+    def outside(self, dicts: Set[int]) -> Callable[[], bool]:
+        """Return what compares what is not in dicts with these ids."""
+        return SameObjects(tuple(row for row in self.rows if id(row[1]) not in dicts)).hold
 
     def broken(self) -> list[str]:
         return [
@@ -166,30 +137,23 @@ class Kinds:
 class Absent:
     """Names that namespaces do not have (because a class has them, or nobody), and attributes that classes do not.
 
-    ``rows``: a label, a namespace, and the name. ``many``: a label, names, and a namespace that has none of them.
-    ``by_name``: each name of ``rows``, and the namespaces that do not have it, by four. ``held``: all names that each
-    namespace of ``many`` had last.
+    ``rows``: a label, a namespace, and the name. ``many``: a label, names, and a namespace that has none of them;
+    ``held``: all names that each of these namespaces had last.
     """
 
     rows: tuple[tuple[str, Space, str], ...]
     classes: tuple[tuple[type, str], ...]
     many: tuple[tuple[str, frozenset[str], Space], ...]
-    by_name: dict[str, Sequence[tuple[Space, Space, Space, Space]]] = field(init=False)
-    held: list[list[str]] = field(init=False)
+    held: list[list[str]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        """Group the rows by their names."""
-        spaces: dict[str, list[Space]] = {}
-        for _, space, name in self.rows:
-            spaces.setdefault(name, []).append(space)
-        object.__setattr__(self, "by_name", {name: _by_four(items) for name, items in spaces.items()})
-        object.__setattr__(self, "held", [[*space] for _, _, space in self.many])
+    def outside(self, dicts: Set[int]) -> Callable[[], bool]:
+        """Return what compares what is not in dicts with these ids."""
+        return Absent(tuple(row for row in self.rows if id(row[1]) not in dicts), self.classes, self.many).hold
 
     def hold(self) -> bool:
-        for name, spaces in self.by_name.items():
-            for a, b, c, d in spaces:
-                if name in a or name in b or name in c or name in d:
-                    return False
+        for _, space, name in self.rows:
+            if name in space:
+                return False
         for kind, name in self.classes:
             if hasattr(kind, name):
                 return False
@@ -291,24 +255,12 @@ def pointer(x: Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags ``requires_grad`` of parameters: ``spaces[i][keys[i]]`` (others may be there than there were).
-
-    ``trained``: the places of those that do; ``frozen``: of the others.
-    """
+    """The flags ``requires_grad`` of parameters: ``spaces[i][keys[i]]`` (others may be there than there were)."""
 
     names: tuple[str, ...]
     spaces: tuple[Space, ...]
     keys: tuple[str, ...]
     values: list[bool]
-    trained: tuple[tuple[Space, str], ...] = field(init=False)
-    frozen: tuple[tuple[Space, str], ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Separate the places of what is trained from those of the others."""
-        places = list(zip(self.spaces, self.keys, strict=True))
-        frozen = map(not_, self.values)
-        object.__setattr__(self, "trained", tuple(compress(places, self.values)))
-        object.__setattr__(self, "frozen", tuple(compress(places, frozen)))
 
     @property
     def parameters(self) -> list[Tensor]:

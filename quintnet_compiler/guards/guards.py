@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 import types
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..compat.torch import version, without_torch_function
 from ..compat.torch_func import count_function_modes, default_device, function_modes
-from ..compat.torch_hooks import STATE_DICT_PARTS, have_no_hooks
+from ..compat.torch_hooks import STATE_DICT_PARTS
 from ..compat.torch_settings import switches_of_torch
 from .attribute_reads import Read, TensorPlace
 from .by_name import (
@@ -42,8 +42,8 @@ from .columns import (
 )
 from .containers import ContainerGuards, fields_of, names_of, reading_of
 from .function_reads import Unset, Variable
-from .hooks import HookGuards, global_hooks, hook_guards
-from .module_contents import Namespaces, Parts, Registered
+from .hooks import Trained, global_hooks, hook_guards
+from .module_contents import DictVersions, Namespaces, Parts, Registered
 from .namespaces import Cell, space_of
 from .process_settings import readers_of
 from .python_state import is_simple
@@ -95,35 +95,12 @@ class TraceReads:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """Which parameters require gradients, and all hooks."""
-
-    flags: Flags
-    hooks: HookGuards
-
-    def hold(self) -> bool:
-        flags = self.flags
-        if (
-            not self.hooks.own
-            and (not flags.trained or have_no_hooks(flags.trained, requires_grad=True))
-            and (not flags.frozen or have_no_hooks(flags.frozen, requires_grad=False))
-        ):
-            return self.hooks.of_modules_hold()
-        return flags.hold() and self.hooks.hold(flags.parameters)
-
-    def broken(self) -> list[str]:
-        lines = self.flags.broken()
-        if all(key in space for space, key in zip(self.flags.spaces, self.flags.keys, strict=True)):
-            lines += self.hooks.broken(self.flags.parameters)
-        return lines
-
-
-@dataclass(frozen=True)
 class Guards:
     """Conditions under which a captured graph still is that of its module.
 
     ``source``: what they were made of. ``unread``: what the trace was shown not to read, by the ``id`` of what holds
-    it.
+    it. ``versions``: those of the dicts that most guards look in; ``elsewhere``: compare all that is not in these;
+    ``compared``: the versions when all was compared last.
     """
 
     source: TraceReads
@@ -132,14 +109,23 @@ class Guards:
     reads: tuple[TraceGuard, ...]  # of what the trace read in Python: ``same``, and others
     containers: ContainerGuards
     fixed: tuple[TraceGuard, ...]  # what no other trace can make up for: constants, parts, flags, hooks, modes
+    versions: DictVersions
+    elsewhere: tuple[Callable[[], bool], ...]
+    compared: list[Any] = field(default_factory=list)
 
-    @functools.cached_property
+    @property
     def _all(self) -> tuple[TraceGuard, ...]:
         return (*self.reads, *self.fixed, self.containers)
 
     def hold(self) -> bool:
-        """Return whether all is as it was."""
-        return _holds(self._all)
+        """Return whether all is as it was: where nobody wrote to a dict, what it holds is not compared again."""
+        versions = self.versions.current()
+        if versions == self.compared:
+            return _all_hold(self.elsewhere)
+        if not _all_hold(guard.hold for guard in self._all):
+            return False
+        self.compared[:] = versions
+        return True
 
     def broken(self) -> list[str]:
         """Say what is not as it was, with the values before and now."""
@@ -148,22 +134,22 @@ class Guards:
 
     def only_containers_differ(self) -> bool:
         """Return whether all is as it was but what containers hold."""
-        return _holds((*self.reads, *self.fixed))
+        return _all_hold(guard.hold for guard in (*self.reads, *self.fixed))
 
     def only_reads_differ(self) -> bool:
         """Return whether all is as it was but what the trace read in Python: the same graph is the same program."""
-        return _holds(self.fixed)
+        return _all_hold(guard.hold for guard in self.fixed)
 
     def without(self, unread: Mapping[int, Unread]) -> Guards:
         """Return guards of what there is now, but for what a trace was shown not to read."""
         return guards_of(self.source, unread)
 
 
-def _holds(guards: Iterable[TraceGuard]) -> bool:
+def _all_hold(comparisons: Iterable[Callable[[], bool]]) -> bool:
     try:
         with without_torch_function():
-            for guard in guards:  # noqa: SIM110 -- a generator makes a call for each
-                if not guard.hold():
+            for holds in comparisons:  # noqa: SIM110 -- a generator makes a call for each
+                if not holds():
                     return False
             return True
     except Exception:  # gone, or not comparable any more: comparisons may run code of the user's
@@ -185,16 +171,21 @@ def guards_of(source: TraceReads, unread: Mapping[int, Unread] = types.MappingPr
     rows.collect()
     tensors = [*source.constants, *rows.tensors]
     rows.held += [("an attribute of a tensor", vars(x)) for x, _ in tensors if vars(x)]
-    constants = Constants.of(tensors, source.foreign)
     whole = {id(owner) for owner in source.whole}
     containers = container_guards(rows.held, lambda value: id(value) in whole, unread)
-    fixed = (constants, Parts.current(rows.parts), rows.trained(), Modes(global_modes, source.modes))
-    plain, same = PlainValues.of(rows.plain), SameObjects(tuple(rows.same))
+    constants, kinds = Constants.of(tensors, source.foreign), Kinds.of(rows.owners())
     read = functools.partial(switches_of_torch, readers_of(rows.names_of_functions()))
-    reads = *rows.owners(), plain, same, Modes(read, read()), rows.absent()
-    own = (rows.registered(), Values.of(source.values), ClassFacts.of(source.spaces, source.names))
-    others = [guard for guard in own if guard.compared]
-    return Guards(source, unread, same, (*reads, *others), containers, fixed)
+    settings, modes = Modes(read, read()), Modes(global_modes, source.modes)
+    further = rows.registered(), Values.of(source.values), ClassFacts.of(source.spaces, source.names)
+    others = kinds, settings, *(guard for guard in further if guard.compared)
+    namespaces, parts, trained = Namespaces.current(rows.owners()), Parts.current(rows.parts), rows.trained()
+    plain, same, absent = PlainValues.of(rows.plain), SameObjects(tuple(rows.same)), rows.absent()
+    versions = DictVersions.of(namespaces, rows.dicts())
+    in_dicts = plain, same, absent, namespaces, parts, trained
+    always = *others, constants, modes, containers
+    elsewhere = *(guard.outside(versions.ids) for guard in in_dicts), *(guard.hold for guard in always)
+    reads, fixed = (namespaces, plain, same, absent, *others), (constants, parts, trained, modes)
+    return Guards(source, unread, same, reads, containers, fixed, versions, elsewhere)
 
 
 @dataclass
@@ -215,7 +206,7 @@ class _Rows:
     def collect(self) -> None:
         source = self.source
         self._observed_reads()
-        kinds = [type(owner) for _, owner in self._owners()] + [x for _, x in source.spaces if isinstance(x, type)]
+        kinds = [type(owner) for _, owner in self.owners()] + [x for _, x in source.spaces if isinstance(x, type)]
         modules = [module for _, module in self._modules()]
         for space in (*self._named_spaces(), *special_spaces(kinds), *torch_spaces(source.names, modules)):
             self._named(space)
@@ -257,9 +248,15 @@ class _Rows:
         if reading_of(owner) is not None and hasattr(owner, "__dict__"):  # a dict, say, that has attributes, too
             self.held.append((label, types.MappingProxyType(vars(owner))))
 
-    def owners(self) -> tuple[Namespaces, Kinds]:
-        """Return guards of modules, and of the objects whose attributes were read: their namespaces and classes."""
-        return Namespaces.current(self._owners()), Kinds.of(self._owners())
+    def owners(self) -> list[tuple[str, Any]]:
+        """Return the modules, and the objects whose attributes were read, with labels."""
+        reads = ((read.label.rpartition(".")[0], read.owner) for read in (*self.source.reads, *self.source.missing))
+        objects = (row for row in (*reads, *self.source.objects) if not isinstance(row[1], types.ModuleType))
+        return [*objects, *self._modules()]
+
+    def dicts(self) -> list[Space]:
+        """Return where modules keep their parts, parameters and buffers."""
+        return [vars(module)[kind] for _, module in self._modules() for kind in _DICTS if vars(module)[kind]]
 
     def names_of_functions(self) -> Set[str]:
         """Return the names by which functions may be called: those that are looked up, and those of values."""
@@ -299,11 +296,6 @@ class _Rows:
                 if id(module) not in seen:
                     seen.add(id(module))
                     yield ".".join(filter(None, (label, name))), module
-
-    def _owners(self) -> Iterable[tuple[str, Any]]:
-        reads = ((read.label.rpartition(".")[0], read.owner) for read in (*self.source.reads, *self.source.missing))
-        yield from (row for row in (*reads, *self.source.objects) if not isinstance(row[1], types.ModuleType))
-        yield from self._modules()
 
     def _compare(self, label: str, space: Any, name: Any, value: Any) -> None:
         """Add what says whether the value of a name is the one that it has now."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from operator import is_
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import compress
+from operator import is_, not_
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat.torch_hooks import GLOBAL_HOOKS, MODULE_HOOKS, backward_hooks, have_no_module_hooks
+from ..compat.torch_hooks import GLOBAL_HOOKS, MODULE_HOOKS, backward_hooks, have_no_hooks
 from ..core.code_origin import TORCH
+from .columns import Flags, Space
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -22,44 +24,37 @@ Hooks = Mapping[int, Any]
 class HookGuards:
     """The hooks of modules and parameters.
 
-    ``empty``: the namespaces of modules that had no hooks. ``filled``: those of the others, or to which this package
-    adds some, with a kind of hooks each; ``hooks``: the user's of these. ``names``: of parameters; ``own``: the hooks
-    of those that had any.
+    ``empty``: labels and namespaces of modules that had no hooks. ``filled``: of the others, and of those to which this
+    package adds some, each with a kind of hooks and the user's of that kind. ``names``: of parameters; ``own``: the
+    hooks of those that had any.
     """
 
-    empty: tuple[Mapping[str, Any], ...]
-    empty_labels: tuple[str, ...]
-    filled: tuple[tuple[Mapping[str, Any], str], ...]
-    filled_labels: tuple[str, ...]
-    hooks: list[list[Any]]
+    empty: tuple[tuple[str, Space], ...]
+    filled: tuple[tuple[str, Space, str, list[Any]], ...]
     names: tuple[str, ...]
     own: dict[int, list[Any]]
 
-    def hold(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether all hooks are those that there were."""
-        return self.of_modules_hold() and not self._others(parameters)
+    def dicts(self) -> list[Any]:
+        """Return where modules that had no hooks keep theirs now."""
+        return [space[kind] for _, space in self.empty for kind in MODULE_HOOKS]
 
-    def of_modules_hold(self) -> bool:
-        """Return whether the hooks of modules are those that there were."""
-        for (space, kind), hooks in zip(self.filled, self.hooks, strict=True):
-            now = space[kind]
-            if (now or hooks) and not _same(_of_user(now), hooks):
+    def filled_hold(self) -> bool:
+        """Return whether modules that had hooks have the same."""
+        for _, space, kind, hooks in self.filled:
+            if (space[kind] or hooks) and not _same(_of_user(space[kind]), hooks):
                 return False
-        return have_no_module_hooks(self.empty)
+        return True
 
-    def _others(self, parameters: Sequence[Tensor]) -> list[int]:
-        """Places of parameters that have other hooks now."""
+    def others(self, parameters: Sequence[Tensor]) -> list[int]:
+        """Return the places of parameters that have other hooks now."""
         now = map(_of_user, map(backward_hooks, parameters))
         return [i for i, hooks in enumerate(now) if not _same(hooks, self.own.get(i, []))]
 
     def broken(self, parameters: Sequence[Tensor]) -> list[str]:
         """Say whose hooks are others now."""
-        labels = [
-            label for label, x in zip(self.empty_labels, self.empty, strict=True) if not have_no_module_hooks([x])
-        ]
-        rows = zip(self.filled_labels, self.filled, self.hooks, strict=True)
-        labels += [label for label, (space, kind), hooks in rows if not _same(_of_user(space[kind]), hooks)]
-        labels += [self.names[i] for i in self._others(parameters)]
+        labels = [label for label, space in self.empty if _has_hooks(space)]
+        labels += [label for label, space, kind, hooks in self.filled if not _same(_of_user(space[kind]), hooks)]
+        labels += [self.names[i] for i in self.others(parameters)]
         return [f"{label or 'the model'} has other hooks than it had" for label in dict.fromkeys(labels)]
 
 
@@ -67,25 +62,63 @@ def hook_guards(
     roots: Iterable[tuple[str, nn.Module]], parameters: Sequence[Tensor], names: Sequence[str]
 ) -> HookGuards:
     """Return guards of the hooks that there are now: of all modules inside ``roots``, and of these parameters."""
-    empty: list[tuple[str, Mapping[str, Any]]] = []
-    filled: list[tuple[str, tuple[Mapping[str, Any], str]]] = []
+    empty: list[tuple[str, Space]] = []
+    filled: list[tuple[str, Space, str, list[Any]]] = []
     for label, root in roots:
         for name, module in root.named_modules():
             path, space = ".".join(filter(None, (label, name))), vars(module)
-            if module is not root and have_no_module_hooks([space]):
-                empty.append((path, space))
+            if module is root or _has_hooks(space):
+                filled += [(path, space, kind, _of_user(space[kind])) for kind in MODULE_HOOKS]
             else:
-                filled += [(path, (space, kind)) for kind in MODULE_HOOKS]
+                empty.append((path, space))
     of_parameters = enumerate(map(_of_user, map(backward_hooks, parameters)))
-    return HookGuards(
-        tuple(space for _, space in empty),
-        tuple(label for label, _ in empty),
-        tuple(place for _, place in filled),
-        tuple(label for label, _ in filled),
-        [_of_user(space[kind]) for _, (space, kind) in filled],
-        tuple(names),
-        {i: hooks for i, hooks in of_parameters if hooks},
-    )
+    return HookGuards(tuple(empty), tuple(filled), tuple(names), {i: hooks for i, hooks in of_parameters if hooks})
+
+
+def _has_hooks(space: Space) -> bool:
+    return any(space[kind] for kind in MODULE_HOOKS)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Which parameters require gradients, and all hooks.
+
+    ``trained``, ``frozen`` and ``no_hooks``: the parameters, and where modules that had no hooks keep theirs, when they
+    were looked up last.
+    """
+
+    flags: Flags
+    hooks: HookGuards
+    trained: list[Tensor] = field(default_factory=list)
+    frozen: list[Tensor] = field(default_factory=list)
+    no_hooks: list[Any] = field(default_factory=list)
+
+    def hold(self) -> bool:
+        """Look up all parameters and hooks, and return whether they are as they were."""
+        parameters, flags = self.flags.parameters, self.flags.values
+        self.trained[:] = compress(parameters, flags)
+        self.frozen[:] = compress(parameters, map(not_, flags))
+        self.no_hooks[:] = self.hooks.dicts()
+        return self._objects_hold()
+
+    def _objects_hold(self) -> bool:
+        if any(self.no_hooks) or not self.hooks.filled_hold():
+            return False
+        if not self.hooks.own and have_no_hooks(self.trained, True) and have_no_hooks(self.frozen, False):
+            return True
+        return self.flags.hold() and not self.hooks.others(self.flags.parameters)
+
+    def outside(self, dicts: Set[int]) -> Callable[[], bool]:
+        """Return what compares all that is not in dicts with these ids."""
+        spaces = *self.flags.spaces, *(row[1] for row in (*self.hooks.empty, *self.hooks.filled))
+        return self._objects_hold if dicts >= set(map(id, spaces)) else self.hold
+
+    def broken(self) -> list[str]:
+        """Say which parameters have other flags, and who has other hooks."""
+        lines = self.flags.broken()
+        if all(key in space for space, key in zip(self.flags.spaces, self.flags.keys, strict=True)):
+            lines += self.hooks.broken(self.flags.parameters)
+        return lines
 
 
 def _of_user(hooks: Hooks | None) -> list[Any]:
@@ -94,8 +127,6 @@ def _of_user(hooks: Hooks | None) -> list[Any]:
 
 
 def _same(now: list[Any], then: list[Any]) -> bool:
-    if not now:
-        return not then
     return len(now) == len(then) and all(map(is_, now, then))
 
 
@@ -107,11 +138,7 @@ def global_hooks() -> tuple[tuple[int, ...], ...]:
     watch, for tools such as ``FlopCounterMode`` and ``CommDebugMode``."""
     if not any(GLOBAL_HOOKS):  # in each step, and mostly there are none
         return _NO_HANDLES
-    return tuple(map(_handles, GLOBAL_HOOKS))
-
-
-def _handles(hooks: Mapping[int, Any]) -> tuple[int, ...]:
-    return tuple(key for key, hook in hooks.items() if not _is_of_torch(hook))
+    return tuple(tuple(key for key, hook in hooks.items() if not _is_of_torch(hook)) for hooks in GLOBAL_HOOKS)
 
 
 @contextlib.contextmanager

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from typing import Any
 
+from ..compat.torch import dict_version
 from .columns import Space
-from .namespaces import MISSING
 
 _PARTS, _PARAMETERS, _BUFFERS = itemgetter("_modules"), itemgetter("_parameters"), itemgetter("_buffers")
+_NAMESPACE = attrgetter("__dict__")
 
 
 @dataclass(frozen=True)
 class Namespaces:
-    """See whether objects (``plain``: those that answer to ``__dict__`` as others do) have the namespaces they had."""
+    """See whether objects have the namespaces that they had."""
 
     rows: tuple[tuple[str, Any, Space], ...]
-    plain: tuple[tuple[Any, Space], ...]
-    others: tuple[tuple[Any, Space], ...]
 
     @classmethod
     def current(cls, rows: Iterable[tuple[str, Any]]) -> Namespaces:
         """Return guards of the namespaces that labelled objects have now; of some, Python makes one for each look."""
         owners = {id(owner): (label, owner, _fields(owner)) for label, owner in rows}
-        lasting = tuple(row for row in owners.values() if type(row[-1]) is dict and _fields(row[1]) is row[-1])
-        plain = tuple((owner, space) for _, owner, space in lasting if _is_plain(owner))
-        return cls(lasting, plain, tuple((owner, space) for _, owner, space in lasting if not _is_plain(owner)))
+        return cls(tuple(row for row in owners.values() if type(row[-1]) is dict and _fields(row[1]) is row[-1]))
 
     def hold(self) -> bool:
         """Return whether they have these namespaces."""
-        for owner, space in self.plain:
-            if owner.__dict__ is not space:
+        for _, owner, space in self.rows:  # noqa: SIM110 -- mostly there are none: a generator would make a call
+            if _fields(owner) is not space:
                 return False
-        return not self.others or all(_fields(owner) is space for owner, space in self.others)
+        return True
+
+    def outside(self, dicts: Set[int]) -> Callable[[], bool]:
+        """Return what compares the namespaces that are no dicts with these ids."""
+        return Namespaces(tuple(row for row in self.rows if id(row[-1]) not in dicts)).hold
 
     def broken(self) -> list[str]:
         """Say who has another one."""
@@ -58,40 +59,68 @@ def _is_plain(owner: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class DictVersions:
+    """The versions of dicts, of which each write makes another: what those with the same versions hold is the same.
+
+    ``owners``: objects whose namespaces are meant, those that they have now; ``dicts``: others.
+    """
+
+    owners: tuple[Any, ...]
+    dicts: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def of(cls, namespaces: Namespaces, dicts: Iterable[Space]) -> DictVersions:
+        """Return versions of the namespaces of objects that answer to ``__dict__`` as others do, and of exact dicts."""
+        owners = tuple(owner for _, owner, _ in namespaces.rows if _is_plain(owner))
+        return cls(owners, tuple(x for x in dicts if type(x) is dict))
+
+    def current(self) -> list[Any]:
+        """Return the versions of now."""
+        return [*map(dict_version, map(_NAMESPACE, self.owners)), *map(dict_version, self.dicts)]
+
+    @property
+    def ids(self) -> Set[int]:
+        """The ids of the dicts."""
+        return frozenset(map(id, (*map(_NAMESPACE, self.owners), *self.dicts)))
+
+
+@dataclass(frozen=True)
 class Parts:
     """The modules inside of modules.
 
-    ``rows``: a label, a module's dict of its parts, and what was in it. ``empty``: the namespaces of modules that had
-    no parts, and their labels. ``spaces``: the dicts of ``rows``, and something after each of them; ``held``: all that
-    these hold, as Python's collector of garbage lists it in a single call.
+    ``rows``: a label, a module's namespace, and its parts. ``empty``: where those that had none keep them, when these
+    were looked up last.
     """
 
-    rows: tuple[tuple[str, dict[str, Any], list[Any]], ...]
-    empty: tuple[tuple[Space, ...], tuple[str, ...]]
-    spaces: tuple[Any, ...]
-    held: list[Any]
+    rows: tuple[tuple[str, Space, list[Any]], ...]
+    empty: list[Any] = field(default_factory=list)
 
     @classmethod
-    def current(cls, rows: Sequence[tuple[str, Space]]) -> Parts:
+    def current(cls, rows: Iterable[tuple[str, Space]]) -> Parts:
         """Return guards of the parts that modules with these namespaces have now."""
-        inner = [(label, _PARTS(space)) for label, space in rows if _PARTS(space)]
-        empty = [(label, space) for label, space in rows if not _PARTS(space)]
-        spaces = tuple(x for _, space in inner for x in (space, (MISSING,)))
-        values = tuple((label, space, list(dict.values(space))) for label, space in inner)
-        without = tuple(space for _, space in empty), tuple(label for label, _ in empty)
-        return cls(values, without, spaces, gc.get_referents(*spaces))
+        return cls(tuple((label, space, _parts(space)) for label, space in rows))
 
     def hold(self) -> bool:
-        """Return whether modules have these parts, and no others have any."""
-        return not any(map(_PARTS, self.empty[0])) and (
-            gc.get_referents(*self.spaces) == self.held or not self.broken()
-        )
+        """Look up all parts, and return whether modules have those that they had."""
+        self.empty[:] = [_PARTS(space) for _, space, then in self.rows if not then]
+        return not any(self.empty) and all(_parts(space) == then for _, space, then in self.rows if then)
+
+    def outside(self, dicts: Set[int]) -> Callable[[], bool]:
+        """Return what compares all that is not in dicts with these ids."""
+        spaces = [x for _, space, then in self.rows for x in ((space, _PARTS(space)) if then else (space,))]
+        return self._stay_empty if dicts >= set(map(id, spaces)) else self.hold
+
+    def _stay_empty(self) -> bool:
+        return not any(self.empty)
 
     def broken(self) -> list[str]:
         """Say which modules have other parts."""
-        labels = [label for label, space, then in self.rows if list(dict.values(space)) != then]
-        labels += [label for space, label in zip(*self.empty, strict=True) if _PARTS(space)]
+        labels = [label for label, space, then in self.rows if _parts(space) != then]
         return [f"{label or 'the model'} has other parts than it had" for label in labels]
+
+
+def _parts(space: Space) -> list[Any]:
+    return list(dict.values(_PARTS(space)))
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from quintnet_compiler.compat.torch_hooks import MODULE_HOOKS, have_no_module_hooks
+from quintnet_compiler.compat.torch_hooks import MODULE_HOOKS
 from quintnet_compiler.guards.attribute_reads import Reads
+from quintnet_compiler.guards.columns import Flags
 from quintnet_compiler.guards.function_reads import Walk, trainable
 from quintnet_compiler.guards.guards import TraceReads, global_modes, guards_of
-from quintnet_compiler.guards.hooks import hook_guards
+from quintnet_compiler.guards.hooks import Trained, hook_guards
 from quintnet_compiler.guards.namespaces import MISSING
 from quintnet_compiler.guards.python_state import AttributeSnapshot, Generators, copied, is_plain, same, shown
 from quintnet_compiler.guards.reach import is_observable
@@ -125,16 +126,19 @@ def test_hooks_are_the_same_ones() -> None:
     model = Scaled()
     kept = model.linear.register_forward_hook(lambda *_: None)
     parameters = list(model.parameters())
-    guards = hook_guards([("", model)], parameters, [name for name, _ in model.named_parameters()])
-    assert guards.hold(parameters)
+    names = tuple(name for name, _ in model.named_parameters())
+    spaces, keys = (vars(model.linear)["_parameters"],) * len(names), tuple(name.split(".")[-1] for name in names)
+    flags = Flags(names, spaces, keys, [True] * len(names))
+    guards = Trained(flags, hook_guards([("", model)], parameters, names))
+    assert guards.hold()
     added = model.register_forward_hook(lambda *_: None)
-    assert not guards.hold(parameters) and guards.broken(parameters) == ["the model has other hooks than it had"]
+    assert not guards.hold() and guards.broken() == ["the model has other hooks than it had"]
     added.remove()
-    assert guards.hold(parameters)
+    assert guards.hold()
     parameters[0].register_hook(lambda g: g)
-    assert guards.broken(parameters) == ["linear.weight has other hooks than it had"]
+    assert not guards.hold() and guards.broken() == ["linear.weight has other hooks than it had"]
     kept.remove()
-    assert "linear has other hooks than it had" in guards.broken(parameters)
+    assert "linear has other hooks than it had" in guards.broken()
 
 
 @pytest.mark.parametrize("change", ["scale", "part", "frozen"])
@@ -160,7 +164,8 @@ def test_guards_notice_a_change(change: str) -> None:
 
 @pytest.mark.parametrize("kind", MODULE_HOOKS)
 def test_each_kind_of_hooks_is_looked_for(kind: str) -> None:
-    layer = nn.Linear(2, 2)
-    assert have_no_module_hooks([vars(layer)])
-    vars(layer)[kind][0] = print
-    assert not have_no_module_hooks([vars(layer)])
+    layer = nn.Sequential(nn.Linear(2, 2))
+    guards = guards_of(TraceReads([("", layer)], modes=global_modes()))
+    assert guards.hold() and guards.hold()
+    vars(layer[0])[kind][0] = print
+    assert not guards.hold() and guards.broken() == ["0 has other hooks than it had"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,8 @@ from quintnet_compiler.capture import capture as capturing
 from quintnet_compiler.capture.capture import MIN_EQUAL_BLOCKS, capture
 from quintnet_compiler.capture.repeat_blocks import with_all_blocks
 from quintnet_compiler.compat.torch import without_torch_function
-from quintnet_compiler.guards.guards import Absent, PlainValues, Trained
+from quintnet_compiler.guards.columns import Absent, PlainValues
+from quintnet_compiler.guards.hooks import Trained
 from quintnet_compiler.ir.program import Captured
 
 DEPTH = MIN_EQUAL_BLOCKS + 1
@@ -208,8 +208,7 @@ def _guarded(captured: Captured) -> Any:
     values, absences = (
         next(guard for guard in known.reads if isinstance(guard, kind)) for kind in (PlainValues, Absent)
     )
-    plain = (*itertools.chain.from_iterable(values.rows), *values.in_place)
-    rows = sorted({(label, name, repr(value)) for label, _, name, value in plain})
+    rows = sorted({(label, name, repr(value)) for label, _, name, value in values.rows})
     trained = next(guard for guard in known.fixed if isinstance(guard, Trained))
     same, absent = ([label for label, *_ in guard.rows] for guard in (known.same, absences))
     return rows, sorted(same), sorted(absent), sorted(trained.flags.names)
