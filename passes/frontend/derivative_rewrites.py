@@ -10,6 +10,7 @@ from torch import fx
 
 from ...core.annotations import shape, value
 from ...ir.builder import GraphBuilder
+from ...ops.filters_of_rows import grouped_convolution_weight
 from .norm_rewrites import NARROW_DTYPES
 from .random_rewrites import Rewrite
 
@@ -19,7 +20,7 @@ aten = torch.ops.aten
 def _convolution_backward(
     builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
 ) -> list[fx.Node | None]:
-    """Emit the gradients apart: that of the input as a transposed convolution, that of the bias as a sum."""
+    """Emit the gradients apart: of the input a transposed convolution, of the weight one operator, of the bias a sum."""
     grad, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, wanted = args
     gradients: list[fx.Node | None] = [None] * 3
     if wanted[0]:
@@ -30,12 +31,20 @@ def _convolution_backward(
         options = (stride, padding, dilation, not transposed, skipped, groups)
         gradients[0] = builder.call(aten.convolution.default, grad, weight, None, *options)
     if wanted[1]:
-        options = (stride, padding, dilation, transposed, output_padding, groups)
-        results = builder.call(node.target, grad, x, weight, None, *options, [False, True, False])  # type: ignore[arg-type]
-        gradients[1] = builder.getitem(results, 1)
+        options = (stride, padding, dilation, transposed, output_padding)
+        grouped = (_of_groups(builder, images, groups, 1) for images in (grad, x))
+        filters = _of_groups(builder, weight, groups, 0)
+        of_groups = builder.call(grouped_convolution_weight, *grouped, filters, *options)
+        gradients[1] = builder.reshape(of_groups, shape(weight))
     if wanted[2]:
         gradients[2] = builder.call(aten.sum.dim_IntList, grad, [0, *range(2, len(shape(grad)))])
     return gradients
+
+
+def _of_groups(builder: GraphBuilder, tensor: fx.Node, groups: int, dim: int) -> fx.Node:
+    """Return a tensor with a dim for the groups in front of ``dim``, which has the channels of all of them."""
+    sizes = shape(tensor)
+    return builder.reshape(tensor, [*sizes[:dim], groups, sizes[dim] // groups, *sizes[dim + 1 :]])
 
 
 def _layer_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
