@@ -130,7 +130,7 @@ class _BackwardCheck:
             return  # nothing reads it
         inputs = self._inputs(node, has_results=any(result is not None for result in results))
         self._check_shapes(node, cotangents)
-        needs_backward = self.training and needs_grad(node)
+        needs_backward = self.training and needs_grad(node) and node not in self.in_user_backward
         tangents = [None if x is None else value(x) for x in cotangents]
         pattern = self.expected.pattern(node, inputs, tangents, needs_backward)
         bindings = dict(zip(pattern.inputs, inputs, strict=True))
