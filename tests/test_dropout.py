@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import quintnet
 
+from .frontier import Case, compare, report
+
 pytestmark = pytest.mark.usefixtures("shared_captures")
 torch.set_num_threads(1)
 ROWS, LENGTH, VOCABULARY, WIDTH = 8, 8, 32, 32
@@ -154,3 +156,19 @@ def test_initial_values_are_the_same_on_every_layout() -> None:
     assert float(first["head.weight"].abs().max()) <= 0.1
     with pytest.raises(quintnet.CompileError, match="QN204"):
         program.initialize({"nothing.*": quintnet.Constant(0.0)})
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.sample(1)
+def test_dropout_between_recurrent_layers(kind: type[nn.RNNBase]) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = kind(4, 4, 2, dropout=0.5, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(x)[0].square().mean()  # type: ignore[no-any-return]
+
+    x = torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    case = Case(Recurrent, (x,), evaluates=True)
+    report(case, {"dp2": compare(case, {"dp": 2})})

@@ -16,6 +16,7 @@ from ...core.absent_gpu import compute_device
 from ...core.annotations import value
 from ...core.replaced import one_thread
 from .norm_rewrites import NARROW_DTYPES
+from .recurrent_layers import RECURRENT
 
 aten = torch.ops.aten
 
@@ -100,7 +101,7 @@ def _batch_norm_backward(
 
 
 _SPLIT: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
-    {**_OF_TORCH, aten.native_batch_norm_backward.default: _batch_norm_backward}
+    {**_OF_TORCH, **RECURRENT, aten.native_batch_norm_backward.default: _batch_norm_backward}
 )
 
 
