@@ -112,7 +112,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last, self.body = nn.Linear(6, 6), nn.Linear(6, 4), body
-        self.part = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8) if norm else nn.GELU(), nn.Linear(8, 6))
+        self.part = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8) if norm else nn.SiLU(), nn.Linear(8, 6))
         self.other = nn.Linear(6, 6)
         self.register_buffer("count", torch.zeros(()))
 

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 def _convolution_backward(
     builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
 ) -> list[fx.Node | None]:
-    """Emit the gradients apart: of the input a transposed convolution, of the weight one operator, of the bias a sum."""
+    """Emit the gradients apart: the input's as a transposed convolution, the bias's as a sum."""
     grad, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, wanted = args
     gradients: list[fx.Node | None] = [None] * 3
     if wanted[0]:
