@@ -97,3 +97,18 @@ def test_a_trained_parameter_that_follows_another() -> None:
             self.key.requires_grad_(True)
 
     trains_equally(lambda: Set(UPDATES["copy_"]), (X,), meshes={"dp2": {"dp": 2}, "tp2": {"tp": 2}})
+
+
+def test_evaluation_gathers_what_it_cannot_read_in_slices() -> None:
+    """A step that only averages a layer may store its weight and its bias in slices of different features."""
+
+    class Averaged(Momentum):
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training:
+                return F.mse_loss(self.key[0](x), self.query[0](x) + 1)
+            self.follow()
+            return F.mse_loss(self.query(x), x + 1)
+
+    slices = {"key.0.weight": {"tp": "S(1)"}, "key.0.bias": {"tp": "S(0)"}}
+    case = Case(lambda: Averaged(UPDATES["lerp_"]), (X,), options={"plan": {"parameters": slices}}, evaluates=True)
+    report(case, {"tp2": compare(case, {"tp": 2})})

@@ -53,6 +53,7 @@ class ShardingOptions:
             and keys (``"ring"``).
         experts: the axes over which experts are spread.
         loads: for layers of experts, the expected number of rows on the busiest rank.
+        follows: whether parameters are stored as another program, which they were sharded for, stores them.
     """
 
     fixed: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class ShardingOptions:
     context: str = "all_gather"
     experts: tuple[str, ...] = ()
     loads: Mapping[fx.Node, ExpertLoad] = field(default_factory=dict)
+    follows: bool = False
 
 
 def stores_state(axis: Axis, experts: Sequence[str]) -> bool:

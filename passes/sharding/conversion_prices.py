@@ -108,7 +108,7 @@ class ConversionPrices:
 
     def _over_model(self, edge: OperandEdge, a: AxisType, b: AxisType, price: float) -> float:
         if _is_parameter(edge.source) and isinstance(a, Shard):
-            return FORBIDDEN_SECONDS
+            return price * DISCOURAGED_FACTOR if self.view.constraints.follows else FORBIDDEN_SECONDS
         if self.view.constraints.sequence_parallel or not _splits_residual(a, b):
             return price
         activation = edge.grad or self._is_inference_activation(edge)
