@@ -31,10 +31,10 @@ def _convolution_backward(
         options = (stride, padding, dilation, not transposed, skipped, groups)
         gradients[0] = builder.call(aten.convolution.default, grad, weight, None, *options)
     if wanted[1]:
-        options = (stride, padding, dilation, transposed, output_padding)
         grouped = (_of_groups(builder, images, groups, 1) for images in (grad, x))
         filters = _of_groups(builder, weight, groups, 0)
-        of_groups = builder.call(grouped_convolution_weight, *grouped, filters, *options)
+        options_of_groups = (stride, padding, dilation, transposed, output_padding)
+        of_groups = builder.call(grouped_convolution_weight, *grouped, filters, *options_of_groups)
         gradients[1] = builder.reshape(of_groups, shape(weight))
     if wanted[2]:
         gradients[2] = builder.call(aten.sum.dim_IntList, grad, [0, *range(2, len(shape(grad)))])

@@ -20,25 +20,21 @@ def _layer_by_layer(
     x: Tensor,
     state: Tensor | Sequence[Tensor],
     parameters: Sequence[Tensor],
-    biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
+    *options: Any,
 ) -> tuple[Tensor, ...]:
     """Return the output and the last states, as ``definition`` computes one layer. The first dim is time meanwhile.
 
     ``state``: a tensor [layers * directions, rows, features], or two for an LSTM.
     """
+    biases, layers, dropout, train, bidirectional, batch_first = options
     states = (state,) if isinstance(state, Tensor) else tuple(state)
     rows, count = 2 if bidirectional else 1, len(parameters) // layers
     last: list[tuple[Tensor, ...]] = []
     x = x.transpose(0, 1) if batch_first else x
     for layer in range(layers):
-        before = [s[layer * rows : (layer + 1) * rows] for s in states]
+        initial = [s[layer * rows : (layer + 1) * rows] for s in states]
         own = list(parameters[layer * count : (layer + 1) * count])
-        first = before[0] if isinstance(state, Tensor) else before
+        first = initial[0] if isinstance(state, Tensor) else initial
         x, *after = definition(x, first, own, biases, 1, 0.0, train, bidirectional, False)
         last.append(tuple(after))
         if train and layer < layers - 1:

@@ -77,8 +77,7 @@ class _BackwardCheck:
     """
 
     def __init__(self, program: DifferentiatedProgram, training: bool, expected: ExpectedCalls) -> None:
-        self.program, self.training, self.expected = program, training, expected
-        self.local = program.local
+        self.program, self.training, self.expected, self.local = program, training, expected, program.local
         self.user_derivatives = derivatives(self.local.graph)
         self.in_user_backward = of_tangents(self.local.graph.nodes)
         self.reached_by_loss = _reached_by_loss(self.local.graph)
@@ -130,13 +129,17 @@ class _BackwardCheck:
             return  # nothing reads it
         inputs = self._inputs(node, has_results=any(result is not None for result in results))
         self._check_shapes(node, cotangents)
-        needs_backward = self.training and needs_grad(node) and node not in self.in_user_backward
+        needs_backward = self._needs_backward(node)
         tangents = [None if x is None else value(x) for x in cotangents]
         pattern = self.expected.pattern(node, inputs, tangents, needs_backward)
         bindings = dict(zip(pattern.inputs, inputs, strict=True))
         self._check_results(node, pattern, bindings, results)
         if needs_backward and any(x is not None for x in cotangents):
             self._add_terms(node, pattern, bindings, cotangents)
+
+    def _needs_backward(self, node: fx.Node) -> bool:
+        """Return whether a gradient may flow through ``node``: none flows through what a user's backward computes."""
+        return self.training and needs_grad(node) and node not in self.in_user_backward
 
     def _check_results(
         self, node: fx.Node, pattern: Pattern, bindings: dict[fx.Node, fx.Node], results: Sequence[fx.Node | None]

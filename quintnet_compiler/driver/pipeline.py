@@ -209,12 +209,10 @@ def _on_cuda(s: PassSetting, step: Pass) -> Pass | None:
 
 
 def _choose(s: PassSetting, program: Any) -> Pass:
-    plan = s.plan
+    plan, similar = s.plan, s.request.known
     loads = expert_loads(program.graph, expert_copies(plan), plan.expect)
-    constraints = ShardingOptions(
-        fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan), loads, follows=s.cut is not None
-    )
-    similar = s.request.known
+    choices = plan.sequence_parallel, plan.context, expert_axes(plan), loads
+    constraints = ShardingOptions(fixed(s, program), *choices, follows=s.cut is not None)
     sharded = None if similar is None else similar.source.local.staged.sharded
     return _planned(ChooseSharding, s, s.axes, s.book, s.cost, constraints, s.repeats, sharded, s.solved)
 
