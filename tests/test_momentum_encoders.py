@@ -112,3 +112,20 @@ def test_evaluation_gathers_what_it_cannot_read_in_slices() -> None:
     slices = {"key.0.weight": {"tp": "S(1)"}, "key.0.bias": {"tp": "S(0)"}}
     case = Case(lambda: Averaged(UPDATES["lerp_"]), (X,), options={"plan": {"parameters": slices}}, evaluates=True)
     report(case, {"tp2": compare(case, {"tp": 2})})
+
+
+def test_a_queue_that_limits_the_rows() -> None:
+    """How many rows fit into the queue is a bound on their number, which torch.export states as an inequality."""
+
+    class Queue(Momentum):
+        def __init__(self, update: Update) -> None:
+            super().__init__(update)
+            self.register_buffer("queue", torch.randn(4, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss = (self.query(x) @ self.queue.clone()).square().mean()
+            with torch.no_grad():
+                self.queue[:] = torch.cat([self.queue[:, x.shape[0] :], self.key(x).T], 1)
+            return loss
+
+    trains_equally(lambda: Queue(UPDATES["copy_"]), (X,), meshes={"dp2": MESHES["dp2"]})

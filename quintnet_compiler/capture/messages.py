@@ -140,8 +140,8 @@ def untraceable(error: Exception) -> CompileError:
 def fixes_the_batch(error: Exception) -> bool:
     """Return whether an error is about a number of rows that the model's code fixes."""
     text = str(error)
-    signs = "specialized" in text or "Constraints violated" in text or "ConstraintViolation" in type(error).__name__
-    return ROWS in text and signs
+    signs = ("specialized", "Constraints violated", "Expected op to be")  # the last one is of a bound of the rows
+    return ROWS in text and ("ConstraintViolation" in type(error).__name__ or any(sign in text for sign in signs))
 
 
 def _layout(error: Exception) -> str:
