@@ -34,6 +34,13 @@ class TraceGuard(Protocol):
         ...
 
 
+class DictGuard(TraceGuard, Protocol):
+    """A guard that mostly looks in dicts, which need no look where nobody wrote to them."""
+
+    def outside(self, dicts: Set[int]) -> Callable[[], bool]:
+        """Return what compares all that is not in dicts with these ids, or can change without a write to one."""
+
+
 def equal(a: Any, b: Any) -> bool:
     """Return whether two values are equal; False if they cannot be compared."""
     try:
@@ -61,7 +68,7 @@ class PlainValues:
         return True
 
     def outside(self, dicts: Set[int]) -> Callable[[], bool]:
-        """Return what compares what is not in dicts with these ids, or can change in place."""
+        """Return what compares all that needs a look in each step."""
         rows = (row for row in self.rows if id(row[1]) not in dicts or copied(row[-1]) is not row[-1])
         return PlainValues(tuple(rows)).hold
 
@@ -92,7 +99,7 @@ class SameObjects:
         return True
 
     def outside(self, dicts: Set[int]) -> Callable[[], bool]:
-        """Return what compares what is not in dicts with these ids."""
+        """Return what compares all that needs a look in each step."""
         return SameObjects(tuple(row for row in self.rows if id(row[1]) not in dicts)).hold
 
     def broken(self) -> list[str]:
@@ -137,8 +144,7 @@ class Kinds:
 class Absent:
     """Names that namespaces do not have (because a class has them, or nobody), and attributes that classes do not.
 
-    ``rows``: a label, a namespace, and the name. ``many``: a label, names, and a namespace that has none of them;
-    ``held``: all names that each of these namespaces had last.
+    ``many``: a label, names, and a namespace that has none of them; ``held``: all names that each of these had last.
     """
 
     rows: tuple[tuple[str, Space, str], ...]
@@ -147,7 +153,7 @@ class Absent:
     held: list[list[str]] = field(default_factory=list)
 
     def outside(self, dicts: Set[int]) -> Callable[[], bool]:
-        """Return what compares what is not in dicts with these ids."""
+        """Return what compares all that needs a look in each step."""
         return Absent(tuple(row for row in self.rows if id(row[1]) not in dicts), self.classes, self.many).hold
 
     def hold(self) -> bool:

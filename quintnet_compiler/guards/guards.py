@@ -30,6 +30,7 @@ from .class_facts import ClassFacts
 from .columns import (
     Absent,
     Constants,
+    DictGuard,
     Flags,
     Kinds,
     Modes,
@@ -99,8 +100,8 @@ class Guards:
     """Conditions under which a captured graph still is that of its module.
 
     ``source``: what they were made of. ``unread``: what the trace was shown not to read, by the ``id`` of what holds
-    it. ``versions``: those of the dicts that most guards look in; ``elsewhere``: compare all that is not in these;
-    ``compared``: the versions when all was compared last.
+    it. ``versions``: of the dicts that most guards look in; ``elsewhere``: compare what is not there; ``compared``: the
+    versions when all was compared last.
     """
 
     source: TraceReads
@@ -119,7 +120,7 @@ class Guards:
 
     def hold(self) -> bool:
         """Return whether all is as it was: where nobody wrote to a dict, what it holds is not compared again."""
-        versions = self.versions.current()
+        versions = self.versions.read()
         if versions == self.compared:
             return _all_hold(self.elsewhere)
         if not _all_hold(guard.hold for guard in self._all):
@@ -180,10 +181,10 @@ def guards_of(source: TraceReads, unread: Mapping[int, Unread] = types.MappingPr
     others = kinds, settings, *(guard for guard in further if guard.compared)
     namespaces, parts, trained = Namespaces.current(rows.owners()), Parts.current(rows.parts), rows.trained()
     plain, same, absent = PlainValues.of(rows.plain), SameObjects(tuple(rows.same)), rows.absent()
-    versions = DictVersions.of(namespaces, rows.dicts())
-    in_dicts = plain, same, absent, namespaces, parts, trained
-    always = *others, constants, modes, containers
-    elsewhere = *(guard.outside(versions.ids) for guard in in_dicts), *(guard.hold for guard in always)
+    versions = DictVersions.current(namespaces, rows.dicts())
+    in_dicts: tuple[DictGuard, ...] = plain, same, absent, namespaces, parts, trained
+    always = (guard.hold for guard in (*others, constants, modes, containers))
+    elsewhere = *(guard.outside(versions.ids) for guard in in_dicts), *always
     reads, fixed = (namespaces, plain, same, absent, *others), (constants, parts, trained, modes)
     return Guards(source, unread, same, reads, containers, fixed, versions, elsewhere)
 

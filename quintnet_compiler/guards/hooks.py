@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat.torch_hooks import GLOBAL_HOOKS, MODULE_HOOKS, backward_hooks, have_no_hooks
+from ..compat.torch_hooks import CALL_HOOKS, GLOBAL_HOOKS, MODULE_HOOKS, backward_hooks, have_no_hooks
 from ..core.code_origin import TORCH
 from .columns import Flags, Space
 
@@ -24,19 +24,18 @@ Hooks = Mapping[int, Any]
 class HookGuards:
     """The hooks of modules and parameters.
 
-    ``empty``: labels and namespaces of modules that had no hooks. ``filled``: of the others, and of those to which this
-    package adds some, each with a kind of hooks and the user's of that kind. ``names``: of parameters; ``own``: the
-    hooks of those that had any.
+    ``empty``: labels and namespaces of modules, and a kind of hooks that they had not. ``filled``: likewise where they
+    had some, or this package adds some, with the user's. ``names``: of parameters; ``own``: their hooks, if any.
     """
 
-    empty: tuple[tuple[str, Space], ...]
+    empty: tuple[tuple[str, Space, str], ...]
     filled: tuple[tuple[str, Space, str, list[Any]], ...]
     names: tuple[str, ...]
     own: dict[int, list[Any]]
 
     def dicts(self) -> list[Any]:
         """Return where modules that had no hooks keep theirs now."""
-        return [space[kind] for _, space in self.empty for kind in MODULE_HOOKS]
+        return [space[kind] for _, space, kind in self.empty]
 
     def filled_hold(self) -> bool:
         """Return whether modules that had hooks have the same."""
@@ -50,9 +49,9 @@ class HookGuards:
         now = map(_of_user, map(backward_hooks, parameters))
         return [i for i, hooks in enumerate(now) if not _same(hooks, self.own.get(i, []))]
 
-    def broken(self, parameters: Sequence[Tensor]) -> list[str]:
+    def changed_labels(self, parameters: Sequence[Tensor]) -> list[str]:
         """Say whose hooks are others now."""
-        labels = [label for label, space in self.empty if _has_hooks(space)]
+        labels = [label for label, space, kind in self.empty if space[kind]]
         labels += [label for label, space, kind, hooks in self.filled if not _same(_of_user(space[kind]), hooks)]
         labels += [self.names[i] for i in self.others(parameters)]
         return [f"{label or 'the model'} has other hooks than it had" for label in dict.fromkeys(labels)]
@@ -62,29 +61,25 @@ def hook_guards(
     roots: Iterable[tuple[str, nn.Module]], parameters: Sequence[Tensor], names: Sequence[str]
 ) -> HookGuards:
     """Return guards of the hooks that there are now: of all modules inside ``roots``, and of these parameters."""
-    empty: list[tuple[str, Space]] = []
+    empty: list[tuple[str, Space, str]] = []
     filled: list[tuple[str, Space, str, list[Any]]] = []
     for label, root in roots:
         for name, module in root.named_modules():
             path, space = ".".join(filter(None, (label, name))), vars(module)
-            if module is root or _has_hooks(space):
-                filled += [(path, space, kind, _of_user(space[kind])) for kind in MODULE_HOOKS]
-            else:
-                empty.append((path, space))
+            for kind in MODULE_HOOKS:
+                if space[kind] or (module is root and kind == CALL_HOOKS):
+                    filled.append((path, space, kind, _of_user(space[kind])))
+                else:
+                    empty.append((path, space, kind))
     of_parameters = enumerate(map(_of_user, map(backward_hooks, parameters)))
     return HookGuards(tuple(empty), tuple(filled), tuple(names), {i: hooks for i, hooks in of_parameters if hooks})
-
-
-def _has_hooks(space: Space) -> bool:
-    return any(space[kind] for kind in MODULE_HOOKS)
 
 
 @dataclass(frozen=True)
 class Trained:
     """Which parameters require gradients, and all hooks.
 
-    ``trained``, ``frozen`` and ``no_hooks``: the parameters, and where modules that had no hooks keep theirs, when they
-    were looked up last.
+    ``trained``, ``frozen`` and ``no_hooks``: the parameters, and the dicts of modules without hooks, looked up last.
     """
 
     flags: Flags
@@ -96,8 +91,7 @@ class Trained:
     def hold(self) -> bool:
         """Look up all parameters and hooks, and return whether they are as they were."""
         parameters, flags = self.flags.parameters, self.flags.values
-        self.trained[:] = compress(parameters, flags)
-        self.frozen[:] = compress(parameters, map(not_, flags))
+        self.trained[:], self.frozen[:] = compress(parameters, flags), compress(parameters, map(not_, flags))
         self.no_hooks[:] = self.hooks.dicts()
         return self._objects_hold()
 
@@ -109,7 +103,7 @@ class Trained:
         return self.flags.hold() and not self.hooks.others(self.flags.parameters)
 
     def outside(self, dicts: Set[int]) -> Callable[[], bool]:
-        """Return what compares all that is not in dicts with these ids."""
+        """Return what compares all that needs a look in each step."""
         spaces = *self.flags.spaces, *(row[1] for row in (*self.hooks.empty, *self.hooks.filled))
         return self._objects_hold if dicts >= set(map(id, spaces)) else self.hold
 
@@ -117,7 +111,7 @@ class Trained:
         """Say which parameters have other flags, and who has other hooks."""
         lines = self.flags.broken()
         if all(key in space for space, key in zip(self.flags.spaces, self.flags.keys, strict=True)):
-            lines += self.hooks.broken(self.flags.parameters)
+            lines += self.hooks.changed_labels(self.flags.parameters)
         return lines
 
 

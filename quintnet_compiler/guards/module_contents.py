@@ -35,7 +35,7 @@ class Namespaces:
         return True
 
     def outside(self, dicts: Set[int]) -> Callable[[], bool]:
-        """Return what compares the namespaces that are no dicts with these ids."""
+        """Return what compares all that needs a look in each step."""
         return Namespaces(tuple(row for row in self.rows if id(row[-1]) not in dicts)).hold
 
     def broken(self) -> list[str]:
@@ -69,12 +69,12 @@ class DictVersions:
     dicts: tuple[dict[str, Any], ...]
 
     @classmethod
-    def of(cls, namespaces: Namespaces, dicts: Iterable[Space]) -> DictVersions:
-        """Return versions of the namespaces of objects that answer to ``__dict__`` as others do, and of exact dicts."""
+    def current(cls, namespaces: Namespaces, dicts: Iterable[Space]) -> DictVersions:
+        """Return those of the namespaces of objects that answer to ``__dict__`` as others do, and of exact dicts."""
         owners = tuple(owner for _, owner, _ in namespaces.rows if _is_plain(owner))
         return cls(owners, tuple(x for x in dicts if type(x) is dict))
 
-    def current(self) -> list[Any]:
+    def read(self) -> list[Any]:
         """Return the versions of now."""
         return [*map(dict_version, map(_NAMESPACE, self.owners)), *map(dict_version, self.dicts)]
 
@@ -88,8 +88,7 @@ class DictVersions:
 class Parts:
     """The modules inside of modules.
 
-    ``rows``: a label, a module's namespace, and its parts. ``empty``: where those that had none keep them, when these
-    were looked up last.
+    ``rows``: a label, a module's namespace, and its parts. ``empty``: the dicts of those without, looked up last.
     """
 
     rows: tuple[tuple[str, Space, list[Any]], ...]
@@ -106,7 +105,7 @@ class Parts:
         return not any(self.empty) and all(_parts(space) == then for _, space, then in self.rows if then)
 
     def outside(self, dicts: Set[int]) -> Callable[[], bool]:
-        """Return what compares all that is not in dicts with these ids."""
+        """Return what compares all that needs a look in each step."""
         spaces = [x for _, space, then in self.rows for x in ((space, _PARTS(space)) if then else (space,))]
         return self._stay_empty if dicts >= set(map(id, spaces)) else self.hold
 

@@ -253,11 +253,11 @@ def _count_in_a_loop(owner: Any) -> None:
 def test_a_write_makes_another_version(write: Callable[[Any], None], kind: Callable[[], Any]) -> None:
     owner = kind()
     owner.number = 1.5
-    versions = DictVersions.of(Namespaces.current([("", owner)]), [])
-    current = versions.current()
-    assert len(current) == 1 and versions.current() == current and versions.ids == {id(vars(owner))}
+    versions = DictVersions.current(Namespaces.current([("", owner)]), [])
+    numbers = versions.read()
+    assert len(numbers) == 1 and versions.read() == numbers and versions.ids == {id(vars(owner))}
     write(owner)
-    assert versions.current() != current
+    assert versions.read() != numbers
 
 
 def test_what_is_in_no_dict_is_compared_each_time() -> None:
@@ -278,7 +278,7 @@ def test_what_is_in_no_dict_is_compared_each_time() -> None:
     assert holds()
     own.add_module("new", nn.ReLU())
     assert not holds()
-    assert DictVersions.of(Namespaces.current([]), [space, OrderedDict()]).dicts == (space,)
+    assert DictVersions.current(Namespaces.current([]), [space, OrderedDict()]).dicts == (space,)
 
 
 def test_parts_of_modules() -> None:
