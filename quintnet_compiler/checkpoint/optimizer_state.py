@@ -268,10 +268,13 @@ class _OptimizerLoad:
             for key, x in options.items():
                 _set(group, key, x)
         for name, state in self.states.items():
-            if state and isinstance(self.optimizer, WholeOptimizer):
-                self.optimizer.restore(self.places[name].parameter, state)
+            parameter = self.places[name].parameter
+            if isinstance(self.optimizer, WholeOptimizer):
+                self.optimizer.restore(parameter, state)
             elif state:
-                self.optimizer.state[self.places[name].parameter] = state
+                self.optimizer.state[parameter] = state
+            else:
+                self.optimizer.state.pop(parameter, None)
 
 
 def _require_all_wanted(note: Note, places: Mapping[str, ParameterPlace], optimizer: torch.optim.Optimizer) -> None:

@@ -21,6 +21,8 @@ from quintnet_compiler.checkpoint.stores.disk_folder import DiskFolder
 from quintnet_compiler.checkpoint.training_state import Destination
 from quintnet_compiler.checkpoint.values import plain
 from quintnet_compiler.core.errors import CheckpointError
+from quintnet_compiler.runtime.backends.whole_parameters import AllHere
+from quintnet_compiler.runtime.state.whole_optimizer import WholeOptimizer
 
 
 def test_a_rank_may_have_several_boxes_of_a_tensor() -> None:
@@ -91,6 +93,20 @@ def test_state_is_read_to_where_it_lies_unless_something_else_lies_there() -> No
     assert kept == ["step", "exp_avg", "exp_avg_sq"] and len({*where.values(), x.data_ptr()}) == len(where) + 1
     finish()
     assert {key: found.data_ptr() for key, found in optimizer.state[x].items()} == where
+
+
+def test_a_parameter_without_saved_state_has_none_after_a_load() -> None:
+    """As after a search of a learning rate, which loads what it saved before its first step."""
+    x = nn.Parameter(torch.ones(2))
+    places = {"w": _place(x, (2,))}
+    note = merged([stored(torch.optim.Adam([x], lr=0.5), places)[1]])
+    optimizer = _stepped(x, torch.optim.Adam)
+    restored(optimizer, places, note, {})[1]()
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.5
+    whole = WholeOptimizer([x], torch.optim.Adam, AllHere())
+    whole.step()
+    restored(whole, places, note, {})[1]()
+    assert not whole.state and not whole.inner.state
 
 
 def test_states_that_are_no_parameters_or_of_another_optimizer_are_refused() -> None:

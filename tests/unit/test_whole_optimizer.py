@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -54,6 +56,23 @@ def test_options_go_in_and_out() -> None:
     optimizer.restore(given[0], {"momentum_buffer": torch.zeros(2)})
     optimizer.step()
     assert torch.equal(given[0], torch.full((2,), -0.75 - 0.5))
+
+
+def test_state_of_now_is_read_in_each_step() -> None:
+    """A loop may replace it, or begin anew; some optimizers have it before their first step."""
+    given = _parameters()
+    optimizer = WholeOptimizer(given, lambda p: optim.SGD(p, 1.0, momentum=0.5), AllHere())
+    optimizer.step()
+    optimizer.state[given[0]] = {"momentum_buffer": torch.full((2,), 4.0)}
+    optimizer.state.pop(given[1])
+    optimizer.step()
+    assert torch.equal(given[0], torch.full((2,), -3.0)) and torch.equal(given[1], torch.full((3,), -1.0))
+    optimizer.state = defaultdict(dict)
+    optimizer.step()
+    assert torch.equal(given[0], torch.full((2,), -4.0)) and len(optimizer.state_dict()["state"]) == 2
+    adagrad = WholeOptimizer(given, optim.Adagrad, AllHere())
+    assert torch.equal(adagrad.state[given[0]]["sum"], torch.zeros(2))
+    adagrad.step()
 
 
 class TwoModes(optim.SGD):

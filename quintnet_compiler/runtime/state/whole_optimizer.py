@@ -92,6 +92,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         )
         self._closed = True
         self._pairs = [(original[id(x)], x) for params in own_params for x in params]
+        self._set_own_state()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -103,14 +104,13 @@ class WholeOptimizer(torch.optim.Optimizer):
         if closure is not None:
             _refuse("an optimizer of whole parameters was given a closure, which would run other steps in between")
         self._set_inner_options()
+        self._set_inner_state()
         with frequent("optimizer.step", self._tensors.label):
             self._tensors.collect(self._pairs)
             self._step_inner()
             self._tensors.spread([pair for pair in self._pairs if pair[0].grad is not None])
         self._set_own_options()
-        for parameter, whole in self._pairs:
-            if whole in self.inner.state:
-                self.state[parameter] = self.inner.state[whole]
+        self._set_own_state()
 
     def _step_inner(self) -> None:
         """Step ``inner``. The first step is compared with plain copies, where ranks have other parameters.
@@ -148,6 +148,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         if change is None:
             return
         self._set_inner_options()
+        self._set_inner_state()
         with frequent(f"optimizer.{mode}", self._tensors.label):
             self._tensors.fetch(self._pairs)
             change()
@@ -164,9 +165,20 @@ class WholeOptimizer(torch.optim.Optimizer):
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update({key: x for key, x in inner.items() if key != "params"})
 
+    def _set_inner_state(self) -> None:
+        """Give ``inner`` the state of each parameter, which a loop may have replaced or removed."""
+        for parameter, whole in self._pairs:
+            _set_state(self.inner, whole, self.state.get(parameter))
+
+    def _set_own_state(self) -> None:
+        """Take over the state of each parameter that ``inner`` has."""
+        for parameter, whole in self._pairs:
+            _set_state(self, parameter, self.inner.state.get(whole))
+
     def restore(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
-        """Set the state of a parameter that this process has whole."""
-        self.inner.state[self._whole[id(parameter)]] = self.state[parameter] = state
+        """Set the state of a parameter that this process has whole; empty: it has none."""
+        _set_state(self, parameter, state)
+        _set_state(self.inner, self._whole[id(parameter)], state)
 
     def loaded(self) -> None:
         """Skip the comparison of the first step after states were restored: a plain copy would not have them."""
@@ -201,6 +213,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         """
         self._require_one_process()
         self._set_inner_options()
+        self._set_inner_state()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -212,13 +225,18 @@ class WholeOptimizer(torch.optim.Optimizer):
         self._require_one_process()
         self.inner.load_state_dict(state_dict)
         self._set_own_options()
-        for parameter, whole in self._pairs:
-            if whole in self.inner.state:
-                self.state[parameter] = self.inner.state[whole]
+        self._set_own_state()
 
     def _require_one_process(self) -> None:
         if self._tensors.apart:
             _refuse("each rank has the state of other whole parameters")
+
+
+def _set_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: dict[str, Any] | None) -> None:
+    if state:
+        optimizer.state[parameter] = state
+    else:
+        optimizer.state.pop(parameter, None)
 
 
 _DRAWN = (
