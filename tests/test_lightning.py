@@ -68,7 +68,7 @@ def _module(step: str) -> Any:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.model, self.losses = Net().double(), list[float]()
+            self.model, self.losses, self.rate = Net().double(), list[float](), 0.01
             self.automatic_optimization = step != "two optimizers"
 
         def loss(self, batch: Any) -> Tensor:
@@ -83,7 +83,8 @@ def _module(step: str) -> Any:
 
         def configure_optimizers(self) -> Any:
             if step != "two optimizers":
-                return torch.optim.AdamW(self.model.parameters(), lr=0.01)
+                trained = [p for p in self.model.parameters() if p.requires_grad]
+                return torch.optim.AdamW(trained, lr=self.rate)
             both = [
                 torch.optim.AdamW(self.model.a.parameters(), lr=0.01),
                 torch.optim.SGD(self.model.b.parameters(), lr=0.1, momentum=0.9),
@@ -182,6 +183,66 @@ def test_every_optimizer_and_scheduler_is_restored(step: str, tmp_path: Path) ->
     known = _fit(step, None, epochs=3)
     _fit(step, {"dp": 2}, epochs=1, folder=str(tmp_path))
     _equal(_fit(step, {"tp": 2}, epochs=3, folder=str(tmp_path), resume=str(tmp_path / "last.ckpt")), known)
+
+
+def _layer_by_layer() -> list[Any]:
+    from lightning.pytorch.callbacks import BaseFinetuning
+
+    class LayerByLayer(BaseFinetuning):  # type: ignore[misc]
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.model.a)
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.model.a, optimizer, lr=0.02)
+
+    return [LayerByLayer()]
+
+
+def test_callbacks_are_restored_before_a_fit_begins(tmp_path: Path) -> None:
+    """As Lightning does on one device: one that adds groups to the optimizer adds those of the checkpoint then."""
+
+    def resumed(name: str, layout: dict[str, Any] | None) -> Any:
+        more: dict[str, Any] = {"folder": str(tmp_path / name), "callbacks": _layer_by_layer}
+        _fit("the loss", layout, epochs=2, **more)
+        return _fit("the loss", layout, epochs=3, resume=str(tmp_path / name / "last.ckpt"), **more)
+
+    _equal(resumed("ours", {"dp": 2}), resumed("plain", None))
+
+
+def test_a_search_of_a_rate_leaves_no_state_in_the_optimizer(tmp_path: Path) -> None:
+    def search() -> list[Any]:
+        from lightning.pytorch.callbacks import LearningRateFinder
+
+        return [LearningRateFinder(num_training_steps=4, attr_name="rate")]
+
+    more: dict[str, Any] = {"callbacks": search, "default_root_dir": str(tmp_path), "enable_checkpointing": True}
+    _equal(_fit("the loss", {"dp": 2}, **more), _fit("the loss", None, **more))
+
+
+def test_each_module_is_evaluated_with_its_own_values() -> None:
+    """A Trainer, and a strategy with it, may get several modules."""
+    import lightning.pytorch as lightning
+
+    import quintnet.lightning
+
+    def losses(strategy: Any) -> list[float]:
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, **({"strategy": strategy} if strategy else {}),
+        )  # fmt: skip
+        first, second = _with_validation(), _with_validation()
+        second.model.b.weight.data.mul_(3)
+        loader = DataLoader(_rows(12, 0), batch_size=4)
+        trainer.fit(first, loader)
+        for module in (second, first):
+            trainer.validate(module, loader, verbose=False)
+        second.model = Net().double()
+        trainer.validate(second, loader, verbose=False)
+        return [numbers["loss"] for module in (first, second) for numbers in module.numbers]
+
+    strategy = quintnet.lightning.MeshStrategy(quintnet.Mesh(tp=2), _rows(12, 0)[:4], loss_fn=F.cross_entropy)
+    assert losses(strategy) == pytest.approx(losses(None), rel=1e-9)
 
 
 # -- everything around a step

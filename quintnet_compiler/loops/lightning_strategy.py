@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..api.compile import compile as compile_program
 from ..api.compiled_program import CompiledProgram
@@ -84,6 +84,7 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._mesh, self._sample, self._name, self._loss_fn = mesh, batch, model, loss_fn
         self._options = dict(options or {})
         self._program: CompiledProgram | None = None
+        self._compiled_model: nn.Module | None = None  # of the program
         self._resumed = Path()
         self._training: Callable[[], bool] = lambda: False
 
@@ -95,6 +96,7 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def step(self, batch: Any) -> Tensor:
         """Return the loss of a whole batch; in training, its ``backward`` adds to the parameters' ``grad``."""
+        self._compile_model()
         if not self._training():
             return self.program.evaluate(batch).detach()
         parameters = list(self.program.parameters())
@@ -125,8 +127,17 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Do nothing: the program moves its parts."""
 
     def setup(self, trainer: Any) -> None:
+        self._compile_model()
+        self._training = lambda: trainer.training
+        super().setup(trainer)
+
+    def _compile_model(self) -> None:
+        """Compile the model that the LightningModule has now, unless the program is of that one."""
         module: Any = self.lightning_module
-        own = {id(p) for p in getattr(module, self._name).parameters()}
+        model = getattr(module, self._name)
+        if self._compiled_model is model:
+            return
+        own = {id(p) for p in model.parameters()}
         others = [name for name, p in module.named_parameters() if id(p) not in own]
         if others:
             raise CompileError(
@@ -134,13 +145,10 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 f"{', '.join(others[:3])} of the LightningModule are not in its {self._name!r}",
                 fix="put all parameters into one module, and name it: MeshStrategy(mesh, batch, model=...)",
             )
-        self._training = lambda: trainer.training
-        if self._program is None:
-            model = getattr(module, self._name)
-            options = self._options if world_size() > 1 else {"device": self.root_device, **self._options}
-            self._program = compile_program(model, self._mesh, self._sample, loss_fn=self._loss_fn, **options)
-            list(self._program.parameters())
-        super().setup(trainer)
+        options = self._options if world_size() > 1 else {"device": self.root_device, **self._options}
+        self._program = compile_program(model, self._mesh, self._sample, loss_fn=self._loss_fn, **options)
+        list(self._program.parameters())
+        self._compiled_model = model
 
     def teardown(self) -> None:
         """Leave parts where they are: ``program`` can be used, and closed, after the Trainer has ended."""
@@ -150,10 +158,6 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self.checkpoint_io.teardown()
 
     # -- checkpoints
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}
@@ -175,6 +179,7 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._compile_model()  # the Trainer restores the model before setup
         self.program.load(self._resumed / PROGRAM)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
