@@ -51,6 +51,19 @@ def _two(module: Any, batch: Any) -> Any:
     return loss
 
 
+def _inputs(module: Any, batch: Any) -> Any:
+    """Differentiate with respect to some parameters, by hooks of which one is not linear."""
+    optimizer, weight = module.optimizers(), module.model.a.weight
+    loss = 3 * module.loss(batch)
+    optimizer.zero_grad()
+    hook = weight.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
+    module.manual_backward(loss, inputs=[weight])
+    hook.remove()
+    (module.model.b.bias.grad,) = torch.autograd.grad(module.loss(batch), [module.model.b.bias])
+    optimizer.step()
+    return loss
+
+
 STEPS: dict[str, Step] = {
     "the loss": lambda module, batch: module.loss(batch),
     "a factor": lambda module, batch: 0.1 * module.loss(batch),
@@ -58,6 +71,7 @@ STEPS: dict[str, Step] = {
     "two batches": lambda module, batch: module.loss(batch) + 0.5 * module.loss([batch[0] * 2, batch[1]]) ** 2,
     "one of two": lambda module, batch: (module.loss([batch[0] * 2, batch[1]]), module.loss(batch))[1],
     "two optimizers": _two,
+    "some parameters": _inputs,
 }
 
 
@@ -69,7 +83,7 @@ def _module(step: str) -> Any:
             super().__init__()
             torch.manual_seed(0)
             self.model, self.losses, self.rate = Net().double(), list[float](), 0.01
-            self.automatic_optimization = step != "two optimizers"
+            self.automatic_optimization = step not in ("two optimizers", "some parameters")
 
         def loss(self, batch: Any) -> Tensor:
             run = getattr(self.trainer.strategy, "step", None)
@@ -218,6 +232,15 @@ def test_a_search_of_a_rate_leaves_no_state_in_the_optimizer(tmp_path: Path) -> 
 
     more: dict[str, Any] = {"callbacks": search, "default_root_dir": str(tmp_path), "enable_checkpointing": True}
     _equal(_fit("the loss", {"dp": 2}, **more), _fit("the loss", None, **more))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_a_precision_of_the_trainer_is_refused(precision: str) -> None:
+    """Lightning ignores it beside a strategy that clips gradients by a plugin of its own."""
+    import quintnet
+
+    with pytest.raises(quintnet.CompileError, match=f"QN108[\\s\\S]*{precision}[\\s\\S]*options="):
+        _fit("the loss", {"dp": 2}, precision=precision)
 
 
 def test_each_module_is_evaluated_with_its_own_values() -> None:

@@ -12,27 +12,26 @@ Gradients = Sequence[tuple[nn.Parameter, Tensor]]
 
 
 def differentiable(loss: Tensor, gradients: Gradients) -> Tensor:
-    """Return ``loss`` as a value whose backward adds these gradients to the parameters' ``grad``.
+    """Return ``loss`` as a value whose derivatives with respect to the parameters are these gradients.
 
-    ``(f * differentiable(loss, gradients)).backward()`` adds ``f`` times the gradients, as the backward of the
-    computation of ``loss`` would.
+    It can be differentiated on ranks that have no parameters, too.
     """
     anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
-    result: Tensor = _Handed.apply(anchor, loss, gradients)  # type: ignore[no-untyped-call]
+    parameters = [parameter for parameter, _ in gradients]
+    values = [gradient for _, gradient in gradients]
+    result: Tensor = _Handed.apply(loss, values, anchor, *parameters)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Handed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: Gradients) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *_: Tensor) -> Tensor:
         ctx.gradients = gradients
         return loss.detach().clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, arriving: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, arriving: Tensor) -> tuple[Tensor | None, ...]:
         factor = float(arriving)
-        for parameter, gradient in ctx.gradients:
-            scaled = gradient if factor == 1 else gradient * factor
-            parameter.grad = scaled.clone() if parameter.grad is None else parameter.grad + scaled
-        return None, None, None
+        scaled = (gradient if factor == 1 else gradient * factor for gradient in ctx.gradients)
+        return None, None, None, *scaled

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..api.compile import compile as compile_program
 from ..api.compiled_program import CompiledProgram
+from ..compat.torch_hooks import without_parameter_hooks
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..runtime.launch.world import judges, world_size
@@ -66,7 +67,8 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         loss_fn, options: as of :func:`quintnet.compile`.
 
     Raises:
-        CompileError: QN105 if the LightningModule has parameters beside the model's; as :func:`quintnet.compile`.
+        CompileError: QN105 if the LightningModule has parameters beside the model's; QN108 for a ``precision`` of the
+            Trainer; as :func:`quintnet.compile`.
     """
 
     strategy_name = "quintnet"
@@ -103,7 +105,8 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         old_gradients = [p.grad for p in parameters]
         for p in parameters:
             p.grad = None
-        loss = self.program.step(batch).detach().as_subclass(Tensor)
+        with without_parameter_hooks(parameters):  # autograd calls them, with what is differentiated
+            loss = self.program.step(batch).detach().as_subclass(Tensor)
         gradients = [(p, p.grad) for p in parameters if p.grad is not None]
         for p, grad in zip(parameters, old_gradients, strict=True):
             p.grad = grad
@@ -127,6 +130,7 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Do nothing: the program moves its parts."""
 
     def setup(self, trainer: Any) -> None:
+        _refuse_precision(trainer)
         self._compile_model()
         self._training = lambda: trainer.training
         super().setup(trainer)
@@ -190,3 +194,19 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if judges():
             shutil.rmtree(filepath, ignore_errors=True)
         self.barrier()
+
+
+def _refuse_precision(trainer: Any) -> None:
+    """Refuse a precision that the Trainer was given: a strategy with a plugin of its own has Lightning ignore it.
+
+    Raises:
+        CompileError: QN108.
+    """
+    connector = trainer._accelerator_connector  # no public name has what the Trainer was given
+    precision = getattr(connector, "_precision_flag", "32-true")
+    if precision != "32-true":
+        raise CompileError(
+            "QN108",
+            f"the precision of a compiled program is an option of it, and not Trainer(precision={precision!r})",
+            fix="leave precision out; MeshStrategy(..., options={'precision': 'bf16'}), or model.double() for float64",
+        )

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quintnet_compiler.compat.torch_hooks import without_parameter_hooks
 from quintnet_compiler.core.errors import CheckpointError, CompileError
 from quintnet_compiler.ir.containers import LossOfNames, loss_inputs, model_inputs, takes_labels_of
 from quintnet_compiler.loops.handed_gradients import differentiable
@@ -29,6 +30,31 @@ def test_gradients_that_are_there_are_multiplied_by_what_arrives() -> None:
     assert p.grad is not None and p.grad.tolist() == [20.5, 20.5]
     differentiable(torch.tensor(3.0), [(p, torch.ones(2))]).backward()
     assert p.grad.tolist() == [21.5, 21.5]
+
+
+def test_gradients_are_those_that_autograd_is_asked_for() -> None:
+    p, q = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    p.register_hook(lambda gradient: gradient.clamp(max=1.5))
+    loss = differentiable(torch.tensor(3.0), [(p, torch.ones(2)), (q, torch.full((2,), 5.0))])
+    found = torch.autograd.grad(2 * loss, [q], retain_graph=True)
+    assert found[0].tolist() == [10.0, 10.0] and p.grad is None and q.grad is None
+    (2 * loss).backward(inputs=[p])
+    assert p.grad is not None and p.grad.tolist() == [1.5, 1.5] and q.grad is None
+    differentiable(torch.tensor(3.0), []).backward()
+
+
+def test_hooks_of_parameters_are_away_for_a_while() -> None:
+    p, q = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    calls = []
+    p.register_hook(lambda gradient: calls.append("gradient"))
+    removed = p.register_post_accumulate_grad_hook(lambda x: calls.append("accumulated"))
+    with without_parameter_hooks([p, q]):
+        (p + q).sum().backward()
+        assert not calls
+    (p + q).sum().backward()
+    removed.remove()
+    (p + q).sum().backward()
+    assert sorted(calls) == ["accumulated", "gradient", "gradient"]
 
 
 def test_several_optimizers_as_one() -> None:
