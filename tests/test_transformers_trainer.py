@@ -157,6 +157,51 @@ def test_arguments_that_cannot_be_followed(
         Own(language_model(), plain, mesh=quintnet.Mesh(dp=2))
 
 
+@pytest.mark.parametrize("name", ["compute_loss", "compute_loss_func", "label_smoother", "model"])
+def test_what_is_set_later_is_refused(name: str, tmp_path: Path) -> None:
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    trainer: Any = MeshTrainer(
+        language_model(), arguments, mesh=quintnet.Mesh(dp=2), train_dataset=Texts(4), eval_dataset=Texts(4)
+    )
+    setattr(trainer, name, language_model() if name == "model" else lambda *_, **__: torch.zeros(()))
+    for call in (trainer.train, trainer.evaluate):
+        with pytest.raises(quintnet.CompileError, match=rf"QN108[\s\S]*  {name} of the Trainer was set after"):
+            call()
+
+
+class Drawing:
+    """A collator that draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        drawn = torch.rand(batch["input_ids"].shape, generator=self.generator) < 0.2
+        return {**batch, "input_ids": torch.where(drawn, 1, batch["input_ids"])}
+
+
+class Prepared:
+    """A part of a Trainer that changes each batch."""
+
+    def _prepare_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        prepared: dict[str, Tensor] = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        return {**prepared, "input_ids": prepared["input_ids"].flip(1)}
+
+
+def test_each_batch_is_read_once_and_prepared(tmp_path: Path) -> None:
+    logs = []
+    for base, given in ((transformers.Trainer, {}), (MeshTrainer, {"mesh": quintnet.Mesh(tp=2)})):
+        kind: Any = type("PreparingTrainer", (Prepared, base), {})
+        changes = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 1}
+        arguments = transformers.TrainingArguments(str(tmp_path), **{**LOOP, "save_strategy": "no", **changes})
+        data = {"train_dataset": Texts(32), "eval_dataset": Texts(8), "data_collator": Drawing()}
+        trainer = kind(language_model(), arguments, **data, **given)
+        trainer.train()
+        logs.append(logs_of(trainer))
+    assert_same(logs[1], logs[0])
+
+
 @pytest.mark.slow
 def test_a_plain_checkpoint_is_not_resumed(tmp_path: Path) -> None:
     train(str(tmp_path), 4, max_steps=2, eval_strategy="no", gradient_accumulation_steps=1)

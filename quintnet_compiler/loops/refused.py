@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
 from ..core.errors import CompileError
 from ..features.answers import host_state
 from ..ir.plan import Plan
-from .trainer_loss import loss_owner
+from .trainer_loss import SmoothedLoss, loss_owner
 
 _TRACED = ("transformers.", "trl.trainer.sft_trainer")  # their compute_loss is the model's own loss
 _FLAGS = {
@@ -37,6 +39,32 @@ def refuse_arguments(trainer: Any, args: Any, options: dict[str, Any]) -> None:
     if problems:
         lines = "\n  ".join(f"{argument}: {fix}" for argument, fix in problems)
         raise CompileError("QN108", f"a compiled program cannot follow\n  {lines}", fix="leave these out")
+
+
+def refuse_changes(trainer: Any, model: nn.Module, loss: SmoothedLoss | None) -> None:
+    """Refuse what was set after the Trainer was made, and would be ignored.
+
+    Args:
+        trainer: the Trainer.
+        model: that its program trains.
+        loss: of the program, if the Trainer smooths labels.
+
+    Raises:
+        CompileError: QN108 with the attribute.
+    """
+    changed = {
+        "compute_loss": "compute_loss" in vars(trainer),
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "label_smoother": trainer.label_smoother is not (loss and loss.smoother),
+        "model": trainer.model is not model,
+    }
+    names = [name for name, is_new in changed.items() if is_new]
+    if names:
+        raise CompileError(
+            "QN108",
+            f"{', '.join(names)} of the Trainer was set after it had compiled its model and loss",
+            fix="make a Trainer with that model, whose forward computes the loss, and with label_smoothing_factor=",
+        )
 
 
 def refuse_plan(plan: Plan) -> None:

@@ -20,7 +20,7 @@ from ..ir.containers import model_inputs
 from ..ir.plan import Plan
 from ..runtime.launch.world import judges, world_size
 from .one_process import arguments_of_one_process, as_one_process, first_of
-from .refused import refuse_arguments, refuse_plan
+from .refused import refuse_arguments, refuse_changes, refuse_plan
 from .together import wait_for_all
 from .trainer_loss import COUNT, evaluation_count, smoothed_loss, training_count
 
@@ -70,7 +70,7 @@ class TrainerMixin:
         self._mesh, self._plan, self._options, self._prepared = mesh, plan, dict(options or {}), False
         trained = arguments_of_one_process(self._given, mesh.data_ways)
         super().__init__(model, trained, *rest, **kwargs)  # type: ignore[call-arg]
-        self._loss = smoothed_loss(self._me)
+        self._loss, self._trained = smoothed_loss(self._me), self._me.model
         self.program = compile_program(self._me.model, mesh, loss_fn=self._loss, plan=plan, **self._chosen())
         refuse_plan(self.program._task.plan)
 
@@ -112,13 +112,19 @@ class TrainerMixin:
     # -- training
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_changes(self, self._trained, self._loss)
+        if world_size() > 1:  # an optimizer is made of this rank's parts; in one process, of the parameters themselves
+            self._prepare_for_first()
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_for_first(self) -> None:
+        """Compile for batches like the first one, which is read once more later."""
         me = self._me
-        batch = dict(first_of(me.get_train_dataloader()))
+        batch = dict(me._prepare_inputs(first_of(me.get_train_dataloader())))
         if me.model_accepts_loss_kwargs and "labels" in batch:
             batch[COUNT] = torch.ones((), device=batch["labels"].device)
         me.model.train()
         self._prepare(batch)
-        return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         of_other_stages = [p for p in self._me.model.parameters() if p.is_meta and p.requires_grad]
@@ -133,13 +139,18 @@ class TrainerMixin:
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, *_: Any) -> Tensor:
         me = self._me
+        refuse_changes(self, self._trained, self._loss)
         model.train()
         train = getattr(me.optimizer, "train", None)
         if callable(train):
             train()
-        batch, counted = dict(inputs), me.model_accepts_loss_kwargs and num_items_in_batch is not None
+        batch, counted = (
+            dict(me._prepare_inputs(inputs)),
+            me.model_accepts_loss_kwargs and num_items_in_batch is not None,
+        )
         if counted:
             batch[COUNT] = training_count(me, num_items_in_batch)
+        self._prepare(batch)
         loss = self.program.step(batch).detach().as_subclass(Tensor).to(me.args.device)  # where the Trainer sums it
         scaled_flag: bool | None = getattr(me, "loss_is_scaled_for_ga", None)  # transformers 5.17 has no such attribute
         scaled = counted if scaled_flag is None else scaled_flag
@@ -164,7 +175,9 @@ class TrainerMixin:
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        me, batch = self._me, dict(inputs)
+        me = self._me
+        refuse_changes(self, self._trained, self._loss)
+        batch = dict(me._prepare_inputs(inputs))
         names = me.label_names
         labelled = bool(names) and all(batch.get(name) is not None for name in names)
         alone = not names and (batch.get("return_loss") or me.can_return_loss)
@@ -246,6 +259,8 @@ class TrainerMixin:
                 f"{resume_from_checkpoint} has no folder {FOLDER!r}: a plain Trainer wrote it, or save_only_model=True",
                 fix="start from its weights, by from_pretrained, and train without resume_from_checkpoint",
             )
+        if not self._prepared:
+            self._prepare_for_first()
         self.program.load(Path(resume_from_checkpoint) / FOLDER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
