@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..compat.distributed import dtensor_over
 from ..core.empty_storage import is_of_other_ranks
 from ..core.errors import CheckpointError, CheckpointWarning
-from ..runtime.state.whole_optimizer import WholeOptimizer
+from ..runtime.state.whole_optimizer import WholeOptimizer, set_state
 from ..weights.files import shown
 from .parts import ParameterPlace, SavedPart, local_of
 from .reading.plain_values import require_options
@@ -268,13 +268,10 @@ class _OptimizerLoad:
             for key, x in options.items():
                 _set(group, key, x)
         for name, state in self.states.items():
-            parameter = self.places[name].parameter
             if isinstance(self.optimizer, WholeOptimizer):
-                self.optimizer.restore(parameter, state)
-            elif state:
-                self.optimizer.state[parameter] = state
+                self.optimizer.restore(self.places[name].parameter, state)
             else:
-                self.optimizer.state.pop(parameter, None)
+                set_state(self.optimizer, self.places[name].parameter, state)
 
 
 def _require_all_wanted(note: Note, places: Mapping[str, ParameterPlace], optimizer: torch.optim.Optimizer) -> None:

@@ -29,8 +29,8 @@ __all__ = [
     "functions_applied_by", "have_no_hooks", "initialise_lazy", "initialised_by",
     "is_lazy_module", "made_before_calls", "make_again",
     "module_backward_hooks_by", "module_calls_traced",
-    "node_class", "old_backward_hooks", "runs_backward", "share_backward_hooks", "share_hooks",
-    "takes_gradients_as_list", "without_hooks_of_export", "without_parameter_hooks",
+    "node_class", "old_backward_hooks", "runs_backward", "set_hooks", "share_backward_hooks", "share_hooks",
+    "takes_gradients_as_list", "without_hooks_of_export",
 ]  # fmt: skip
 
 # Where a module keeps its hooks, which guards compare; instead: noticing calls of register_*_hook. This package sets
@@ -81,23 +81,12 @@ def share_hooks(source: Tensor, target: Tensor) -> None:
     target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
-@contextlib.contextmanager
-def without_parameter_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Let parameters have no hooks while inside; instead: removing each by its handle, which its user keeps."""
-    hooks = [(p, backward_hooks(p), accumulation_hooks(p)) for p in parameters]
-    _set_hooks((p, None, accumulation and {}) for p, _, accumulation in hooks)  # None would leave the last ones
-    try:
-        yield
-    finally:
-        _set_hooks(hooks)
-
-
-def _set_hooks(hooks: Iterable[tuple[Tensor, dict[int, Any] | None, dict[int, Any] | None]]) -> None:
-    for p, backward, accumulation in hooks:
-        if backward is not backward_hooks(p):
-            p._backward_hooks = backward
-        if accumulation is not accumulation_hooks(p):
-            p._post_accumulate_grad_hooks = accumulation  # type: ignore[assignment]
+def set_hooks(tensor: Tensor, backward: dict[int, Any] | None, accumulation: dict[int, Any] | None) -> None:
+    """Let a tensor have these hooks; instead: removing each by its handle, which its user keeps."""
+    if backward is not backward_hooks(tensor):
+        tensor._backward_hooks = backward
+    if accumulation is not accumulation_hooks(tensor):  # None would leave the last ones: {} removes them
+        tensor._post_accumulate_grad_hooks = accumulation  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

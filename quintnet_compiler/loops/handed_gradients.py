@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..compat.torch_hooks import accumulation_hooks, backward_hooks, set_hooks
 
 Gradients = Sequence[tuple[nn.Parameter, Tensor]]
 
@@ -21,6 +24,19 @@ def differentiable(loss: Tensor, gradients: Gradients) -> Tensor:
     values = [gradient for _, gradient in gradients]
     result: Tensor = _Handed.apply(loss, values, anchor, *parameters)  # type: ignore[no-untyped-call]
     return result
+
+
+@contextmanager
+def without_parameter_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let parameters have no hooks while inside."""
+    hooks = [(p, backward_hooks(p), accumulation_hooks(p)) for p in parameters]
+    for p, _, accumulation in hooks:
+        set_hooks(p, None, accumulation and {})
+    try:
+        yield
+    finally:
+        for p, backward, accumulation in hooks:
+            set_hooks(p, backward, accumulation)
 
 
 class _Handed(torch.autograd.Function):

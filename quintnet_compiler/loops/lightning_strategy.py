@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from ..api.compile import compile as compile_program
 from ..api.compiled_program import CompiledProgram
-from ..compat.torch_hooks import without_parameter_hooks
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..runtime.launch.world import judges, world_size
-from .handed_gradients import differentiable
+from .handed_gradients import differentiable, without_parameter_hooks
 from .joined_optimizers import joined
 from .together import wait_for_all
 

@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quintnet_compiler.compat.torch_hooks import without_parameter_hooks
 from quintnet_compiler.core.errors import CheckpointError, CompileError
 from quintnet_compiler.ir.containers import LossOfNames, loss_inputs, model_inputs, takes_labels_of
-from quintnet_compiler.loops.handed_gradients import differentiable
+from quintnet_compiler.loops.handed_gradients import differentiable, without_parameter_hooks
 from quintnet_compiler.loops.joined_optimizers import joined
 from quintnet_compiler.loops.together import wait_for_all
 from quintnet_compiler.training.buckets import pad_to_bucket

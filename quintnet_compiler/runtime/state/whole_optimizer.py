@@ -168,17 +168,17 @@ class WholeOptimizer(torch.optim.Optimizer):
     def _set_inner_state(self) -> None:
         """Give ``inner`` the state of each parameter, which a loop may have replaced or removed."""
         for parameter, whole in self._pairs:
-            _set_state(self.inner, whole, self.state.get(parameter))
+            set_state(self.inner, whole, self.state.get(parameter))
 
     def _set_own_state(self) -> None:
         """Take over the state of each parameter that ``inner`` has."""
         for parameter, whole in self._pairs:
-            _set_state(self, parameter, self.inner.state.get(whole))
+            set_state(self, parameter, self.inner.state.get(whole))
 
     def restore(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
         """Set the state of a parameter that this process has whole; empty: it has none."""
-        _set_state(self, parameter, state)
-        _set_state(self.inner, self._whole[id(parameter)], state)
+        set_state(self, parameter, state)
+        set_state(self.inner, self._whole[id(parameter)], state)
 
     def loaded(self) -> None:
         """Skip the comparison of the first step after states were restored: a plain copy would not have them."""
@@ -232,7 +232,8 @@ class WholeOptimizer(torch.optim.Optimizer):
             _refuse("each rank has the state of other whole parameters")
 
 
-def _set_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: dict[str, Any] | None) -> None:
+def set_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: dict[str, Any] | None) -> None:
+    """Set a parameter's state; without any, an optimizer makes it anew."""
     if state:
         optimizer.state[parameter] = state
     else:
