@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import quintnet
 from quintnet_compiler.checkpoint.values import from_json
@@ -24,8 +25,10 @@ from .resumed_loops import (
     LOADERS,
     ROWS,
     Counting,
+    DrawnLate,
     OwnRows,
     Rows,
+    Stream,
     arranged,
     joined_losses,
     net,
@@ -123,6 +126,44 @@ def test_an_order_that_cannot_be_restored_is_told(tmp_path: Path) -> None:
         _fit({"dp": 1}, loader, tmp_path, 9, 1)
 
 
+class GoesOn:
+    """Four batches of a stream that does not end are an epoch."""
+
+    def __init__(self) -> None:
+        self.loader, self.batches = DataLoader(Rows(), BATCH, shuffle=True), self._stream()
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.batches, 4)
+
+    def _stream(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
+
+def _indices(data: quintnet.ResumableLoader) -> list[int]:
+    return [int(index) for batch in data for index in batch[2]]
+
+
+@pytest.mark.parametrize("loader", [GoesOn, lambda: DataLoader(Rows(), BATCH, sampler=Counting())])
+def test_an_order_that_depends_on_epochs_before_goes_on_or_is_told_between_two_epochs(loader: Any) -> None:
+    """What the run read in its last epoch is read again, and compared."""
+    program = _program({"dp": 1})
+    seed(1)
+    data, states, read = quintnet.ResumableLoader(loader(), program), [], []
+    for _ in range(3):
+        read.append(_indices(data))
+        states.append(data.state_dict())
+    data = quintnet.ResumableLoader(loader(), program)
+    data.load_state_dict(states[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", quintnet.CheckpointWarning)
+        assert [_indices(data), _indices(data)] == read[1:]
+    data = quintnet.ResumableLoader(loader(), program)
+    data.load_state_dict(states[1])
+    with pytest.warns(quintnet.CheckpointWarning, match="are not those that the run had read: rows may come twice"):
+        _indices(data)
+
+
 def test_data_that_ends_before_where_the_run_stood_and_batches_that_end_elsewhere_are_refused(tmp_path: Path) -> None:
     _fit({"dp": 1}, lambda: DataLoader(Rows(), BATCH), tmp_path, 3, 1)
     with pytest.raises(quintnet.CheckpointError, match="had read 12 rows of epoch 0, and the loader has 16 rows"):
@@ -188,6 +229,43 @@ def test_the_stateful_loader_of_torchdata(tmp_path: Path) -> None:
         losses += _fit({"tp": 2}, lambda n=workers: loader(num_workers=n), folder, 12, 2).losses
         losses += _fit({"pp": 2}, lambda n=workers: loader(num_workers=n), folder, None, 3).losses
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("stop", [2, 6])
+@pytest.mark.parametrize("kind", ["shuffle", "sampler", "batch sampler", "stream"])
+def test_the_stateful_loader_of_torchdata_with_parts_that_have_no_state(kind: str, stop: int) -> None:
+    """It goes on inside an epoch, twice, and between two; rows have noise from the generator that orders them."""
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    rows = Rows(lambda: float(torch.rand(())))
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "shuffle": lambda: {"dataset": rows, "batch_size": BATCH, "shuffle": True},
+        "sampler": lambda: {"dataset": rows, "batch_size": BATCH, "sampler": DrawnLate()},
+        "batch sampler": lambda: {"dataset": rows, "batch_sampler": BatchSampler(RandomSampler(rows), BATCH, False)},
+        "stream": lambda: {"dataset": Stream(own=False), "batch_size": BATCH},
+    }
+    program = _program({"dp": 1})
+
+    def read(data: quintnet.ResumableLoader, most: int) -> list[Tensor]:
+        batches: list[Tensor] = []
+        while data.epoch < 2 and len(batches) < most:
+            for batch in data:
+                batches.append(batch[0])
+                if len(batches) == most < ROWS // BATCH:
+                    break
+        return batches
+
+    def loader(number: int) -> quintnet.ResumableLoader:
+        seed(number)
+        return quintnet.ResumableLoader(loaders.StatefulDataLoader(**parts[kind]()), program)
+
+    expected = read(loader(1), 12)
+    data = loader(1)
+    batches = read(data, stop)
+    for number in (2, 3):
+        state, data = data.state_dict(), loader(number)
+        data.load_state_dict(state)
+        batches += read(data, 1 if number == 2 and stop == 2 else 12)
+    torch.testing.assert_close(torch.stack(batches), torch.stack(expected), rtol=0, atol=0)
 
 
 def _shards(folder: Path) -> Any:

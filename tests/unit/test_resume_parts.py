@@ -71,6 +71,8 @@ def test_all_generators_that_a_loader_holds_are_found_and_restored() -> None:
     loader = DataLoader(Data(), sampler=[1], generator=one)  # type: ignore[arg-type]
     states = RandomStates(loader)
     assert len({id(x) for x in states.own.values()}) == 4
+    many = [random.Random(i) for i in range(100)]
+    assert len(RandomStates([many, list(range(100))]).own) == 100
     kept = from_json(to_json(states.now(), "it"))
     before = _drawn(one, two, three, four)
     states.restore(kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ Generator = torch.Generator | random.Random | np.random.Generator | np.random.Ra
 States = Mapping[str, Any]
 
 MAX_DEPTH = 8  # of objects between a loader and a generator that it holds
-MAX_ITEMS = 64  # longer lists and dicts are not searched
+MAX_ITEMS = 64  # longer lists and dicts are searched only if they begin with an object,
+MAX_PARTS = 1_000  # and have at most so many
 MAX_OBJECTS = 10_000  # of a search
 _PLAIN = (Tensor, nn.Module, np.ndarray, types.ModuleType, str, bytes, int, float, complex, bool, type(None), type)
 _RUNNING = frozenset({"_iterator"})  # of DataLoader: the iteration that goes on
@@ -30,7 +31,7 @@ class RandomStates:
     """
 
     def __init__(self, loader: object) -> None:
-        self.own = dict(_generators(loader))
+        self.own = {path: x for path, x in reachable(loader) if isinstance(x, Generator)}
 
     def now(self) -> dict[str, Any]:
         """Return copies of all states."""
@@ -85,8 +86,8 @@ def _set_state(generator: Generator, state: Any) -> None:
         generator.set_state(state)
 
 
-def _generators(root: object) -> Iterator[tuple[str, Generator]]:
-    """Yield each generator that can be reached from ``root``, with the first path to it."""
+def reachable(root: object) -> Iterator[tuple[str, object]]:
+    """Yield each object that can be reached from ``root``, with the first path to it; not what generators hold."""
     seen: set[int] = set()
     waiting: list[tuple[str, object, int]] = [("", root, 0)]
     while waiting and len(seen) < MAX_OBJECTS:
@@ -96,8 +97,8 @@ def _generators(root: object) -> Iterator[tuple[str, Generator]]:
         seen.add(id(x))
         if isinstance(x, random.SystemRandom):
             continue
+        yield path, x
         if isinstance(x, Generator):
-            yield path, x
             continue
         waiting += [(f"{path}.{name}", part, depth + 1) for name, part in _parts(x) if name not in _RUNNING]
 
@@ -106,9 +107,9 @@ def _parts(x: object) -> list[tuple[str, object]]:
     """Return the objects that an object holds, by name."""
     parts: list[tuple[str, object]] = []
     if isinstance(x, (list, tuple, set, frozenset)):
-        return [(str(i), item) for i, item in enumerate(x)] if len(x) <= MAX_ITEMS else []
+        return [(str(i), item) for i, item in enumerate(x)] if _has_objects(x) else []
     if isinstance(x, Mapping):
-        return [(str(key), item) for key, item in x.items()] if len(x) <= MAX_ITEMS else []
+        return [(str(key), item) for key, item in x.items()] if _has_objects(x.values()) else []
     if isinstance(x, functools.partial):
         return [("func", x.func), ("args", x.args), ("keywords", x.keywords)]
     for name in ("__self__", "__func__", "__defaults__", "__kwdefaults__", "__wrapped__"):
@@ -125,6 +126,11 @@ def _parts(x: object) -> list[tuple[str, object]]:
         if (part := getattr(x, name, None)) is not None:
             parts.append((name, part))
     return parts
+
+
+def _has_objects(items: Collection[object]) -> bool:
+    plain = (*_PLAIN, list, tuple, dict)
+    return len(items) <= MAX_ITEMS or (len(items) <= MAX_PARTS and not isinstance(next(iter(items)), plain))
 
 
 def _slots(kind: type) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,12 +20,15 @@ from ...runtime.launch.calls import announced
 from ...runtime.launch.consistency import tell
 from ...runtime.launch.world import many, own_rank, world_size
 from ..batches import BatchSampler
+from .loader_parts import begins_anew, parts_with_epochs, restores_itself
 from .position import Position
 from .random_states import RandomStates
 from .rank_states import RowReader, chosen, gathered
 from .stored_checks import require_data_state
 
 _END = object()
+_DOUBT = "rows may come twice, or never. An order that a seed decides (quintnet.BatchSampler), or a loader with "
+_DOUBT += "state_dict and load_state_dict, can be restored"
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,14 @@ class ResumableLoader:
                 ...
                 program.save(folder, step=step, optimizer=optimizer, extra={"data": data.state_dict()})
 
-    A loader with ``state_dict`` and ``load_state_dict`` (torchdata's StatefulDataLoader) saves and restores its own
-    state. A :class:`BatchSampler` begins at the saved position. For all others, the states of random generators at the
-    beginning of the epoch are saved: those of torch, NumPy and Python, and all that the loader holds. They are restored
-    before the epoch begins again, and the batches that were read are read once more and compared by a digest. In each
-    case, the generators then get the states that they had when the position was saved. Before each epoch, ``set_epoch``
-    of the loader, its samplers and its dataset is called if it exists.
+    A loader with ``state_dict`` and ``load_state_dict`` (torchdata's StatefulDataLoader, if its samplers are torch's or
+    have these, too) saves and restores its own state. A :class:`BatchSampler` begins at the saved position. For all
+    others, the states of random generators at the beginning of the epoch are saved: those of torch, NumPy and Python,
+    and all that the loader holds. They are restored before the epoch begins again, and the batches that were read are
+    read once more and compared by a digest; between two epochs, those of the epoch before, unless all that the loader
+    iterates is torch's or has ``set_epoch``. In each case, the generators then get the states that they had when the
+    position was saved. Before each epoch, ``set_epoch`` of the loader, its samplers and its dataset is called if it
+    exists.
 
     Args:
         loader: gives batches.
@@ -72,6 +78,7 @@ class ResumableLoader:
         self._at = Position()
         self._random: RandomStates | None = None
         self._begin: Any = None  # random states when the epoch began
+        self._last: Mapping[str, Any] | None = None  # the epoch before, as JSON, if this one may depend on it
         self._before: tuple[Position, Any] | None = None
         self._saved: _Saved | None = None  # the position to resume from
 
@@ -80,11 +87,10 @@ class ResumableLoader:
         """Return the number of the epoch that is read, or will be next."""
         return self._at.epoch
 
-    @property
+    @cached_property
     def has_own_state(self) -> bool:
         """Return whether the loader saves its own state."""
-        own = all(callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict"))
-        return own and self._sampler() is None
+        return self._sampler() is None and restores_itself(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the remaining batches of this epoch.
@@ -96,9 +102,9 @@ class ResumableLoader:
         if saved is None and self._at.batches:  # an iteration before this one was left
             saved = _Saved(self._at, self._states(), comparable=True)
         self._random = RandomStates(self.loader)
-        if saved is not None and self.epoch > 0 and getattr(self.loader, "persistent_workers", False):
-            iter(self.loader)  # makes the workers, which draws a number, as the run's first epoch did
-        for part in _parts_with_epochs(self.loader):
+        if saved is not None:
+            self._repeat_epochs_before(saved)
+        for part in parts_with_epochs(self.loader):
             part.set_epoch(self.epoch)
         if saved is None:
             self._begin = self._random.now()  # before the loader draws any
@@ -112,6 +118,7 @@ class ResumableLoader:
             yield batch
         sampler = self._sampler()
         seen = self._at.seen if sampler is None else sampler.after(self._at.seen)
+        self._last = None if self.has_own_state or sampler is not None else self._ended_epoch()
         self._at, self._begin, self._before = Position(self.epoch + 1, seen), None, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,7 +136,7 @@ class ResumableLoader:
         if self._before is None or self.has_own_state or own_rows:
             return None
         at, now = self._before
-        states = self._json(self._begin, now, None, at.digest)
+        states = self._json(at, self._begin, now, None)
         return at.to_json() | self._ranks() | {"states": [states], "of": [0] * world_size()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -160,14 +167,40 @@ class ResumableLoader:
         if first is not None:
             self._random.restore(first)
         self._begin = first
-        if own is not None and self.has_own_state:
+        own = own if self.has_own_state else None
+        if own is not None:
             self.loader.load_state_dict(own)  # type: ignore[attr-defined]
+        if own is not None and not saved.at.batches and hasattr(self.loader, "dataset"):
+            iter(self.loader)  # torchdata's finishes the epoch before, which draws numbers
+            self._random.restore(first)
         batches = self._batches()
-        if saved.at.batches and self._sampler() is None and (own is None or not self.has_own_state):
+        if saved.at.batches and self._sampler() is None and own is None:
             self._read_again(batches, saved)
         if now is not None and saved.at.batches:
             self._random.restore(now)
         return batches
+
+    def _repeat_epochs_before(self, saved: _Saved) -> None:
+        """Put the loader where it stood when this epoch began, if that depends on the epochs before."""
+        last, repeated = saved.states.get("last"), None
+        if last is not None and not (saved.at.batches or self.has_own_state or begins_anew(self.loader)):
+            repeated = Position.from_json(last, last["digest"])
+        first = self.epoch if repeated is None else repeated.epoch
+        if first > 0 and getattr(self.loader, "persistent_workers", False):
+            iter(self.loader)  # makes the workers, which draws a number, as the run's first epoch did
+        if repeated is None or last is None:
+            return
+        for part in parts_with_epochs(self.loader):
+            part.set_epoch(first)
+        assert self._random is not None
+        self._random.restore(from_json(last["begin"]))
+        at = Position(first)
+        for batch in self.loader:
+            at = at.after(batch, self._ways)
+            if at.batches > repeated.batches and at.reaches(repeated):
+                break  # it would end here
+        if reason := self._doubt(at, repeated, comparable=saved.comparable):
+            warnings.warn(CheckpointWarning(reason), stacklevel=4)
 
     def _read_again(self, batches: Iterator[Any], saved: _Saved) -> None:
         goal = saved.at
@@ -185,26 +218,28 @@ class ResumableLoader:
                 fix="go on with the data and the batch size of the run",
             )
         self._at = replace(at, seen=goal.seen)
-        if reason := self._doubt(at, saved):
+        if saved.states["begin"] is not None:
+            reason = self._doubt(at, goal, comparable=saved.comparable)
+        else:
+            draws = not isinstance(getattr(self.loader, "sampler", None), torch_samplers.SequentialSampler)
+            reason = f"the checkpoint has no states of random generators: {_DOUBT}" if draws else ""
+        if reason:
             warnings.warn(CheckpointWarning(reason), stacklevel=4)
 
-    def _doubt(self, at: Position, saved: _Saved) -> str:
-        """Return the reason why rows may come twice or never; "" if they do not."""
-        doubt = "rows may come twice, or never. An order that a seed decides (quintnet.BatchSampler), or a loader with "
-        doubt += "state_dict and load_state_dict, can be restored"
-        if saved.states["begin"] is None:
-            sampler = getattr(self.loader, "sampler", None)
-            draws = not isinstance(sampler, torch_samplers.SequentialSampler)
-            return f"the checkpoint has no states of random generators: {doubt}" if draws else ""
-        if saved.comparable and at.batches == saved.at.batches:
-            differ = at.digest != saved.at.digest
-            return f"the batches that were read again are not those that the run had read: {doubt}" if differ else ""
+    def _doubt(self, at: Position, goal: Position, *, comparable: bool) -> str:
+        """Return the reason why rows may come twice or never; "" if they do not.
+
+        ``at``: what was read again; ``goal``: what the run had read.
+        """
+        if comparable and at.batches == goal.batches:
+            differ = at.digest != goal.digest
+            return f"the batches that were read again are not those that the run had read: {_DOUBT}" if differ else ""
         has_torch_sampler = (
             isinstance(self.loader, DataLoader) and type(self.loader.sampler).__module__ == torch_samplers.__name__
         )
         if has_torch_sampler or self._any_ranks:
             return ""
-        return f"batches have other sizes now, and could not be compared with those of the run: {doubt}"
+        return f"batches have other sizes now, and could not be compared with those of the run: {_DOUBT}"
 
     # -- batches and states
 
@@ -242,16 +277,27 @@ class ResumableLoader:
             return dict(self._saved.states)
         random = self._random or RandomStates(self.loader)
         own = self.loader.state_dict() if self.has_own_state else None  # type: ignore[attr-defined]
-        return self._json(self._begin, random.now(), own, self._at.digest)
+        return self._json(self._at, self._begin, random.now(), own)
 
-    def _json(self, begin: Any, now: Any, own: Any, digest: int) -> dict[str, Any]:
+    def _json(self, at: Position, begin: Any, now: Any, own: Any) -> dict[str, Any]:
         kind = type(self.loader).__name__
         return {
-            "begin": None if begin is None else to_json(begin, "a random generator's state"),
-            "now": to_json(now, "a random generator's state"),
+            "begin": _as_json(begin),
+            "now": _as_json(now),
             "loader": None if own is None else to_json(own, f"the state of the {kind}"),
-            "digest": digest,
+            "digest": at.digest,
+            "last": None if at.batches else self._last,
         }
+
+    def _ended_epoch(self) -> Mapping[str, Any] | None:
+        """Return the epoch that ends as JSON, if the next one may depend on it."""
+        if self._begin is None or begins_anew(self.loader):
+            return None
+        return self._at.to_json() | {"begin": _as_json(self._begin), "digest": self._at.digest}
+
+
+def _as_json(states: Any) -> Any:
+    return None if states is None else to_json(states, "a random generator's state")
 
 
 def _of_these_samples(at: Position, sampler: BatchSampler) -> Position:
@@ -263,12 +309,3 @@ def _of_these_samples(at: Position, sampler: BatchSampler) -> Position:
 
 def _tell_all(text: str) -> Sequence[str]:
     return tell(text, group_accelerator() or torch.device("cpu")) if many() else (text,)
-
-
-def _parts_with_epochs(loader: Any) -> list[Any]:
-    """Return the loader, samplers and dataset that have ``set_epoch``."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = [loader, batch_sampler, getattr(batch_sampler, "sampler", None)]
-    parts += [getattr(loader, name, None) for name in ("sampler", "dataset")]
-    different = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
-    return list(different.values())

@@ -23,13 +23,25 @@ Count = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 StoredState = dict[StrictStr, Any] | None
 
 
+class EpochNote(TypedDict):
+    """An epoch that ended, on one rank."""
+
+    epoch: Count
+    seen: Count
+    rows: Count
+    batches: Count
+    begin: dict[StrictStr, Any]
+    digest: StrictInt
+
+
 class RankNote(TypedDict):
-    """The states of one rank's random generators and loader."""
+    """The states of one rank's random generators and loader; earlier versions had no ``last``."""
 
     begin: StoredState
     now: StoredState
     loader: StoredState
     digest: StrictInt
+    last: NotRequired[EpochNote | None]
 
 
 class DataNote(TypedDict):
@@ -76,6 +88,8 @@ def require_data_state(state: Mapping[str, Any], where: str = "the state of the 
     for number, states in enumerate(state["states"]):
         for name in ("begin", "now", "loader"):
             _require_decodable(states[name], f"{where}: states.{number}.{name}", generators=name != "loader")
+        if (last := states.get("last")) is not None:
+            _require_decodable(last["begin"], f"{where}: states.{number}.last.begin", generators=True)
 
 
 def require_trainer_state(state: Any, where: str) -> None:
