@@ -104,8 +104,17 @@ def test_a_state_of_torchdatas_loader_counts_if_its_parts_have_one() -> None:
     assert restores_itself(make(ROWS, shuffle=True))
     assert restores_itself(make(ROWS, sampler=DistributedSampler(ROWS, 2, 0)))  # type: ignore[arg-type]
     assert restores_itself(make(ROWS, sampler=_WithState()))
-    assert restores_itself(make(_StreamWithState()))
+    assert restores_itself(make(_StreamWithState(), num_workers=2))
     assert not restores_itself(make(ROWS, sampler=_Own()))
     assert not restores_itself(make(ROWS, batch_sampler=own_batches))
     assert not restores_itself(make(_Stream()))
     assert begins_anew(make(ROWS, shuffle=True))
+
+
+def test_a_stream_of_datasets_in_workers_does_not_count() -> None:
+    make = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    stream = pytest.importorskip("datasets").Dataset.from_dict({"row": ROWS}).to_iterable_dataset()
+    assert restores_itself(make(stream))
+    assert restores_itself(stream)
+    assert not restores_itself(make(stream, num_workers=1))
+    assert not restores_itself(stream.shuffle(seed=1, buffer_size=4))

@@ -22,14 +22,16 @@ def restores_itself(loader: Any) -> bool:
 
     torchdata's StatefulDataLoader asks its parts. One without a state it iterates again up to where it stood, with the
     random numbers of that moment, and a dataset that is a stream once more in each further resumption. A stream of
-    Hugging Face's datasets loses the rows that a shuffle has in memory.
+    Hugging Face's datasets loses the rows that a shuffle has in memory; in a worker that gave nothing since it was
+    restored, it says that it stands at its beginning.
     """
     if not has_state(loader) or any(type(part).__name__ in _LOSES_ROWS for _, part in reachable(loader)):
         return False
     if not hasattr(loader, "dataset"):
         return True
     if isinstance(loader.dataset, IterableDataset):
-        return has_state(loader.dataset)
+        forgets = getattr(loader, "num_workers", 0) > 0 and type(loader.dataset).__module__.startswith("datasets.")
+        return has_state(loader.dataset) and not forgets
     batch_sampler = getattr(loader, "batch_sampler", None)
     sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
     asks = has_state(batch_sampler) or type(batch_sampler).__module__.startswith("torchdata.")
