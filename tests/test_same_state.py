@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,25 @@ def test_a_rank_that_drifts_is_named_with_the_last_step_and_checkpoint_that_were
         assert lines[-2].strip() == f"all ranks were equal before step 4; {saved}"
     program = _program({"dp": 2})  # the fix: go on from there
     assert program.load(tmp_path, step=3).step == 3
+
+
+def _two_groups(program: quintnet.CompiledProgram) -> torch.optim.Optimizer:
+    decayed = [p for p in program.parameters() if p.dim() > 1]
+    others = [p for p in program.parameters() if p.dim() == 1]
+    return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+
+
+def _two_groups_drift(folder: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as texts:
+        warnings.simplefilter("always")
+        assert _run({"pp": 2}, _rate, folder, {}, _two_groups) == []
+    return [str(text.message) for text in texts if text.category is quintnet.CheckWarning]
+
+
+def test_a_stage_whose_groups_get_other_settings_is_warned_of(tmp_path: Path) -> None:
+    for texts in quintnet.launch(_two_groups_drift, 2, (str(tmp_path),), timeout=120):
+        assert len(texts) == 1
+        assert "rank 1: AdamW, group 0: lr = 0.5; rank 0: AdamW, group 0: lr = 0.01; at the comparison" in texts[0]
 
 
 def _all_alike(folder: str) -> list[list[str]]:

@@ -96,7 +96,7 @@ class CacheWarning(UserWarning):
 
 
 class CheckWarning(UserWarning):
-    """A program could not be compared with its module; or all data ranks were given the same rows."""
+    """A program could not be compared with its module; or ranks have equal rows, or unlike settings, by mistake."""
 
 
 class CompileWarning(UserWarning):

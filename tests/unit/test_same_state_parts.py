@@ -34,6 +34,8 @@ def test_settings_are_those_of_optimizers_that_change_a_parameter() -> None:
     mine.add_param_group({"params": [other]})
     assert settings.of_all() == ""
     assert "Adam, group 1: lr = 0.5" in settings.of_stage()
+    assert "Adam, group 1: lr = 0.5" in settings.of_groups()
+    assert "steps" not in settings.of_groups()
 
 
 def test_settings_leave_no_hook_behind() -> None:

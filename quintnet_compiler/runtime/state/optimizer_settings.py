@@ -43,6 +43,10 @@ class OptimizerSettings:
         """Return the settings of optimizers with one group, a line each: these are the same in every stage."""
         return "\n".join(sorted(line for x in self.optimizers if len(x.param_groups) == 1 for line in _options(x)))
 
+    def of_groups(self) -> str:
+        """Return the settings of all groups, a line each: stages may have other groups, with other settings."""
+        return "\n".join(sorted(line for x in self.optimizers for line in _options(x)))
+
     def of_stage(self) -> str:
         """Return all settings, and the parameters' numbers of steps, a line each."""
         return "\n".join(sorted(line for x in self.optimizers for line in (*_options(x), *_steps(x))))

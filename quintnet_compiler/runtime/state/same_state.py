@@ -6,6 +6,7 @@ numbers. They are taken before a step, sent while it computes, and compared befo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compat.torch_codegen import SHIPPED
-from ...core.errors import RunError
+from ...core.errors import CheckWarning, RunError
 from ...core.mesh import Mesh
 from ...ir.distributed_program import DistributedProgram, StateSpec
 from ..launch.consistency import first_difference, tell
@@ -51,6 +52,7 @@ class SameState:
         clean: the newest checkpoint from before that step.
         newest: the newest checkpoint.
         pending: the comparison that is being sent.
+        alike: whether all groups of optimizers had the same settings in every stage at the last comparison.
         groups: for each program, by ``id()``: the tensors to compare, and the groups of ranks that hold the same bits.
     """
 
@@ -63,6 +65,7 @@ class SameState:
     clean: Saved = None
     newest: Saved = None
     pending: _Sent | None = None
+    alike: bool = False
     groups: dict[int, list[tuple[StateSpec, Groups]]] = field(default_factory=dict)
 
     def look(
@@ -89,7 +92,8 @@ class SameState:
         digests = device_digests([own_tensors[spec.name] for spec in own_specs], self.device)
         values = SHIPPED.zeros(len(compared), dtype=torch.int64, device=self.device)
         values[[i for i, (spec, _) in enumerate(compared) if spec.name in own_tensors]] = digests
-        texts = f"random numbers: {random}\n{self.settings.of_all()}", self.settings.of_stage()
+        random_and_options = f"random numbers: {random}\n{self.settings.of_all()}"
+        texts = random_and_options, self.settings.of_stage(), self.settings.of_groups()
         kinds = list(dict.fromkeys(groups for _, groups in compared))
         numbers = [_joined(values, [groups == kind for _, groups in compared]) for kind in kinds]
         row = SHIPPED.stack([*numbers, *torch.tensor([together(text) for text in texts], device=self.device)])
@@ -111,6 +115,19 @@ class SameState:
         if any(_differ(table, i, groups) for i, groups in enumerate([*sent.kinds, *self._tellers()])):
             raise self._error(sent)
         self.equal, self.clean = sent.where, sent.saved
+        alike = len({row[-1] for row in table}) == 1
+        if self.alike and not alike:
+            self._warn_of_groups(sent)
+        self.alike = alike and bool(sent.texts[-1])
+
+    def _warn_of_groups(self, sent: _Sent) -> None:
+        """Warn that stages have other settings in optimizers with several groups, which may be meant."""
+        texts = tell(sent.texts[-1], self.device)
+        usual, odd, *_ = split_ranks(range(len(texts)), [together(text) for text in texts])
+        lines = zip((odd, usual), first_difference(texts[odd[0]], texts[usual[0]]), strict=True)
+        shown = "; ".join(f"{some_ranks(ranks)}: {line}" for ranks, line in lines)
+        message = f"{sent.where}: {shown}; at the comparison before, all ranks had the same settings. {FIXES['state']}"
+        warnings.warn(CheckWarning(message), stacklevel=2)
 
     def _tellers(self) -> tuple[Groups, Groups]:
         """Return the groups of ranks with the same settings, for the texts of all ranks and of pipeline stages."""
@@ -140,7 +157,7 @@ class SameState:
                 if len(split) > 1:
                     wrong.setdefault((spec.kind, split), []).append(spec.name)
         lines += [ValueDifference(kind, split, names) for (kind, split), names in wrong.items()]
-        for text, groups in zip(sent.texts, self._tellers(), strict=True):
+        for text, groups in zip(sent.texts[:-1], self._tellers(), strict=True):
             texts = tell(text, self.device)
             for ranks in groups:
                 usual, *others = split_ranks(ranks, [together(texts[rank]) for rank in ranks])
@@ -163,9 +180,9 @@ class _Sent:
         work: the all-gather.
         rows: of all ranks; filled by ``work``.
         row: of this rank; must live until it is sent.
-        kinds: the groups of ranks that must agree on each number of a row, except for the last two, of ``texts``.
+        kinds: the groups of ranks that must agree on each number of a row, except for the last three, of ``texts``.
         compared: the tensors whose digests are ``values`` [n].
-        texts: the settings of all ranks, and those of the pipeline stage.
+        texts: the settings of all ranks, those of the pipeline stage, and those of all groups.
         saved: the newest checkpoint at that time.
     """
 
@@ -176,7 +193,7 @@ class _Sent:
     kinds: Sequence[Groups]
     compared: Sequence[tuple[StateSpec, Groups]]
     values: Tensor
-    texts: tuple[str, str]
+    texts: tuple[str, str, str]
     saved: Saved
 
 
