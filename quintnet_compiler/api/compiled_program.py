@@ -33,6 +33,7 @@ from ..runtime.execute.engines import ENGINES
 from ..runtime.execute.executor import Run
 from ..runtime.execute.record import Recorder
 from ..runtime.launch.calls import announced, collective, running
+from ..runtime.launch.rank_status import MODULE_CHANGES
 from ..runtime.launch.world import has_process, own_rank
 from ..runtime.state.changed_state import remake
 from ..runtime.state.computed_loss import SettledLoss
@@ -446,8 +447,7 @@ class CompiledProgram(ProgramGeneration):
         begun = self._interrupted = False
 
         def given() -> Any:
-            changed = self._programs.changed(kind)
-            return {"batch": batch, "changed": changed} if changed else batch
+            return {"batch": batch, MODULE_CHANGES: changed} if (changed := self._programs.changed(kind)) else batch
 
         try:
             with running(self._given, self._steps, kind, local, given, name=name, label=self._label):

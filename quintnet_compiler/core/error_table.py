@@ -31,7 +31,8 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         "QN102": ErrorEntry(
             "the batch does not fit the program",
             "There was no batch yet, a batch is neither a tuple nor a dict of tensors, has no rows, or holds NumPy "
-            "arrays or objects of other classes, or ranks were given different batches.",
+            "arrays or objects of other classes, or ranks were given different batches, or changed their modules in "
+            "different ways.",
             "Give compile a batch, or call prepare(batch); read the same data on every rank.",
         ),
         "QN103": ErrorEntry(

@@ -21,11 +21,21 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from ...compat.distributed import Store, flight_record
-from ...core.errors import InputError, QuintNetError, RunError, printable
+from ...core.errors import QuintNetError, RunError, printable
 from .board import Board
 from .disagreement import disagreement, said_of
 from .faults import number_space
-from .rank_status import RankStatus, brief, differ, first_line, format_value, innermost, place, read_rows, shown_line
+from .rank_status import (
+    RankStatus,
+    brief,
+    first_line,
+    format_value,
+    innermost,
+    input_error,
+    place,
+    read_rows,
+    shown_line,
+)
 from .run_folder import keep_folder
 
 PERIOD = 0.1  # seconds between two beats
@@ -141,7 +151,7 @@ class Heartbeat:
         """A call begins: the next one of this rank. Unless what it is given is ``usual``, ranks compare it.
 
         Raises:
-            InputError: QN102 if ranks were given different batches.
+            InputError: QN102 if ranks have different batches, or changes of their modules.
             RunError: QN401 if another rank is in another call, QN402 if one does not come, QN303 if it is known that
                 the run is over.
         """
@@ -229,7 +239,7 @@ class Heartbeat:
         """Which ranks did not begin a call in time.
 
         Raises:
-            InputError: QN102, the same on every rank, if ranks were given different batches.
+            InputError: QN102, the same on every rank, if ranks have different batches, or changes of their modules.
             RunError: QN401 if a rank is in another call, QN402 if one has finished.
         """
         start, pause = time.monotonic(), 0.001
@@ -240,13 +250,8 @@ class Heartbeat:
             all_said = waited > min(LATEST, patience) or all(rows[rank].finished for rank in late)
             if all_said and (apart := disagreement(rows)) is not None:
                 raise apart.error
-            odd = differ(rows, call.number)
-            if odd and (not late or waited > LATEST):
-                raise InputError(
-                    "QN102",
-                    f"{call.name}: ranks were given different batches\n  " + "\n  ".join(odd),
-                    fix="read the same data on every rank, or as many rows of it with batch_is_local=True",
-                )
+            if (error := input_error(rows, call.number, call.name)) is not None and (not late or waited > LATEST):
+                raise error
             if not late or waited > patience:
                 return late
             time.sleep(pause)

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ...compat.distributed import Store
 from ...core.code_origin import PACKAGE, STDLIB, TORCH
-from ...core.errors import RunError
+from ...core.errors import InputError, RunError
 
 OF_DEVICES = ("QN405", "QN406", "QN407")  # of this rank's own, whatever text of NCCL's caused them
 OTHERS = TORCH, PACKAGE, STDLIB, "<"
+MODULE_CHANGES = "changes of the module"  # in the description of a call's arguments
 SHOWN = 8  # ranks that a text names
 LONGEST_LINE = 1000  # characters of what goes through the store
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -97,6 +98,19 @@ def differ(rows: Mapping[int, RankStatus], call: int) -> list[str]:
     usual = max(kinds, key=lambda given: len(kinds[given]))
     odd = sorted((rank, given) for given, ranks in kinds.items() if given != usual for rank in ranks)
     return [*(f"rank {rank}: {given}" for rank, given in odd), f"all others: {usual}"]
+
+
+def input_error(rows: Mapping[int, RankStatus], call: int, name: str) -> InputError | None:
+    """Return the error if ranks were given other arguments of a call than others."""
+    lines = differ(rows, call)
+    if not lines:
+        return None
+    if any(f"{MODULE_CHANGES}: " in line for line in lines):
+        reason, fix = "modules of ranks were changed in different ways", "change modules on all ranks, in the same way"
+    else:
+        reason = "ranks were given different batches"
+        fix = "read the same data on every rank, or as many rows of it with batch_is_local=True"
+    return InputError("QN102", "\n  ".join([f"{name}: {reason}", *lines]), fix=fix)
 
 
 def brief(text: str) -> str:

@@ -167,40 +167,49 @@ class ResumableLoader:
         if first is not None:
             self._random.restore(first)
         self._begin = first
-        own = own if self.has_own_state else None
-        if own is not None:
-            self.loader.load_state_dict(own)  # type: ignore[attr-defined]
-        if own is not None and not saved.at.batches and hasattr(self.loader, "dataset"):
-            iter(self.loader)  # torchdata's finishes the epoch before, which draws numbers
-            self._random.restore(first)
-        batches = self._batches()
-        if saved.at.batches and self._sampler() is None and own is None:
-            self._read_again(batches, saved)
+        if own is not None and self.has_own_state:
+            self._load_own(own, None if saved.at.batches else first)
+            batches = self._batches()
+        else:
+            batches = self._batches()
+            if saved.at.batches and self._sampler() is None:
+                self._read_again(batches, saved)
         if now is not None and saved.at.batches:
             self._random.restore(now)
         return batches
 
+    def _load_own(self, state: Any, first: Any) -> None:
+        """Give the loader its own state; ``first``: random states of an epoch that has not begun."""
+        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+        if first is not None and hasattr(self.loader, "dataset"):
+            assert self._random is not None
+            iter(self.loader)  # torchdata's finishes the epoch before, which draws numbers
+            self._random.restore(first)
+
     def _repeat_epochs_before(self, saved: _Saved) -> None:
         """Put the loader where it stood when this epoch began, if that depends on the epochs before."""
-        last, repeated = saved.states.get("last"), None
-        if last is not None and not (saved.at.batches or self.has_own_state or begins_anew(self.loader)):
-            repeated = Position.from_json(last, last["digest"])
-        first = self.epoch if repeated is None else repeated.epoch
-        if first > 0 and getattr(self.loader, "persistent_workers", False):
-            iter(self.loader)  # makes the workers, which draws a number, as the run's first epoch did
-        if repeated is None or last is None:
+        last = None if saved.at.batches or self.has_own_state else saved.states.get("last")
+        if last is None or begins_anew(self.loader):
+            self._make_workers(self.epoch)
             return
+        goal = Position.from_json(last, last["digest"])
+        self._make_workers(goal.epoch)
         for part in parts_with_epochs(self.loader):
-            part.set_epoch(first)
+            part.set_epoch(goal.epoch)
         assert self._random is not None
         self._random.restore(from_json(last["begin"]))
-        at = Position(first)
+        at = Position(goal.epoch)
         for batch in self.loader:
             at = at.after(batch, self._ways)
-            if at.batches > repeated.batches and at.reaches(repeated):
+            if at.batches > goal.batches and at.reaches(goal):
                 break  # it would end here
-        if reason := self._doubt(at, repeated, comparable=saved.comparable):
+        if reason := self._doubt(at, goal, comparable=saved.comparable):
             warnings.warn(CheckpointWarning(reason), stacklevel=4)
+
+    def _make_workers(self, epoch: int) -> None:
+        """Make workers that stay, which draws a number, as the run's first epoch did."""
+        if epoch > 0 and getattr(self.loader, "persistent_workers", False):
+            iter(self.loader)
 
     def _read_again(self, batches: Iterator[Any], saved: _Saved) -> None:
         goal = saved.at
