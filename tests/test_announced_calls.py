@@ -116,6 +116,33 @@ def test_communication_of_the_users_own_is_named_by_its_line(tmp_path: Path, cap
     assert re.search(rf"rank 1 is in step 2 at {HERE}", text), text
 
 
+def _local_rows_of_one(what: str) -> str:
+    """Rank 1 alone gives its rows, or is in evaluation mode."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 4))
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), _batch(), loss_fn=F.mse_loss, check="off", zero=3)
+    program.step(_batch())
+    if what == "mode":
+        model.train(dist.get_rank() == 0)
+    with pytest.raises(quintnet.InputError) as caught:
+        program.step(_batch(), batch_is_local=what == "rows" and dist.get_rank() == 1)
+    return str(caught.value)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("rows", r"ranks were given different batches\n  rank 1: \{batch of this data rank: \(float32\[12, 8\], "),
+        ("mode", r"modules of ranks were changed in different ways\n  rank 1: .*changes of the module: 1\.training"),
+    ],
+)
+def test_a_rank_that_is_given_other_rows_or_another_mode_is_told_which(what: str, says: str) -> None:
+    for text in quintnet.launch(_local_rows_of_one, 2, (what,), timeout=120):
+        assert re.search(says, text), text
+
+
 def _one_fails(what: str) -> None:
     if dist.get_rank() == 1:
         if what == "long":
