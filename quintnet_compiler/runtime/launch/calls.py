@@ -57,8 +57,8 @@ def running(
     if pulse is None or pulse.inside:
         return contextlib.nullcontext()
     number = step if kind == "train" else None
-    given = {"batch of this data rank": described(batch())} if local else described(batch())
-    call = CollectiveCall(pulse.now.number + 1, name or NAMES[kind], label, given, number, users_line())
+    arguments = {"batch of this data rank": described(batch())} if local else described(batch())
+    call = CollectiveCall(pulse.now.number + 1, name or NAMES[kind], label, arguments, number, users_line())
     return _together(pulse, call, last, kind, local)
 
 
