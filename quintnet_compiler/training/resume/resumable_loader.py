@@ -87,10 +87,14 @@ class ResumableLoader:
         """Return the number of the epoch that is read, or will be next."""
         return self._at.epoch
 
-    @cached_property
+    @property
     def has_own_state(self) -> bool:
         """Return whether the loader saves its own state."""
-        return self._sampler() is None and restores_itself(self.loader)
+        return self._sampler() is None and self._restores_itself
+
+    @cached_property
+    def _restores_itself(self) -> bool:
+        return restores_itself(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the remaining batches of this epoch.
