@@ -36,10 +36,10 @@ from quintnet_compiler.runtime.launch.rank_status import (
     differ,
     first_line,
     format_value,
-    input_error,
     of_communication,
     place,
     read_rows,
+    refusal,
 )
 from quintnet_compiler.runtime.transport import gloo_threads
 
@@ -117,10 +117,10 @@ def test_ranks_that_were_given_something_else() -> None:
     rows = {0: RankStatus(calls=2, given="a"), 1: RankStatus(calls=2, given="b"), 2: RankStatus(calls=2, given="a")}
     assert differ(rows, 2) == ["rank 1: b", "all others: a"]
     assert differ(rows, 3) == [] and differ({0: rows[0], 2: rows[2]}, 2) == []
-    assert "ranks were given different batches\n  rank 1: b" in str(input_error(rows, 2, "step 4"))
+    assert "ranks were given different batches\n  rank 1: b" in str(refusal(rows, 2, "step 4"))
     rows[1] = RankStatus(calls=2, given="{batch: a, changes of the module: drop.p is 0.5 and was 0.1}")
-    assert "step 4: modules of ranks were changed in different ways\n  rank 1" in str(input_error(rows, 2, "step 4"))
-    assert input_error(rows, 3, "step 4") is None
+    assert "step 4: modules of ranks were changed in different ways\n  rank 1" in str(refusal(rows, 2, "step 4"))
+    assert refusal(rows, 3, "step 4") is None
 
 
 def test_batches_as_people_read_them() -> None:

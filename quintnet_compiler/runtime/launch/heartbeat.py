@@ -25,17 +25,7 @@ from ...core.errors import QuintNetError, RunError, printable
 from .board import Board
 from .disagreement import disagreement, said_of
 from .faults import number_space
-from .rank_status import (
-    RankStatus,
-    brief,
-    first_line,
-    format_value,
-    innermost,
-    input_error,
-    place,
-    read_rows,
-    shown_line,
-)
+from .rank_status import RankStatus, brief, first_line, format_value, innermost, place, read_rows, refusal, shown_line
 from .run_folder import keep_folder
 
 PERIOD = 0.1  # seconds between two beats
@@ -250,7 +240,7 @@ class Heartbeat:
             all_said = waited > min(LATEST, patience) or all(rows[rank].finished for rank in late)
             if all_said and (apart := disagreement(rows)) is not None:
                 raise apart.error
-            if (error := input_error(rows, call.number, call.name)) is not None and (not late or waited > LATEST):
+            if (error := refusal(rows, call.number, call.name)) is not None and (not late or waited > LATEST):
                 raise error
             if not late or waited > patience:
                 return late

@@ -100,7 +100,7 @@ def differ(rows: Mapping[int, RankStatus], call: int) -> list[str]:
     return [*(f"rank {rank}: {given}" for rank, given in odd), f"all others: {usual}"]
 
 
-def input_error(rows: Mapping[int, RankStatus], call: int, name: str) -> InputError | None:
+def refusal(rows: Mapping[int, RankStatus], call: int, name: str) -> InputError | None:
     """Return the error if ranks were given other arguments of a call than others."""
     lines = differ(rows, call)
     if not lines:
