@@ -39,7 +39,7 @@ from ..guards.tensor_attributes import (
 )
 from .block_reuse import Unseen, UnseenUsed
 from .changes.assigned_data import put_data
-from .changes.refused_changes import changed_by_trace, changes_in_place
+from .changes.refused_changes import changed_by_trace, refused
 from .changes.tables_by_type import tables_by_type
 from .changes.user_frames import line_of_change, user_line
 from .modes import refuse_replaced, uncompiled
@@ -49,6 +49,7 @@ from .traced_as import TRACED_AS
 MAX_TRIES = 4  # of a trace, in case another thread draws random numbers
 _TRACED = (FakeTensor, FunctionalTensor)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_FLAG = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
 def _is_real(x: Any) -> bool:
@@ -174,12 +175,8 @@ class WatchedTrace:
     def _refuse_pointers(self) -> None:
         """Raise CompileError QN110 for a pointer that the trace may have read: what is behind it cannot be compared."""
         for label in self.reads.pointers:
-            raise CompileError(
-                "QN110",
-                f"the forward pass may read {label!r}, a pointer of ctypes; a program would not see that the memory "
-                "behind it changes",
-                fix="keep the numbers in an array of ctypes or of NumPy, or pass them in the batch",
-            )
+            what = f"may read {label!r}, a pointer of ctypes; a program would not see that the memory behind it changes"
+            raise refused(what, "", "keep the numbers in an array of ctypes or of NumPy, or pass them in the batch")
 
     def _meet(self) -> None:
         for label, root in self.roots.items():
@@ -314,7 +311,7 @@ class _Tensors(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _puts_data(func, args):
             return None
-        self._refuse(func, args, sys._getframe(1))
+        self._refuse(func, args, kwargs, sys._getframe(1))
         if args and _is_real(args[0]) and gives_numbers(func):
             self.trace.values[id(args[0])] = args[0]
         refuse_replaced(func, sys._getframe(1))
@@ -329,20 +326,35 @@ class _Tensors(TorchFunctionMode):
             args, kwargs = pytree.tree_map(self._stand_in, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _refuse(self, func: Any, args: Any, frame: types.FrameType) -> None:
+    def _refuse(self, func: Any, args: Any, kwargs: Any, frame: types.FrameType) -> None:
         """Raise CompileError QN110 for what a program could not do with a tensor that is there before forward."""
+        original = self.stand_ins.get(id(args[0])) if args else None
         if func == _SET_DATA:
-            raise CompileError(
-                "QN110",
-                "the forward pass assigns the .data of a tensor that is neither a parameter, nor a buffer, nor made in "
+            raise refused(
+                "assigns the .data of a tensor that is neither a parameter, nor a buffer, nor made in "
                 "forward, or gives it another shape, strides or dtype",
-                where=Where("", user_line(frame, self.trace.own)),
-                fix="compute a new tensor and use that one",
+                user_line(frame, self.trace.own),
+                "compute a new tensor and use that one",
             )
-        if func == GET_GRADIENT and id(args[0]) in self.stand_ins:
-            raise reads_a_gradient(self.stand_ins[id(args[0])], user_line(frame, self.trace.own))
+        if func == GET_GRADIENT and original is not None:
+            raise reads_a_gradient(original, user_line(frame, self.trace.own))
+        if original is not None and isinstance(original.tensor, nn.Parameter) and func in _SET_FLAG:
+            self._refuse_flag(
+                [*args[1:], *(kwargs or {}).values(), True][0], original, user_line(frame, self.trace.own)
+            )
         if args and _is_real(args[0]) and writes_in_place(func):
-            raise changes_in_place(args[0], user_line(frame, self.trace.own))
+            raise refused(
+                f"changes a tensor of shape {list(args[0].shape)} in place that is neither a buffer, nor a "
+                "parameter, nor made in forward; a program would not",
+                user_line(frame, self.trace.own),
+            )
+
+    def _refuse_flag(self, flag: bool, original: OriginalTensor, line: str) -> None:
+        if flag != original.tensor.requires_grad:
+            what = f"sets requires_grad of {original.place.path!r}, and a program would compute as if it did not"
+            detached = "{name: p.detach() for name, p in part.named_parameters()}"
+            fix = f"call a part without its gradients: torch.func.functional_call(part, {detached}, inputs)"
+            raise refused(what, line, fix)
 
     def _real(self, x: Tensor) -> None:
         self._require_seen(x)

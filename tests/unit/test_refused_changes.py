@@ -1,4 +1,4 @@
-"""Random numbers of the process: forward may draw none; other threads may, whenever they like."""
+"""Changes that forward may not make: random numbers of the process, and which parameters are trained."""
 
 from __future__ import annotations
 
@@ -79,3 +79,48 @@ def test_a_model_that_draws_is_refused_where_other_threads_are() -> None:
     batch = torch.randn(4, 2), torch.randn(4, 2)
     with pytest.raises(quintnet.CompileError, match=r"random.random\(\)"):
         quintnet.compile(Noisy(2, 2), quintnet.Mesh(), batch, loss_fn=nn.functional.mse_loss)
+
+
+class Adversarial(nn.Module):
+    """Trains a generator without the gradients of the discriminator, in one of three ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.generator, self.discriminator, self.way = nn.Linear(2, 2), nn.Linear(2, 1), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fake, discriminator = self.generator(x), self.discriminator
+        if self.way == "functional_call":
+            detached = {name: p.detach() for name, p in discriminator.named_parameters()}
+            return discriminator(x).mean() - torch.func.functional_call(discriminator, detached, (fake,)).mean()
+        self._set_flags(False)
+        score = discriminator(fake)
+        self._set_flags(True)
+        return discriminator(x).mean() - score.mean()
+
+    def _set_flags(self, flag: bool) -> None:
+        if self.way == "requires_grad_":
+            self.discriminator.requires_grad_(flag)
+        for parameter in self.discriminator.parameters():
+            parameter.requires_grad = flag
+
+
+@pytest.mark.parametrize("way", ["requires_grad_", "requires_grad"])
+def test_a_forward_that_freezes_a_part_is_refused(way: str) -> None:
+    model, batch = Adversarial(way), (torch.randn(4, 2),)
+    with pytest.raises(quintnet.CompileError, match="sets requires_grad of 'discriminator") as raised:
+        quintnet.compile(model, quintnet.Mesh(dp=2), batch, check="off")
+    assert raised.value.code == "QN110" and raised.value.where is not None and "parameter" in str(raised.value)
+    assert "functional_call(part, {name: p.detach()" in raised.value.fix
+
+
+def test_a_part_that_is_called_without_its_gradients() -> None:
+    torch.manual_seed(0)
+    model, batch = Adversarial("functional_call").double(), (torch.randn(4, 2).double(),)
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), batch)
+    program.step(batch)
+    other = Adversarial("requires_grad_").double()
+    other.load_state_dict({name: x.detach() for name, x in model.state_dict().items()})
+    other(*batch).backward()
+    for (name, p), plain in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, plain.grad, rtol=1e-9, atol=1e-9, msg=name)

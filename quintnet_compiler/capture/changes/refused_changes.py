@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from ...core.errors import CompileError, Where
 from ...guards.python_state import FORWARD, Change
 
@@ -19,13 +17,10 @@ def changed_by_trace(changes: Sequence[Change], line: str) -> CompileError:
     also = f" (and {more} more: {', '.join(str(change) for change in changes[1:4])})" if more else ""
     if first.of_process:
         others = "; if forward draws none, another thread did: let it wait" if threading.active_count() > 1 else ""
-        return CompileError(
-            "QN110",
-            f"the forward pass draws random numbers in Python: it changes {first}{also}; a program would have drawn "
-            "them once, when it was made",
-            where=Where("", line),
-            fix=f"draw them outside and pass them in the batch{others}",
+        what = (
+            f"draws random numbers in Python: it changes {first}{also}; a program would have drawn them once, when it"
         )
+        return refused(f"{what} was made", line, f"draw them outside and pass them in the batch{others}")
     return CompileError(
         "QN110",
         f"{first.by} changes {first}{also}; a program would not",
@@ -37,11 +32,6 @@ def changed_by_trace(changes: Sequence[Change], line: str) -> CompileError:
     )
 
 
-def changes_in_place(x: Tensor, line: str) -> CompileError:
-    """Return the error of a forward that changes a tensor which a program would leave as it is."""
-    return CompileError(
-        "QN110",
-        f"the forward pass changes a tensor of shape {list(x.shape)} in place that is neither a buffer, nor a "
-        "parameter, nor made in forward; a program would not",
-        where=Where("", line),
-    )
+def refused(what: str, line: str, fix: str = "") -> CompileError:
+    """Return the error of a forward pass that does at ``line`` what a program would not."""
+    return CompileError("QN110", f"the forward pass {what}", where=Where("", line), fix=fix)
