@@ -86,6 +86,7 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_split_tensor": Shard(0),
         "_to_replicate_tensor": Shard(0),
         "_get_num_items_in_batch": transformers.Trainer,
+        "_prepare_inputs": transformers.Trainer,
         "_save_rng_state": transformers.Trainer,
         "_tp_plan": _LLAMA,
         "_experts_implementation": transformers.MixtralConfig(),
@@ -96,6 +97,8 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
 BY_OTHER_TESTS: Mapping[str, str] = MappingProxyType(
     {
         "_apply_gate": "test_experts.py",
+        "_accelerator_connector": "test_lightning.py",
+        "_precision_flag": "test_lightning.py",
         "_foreach_": "unit/test_torch_foreach.py",
         "_tensor_name": "unit/test_call_attributes.py",
         "_torchdynamo_inline": "unit/test_unfollowed_parts.py",

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import quintnet
+
 from .frontier import Case, compare, report, trains_equally
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -129,3 +131,24 @@ def test_a_queue_that_limits_the_rows() -> None:
             return loss
 
     trains_equally(lambda: Queue(UPDATES["copy_"]), (X,), meshes={"dp2": MESHES["dp2"]})
+
+
+class Codebook(nn.Module):
+    """Compares rows with their average, and moves a parameter towards it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 4)
+        self.code = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.encoder(x)
+        with torch.no_grad():
+            self.code.mul_(0.9).add_(0.1 * z.mean(0))
+        return (z - z.mean(0)).square().mean() + (z - self.code).square().mean()
+
+
+def test_statistics_of_a_microbatch_are_not_offered_where_a_parameter_changes() -> None:
+    with pytest.raises(quintnet.CompileError, match="QN104") as raised:
+        quintnet.compile(Codebook().double(), quintnet.Mesh(), (X,), plan={"microbatches": 2})
+    assert raised.value.fix == "use microbatches=1"

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+import quintnet
 
 from .frontier import Case, compare, refused, report, trains_equally
 
@@ -214,3 +217,22 @@ def test_backward_in_forward_is_refused() -> None:
         return h
 
     refused(lambda: Net(body), (X,), "QN105", cause="torch.autograd.backward in forward", meshes={"dp2": {"dp": 2}})
+
+
+class Attention(nn.Module):
+    """Attention whose backward runs it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.query(x)[:, None, None].expand(-1, 1, 3, -1)
+        again: Tensor = Again.apply(lambda h: F.scaled_dot_product_attention(h, h, h), 1, heads)  # type: ignore[no-untyped-call]
+        return again.square().mean()
+
+
+def test_a_dropout_of_zero_draws_no_numbers() -> None:
+    with pytest.raises(quintnet.CompileError, match="has no sharding rule") as raised:
+        quintnet.compile(Attention().double(), quintnet.Mesh(dp=2), (X,))
+    assert raised.value.code == "QN202"

@@ -12,7 +12,7 @@ from torch import SymInt, Tensor, fx
 
 from ...capture.places import LEAF, WHERE
 from ...capture.sizes_by_value import shape_by_value
-from ...compat.torch import FakeTensorMode, OpOverload, pytree
+from ...compat.torch import FakeTensorMode, OpOverload, pytree, schema
 from ...core.absent_gpu import AbsentGpu
 from ...core.annotations import Leaf, facts, is_getitem, needs_grad, shape, value
 from ...core.errors import CompileError, Where
@@ -202,7 +202,7 @@ class Normalize:
         rewrite = REWRITES.get(target)
         if rewrite is not None:
             return rewrite(builder, node, args, kwargs)
-        random = draws(target)
+        random = draws(target) and not _drops_nothing(target, args, kwargs)
         if target not in RULES and has_parts(target):
             graph, inputs = decompose(builder.mode, target, args, kwargs)
             drawn = {part.target for part in graph.nodes if draws(part.target)}
@@ -292,3 +292,9 @@ def _drop_unused(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op not in ("output", "placeholder") and not node.users:
             graph.erase_node(node)
+
+
+def _drops_nothing(target: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator draws for a dropout alone, whose probability is 0."""
+    names = [argument.name for argument in schema(target).arguments]
+    return "dropout_p" in names and not (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p")

@@ -185,7 +185,11 @@ def _coupled(view: AxisView, edge: OperandEdge) -> CompileError:
     else:
         place, cause = coupled
         reason = f"{cause}, and each of {microbatches} microbatches has rows of its own"
-    fix = 'use microbatches=1, or batch_statistics="microbatch"'
+    fix = "use microbatches=1"
+    leaves = (leaf(node) for node in view.program.graph.nodes if node.op != "output")
+    parameters = {info.name for info in leaves if info is not None and info.kind == "parameter"}
+    if parameters.isdisjoint(view.program.captured.changed):
+        fix += ', or batch_statistics="microbatch"'
     if view.program.captured.only_rows is not None:  # microbatches have fewer
         fix += ", and x.shape[0] in place of len(x) or of a number of rows"
     return CompileError("QN104", reason, where=facts(place).where, fix=fix)

@@ -42,8 +42,7 @@ __all__ = [
     "assert_size_stride",  # AssertionError if a tensor has another size or stride; instead: comparing them in Python
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "dict_version", "foreach_copy_",
     "foreach_mul_", "foreach_norm", "function_name", "gelu", "host_linear", "implementations_of_aten",
-    "is_functional", "linear",
-    "nn_functions", "packed_weight", "packs",
+    "is_functional", "linear", "nn_functions", "packed_weight", "packs",
     "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
     "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "needs_values",
@@ -51,13 +50,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _another_version(_: dict[Any, Any]) -> object:
-    return object()
-
-
 # The version of a dict: each write makes one that no dict of the process had (PEP 509; from Python 3.12 on torch counts
 # writes itself). Hot: guards call it with map(). Instead: comparing all that a dict holds before each step.
-dict_version: Callable[[dict[Any, Any]], object] = getattr(dynamo_guards, "dict_version", _another_version)
+dict_version: Callable[[dict[Any, Any]], object] = getattr(dynamo_guards, "dict_version", lambda _: object())
 
 
 def needs_values() -> tuple[type[Exception], ...]:

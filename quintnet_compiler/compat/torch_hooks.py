@@ -61,8 +61,7 @@ accumulation_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_pos
 def have_no_hooks(parameters: Iterable[Tensor], requires_grad: bool) -> bool:
     """Return whether parameters have this flag and never had a hook.
 
-    Instead: their ``requires_grad``, and ``backward_hooks``. Hot: for each parameter before each step, so without a
-    call.
+    Instead: ``requires_grad``, and ``backward_hooks``. Hot: for each one before each step, so without a call.
     """
     for parameter in parameters:
         if parameter.requires_grad is not requires_grad or parameter._backward_hooks is not None:

@@ -1,4 +1,4 @@
-"""What transformers' Trainer does in private methods, beside those that :mod:`quintnet_compiler.loops` replaces."""
+"""What Trainers of transformers and Lightning keep private, beside what :mod:`quintnet_compiler.loops` replaces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["labels_counted", "save_random_states"]
+__all__ = ["labels_counted", "lightning_precision", "prepared", "save_random_states"]
 
 
 def labels_counted(trainer: Any, batch: Mapping[str, Any]) -> Tensor | None:
@@ -25,3 +25,13 @@ def save_random_states(trainer: Any, folder: str) -> None:
     from transformers import Trainer
 
     Trainer._save_rng_state(trainer, folder)
+
+
+def prepared(trainer: Any, batch: Any) -> dict[str, Any]:
+    """Return a batch as a Trainer prepares it, or a subclass that has its own way; instead: moving it to the device."""
+    return dict(trainer._prepare_inputs(batch))
+
+
+def lightning_precision(trainer: Any) -> str:
+    """Return the precision that Lightning's Trainer was given; instead: none, no public name has it."""
+    return str(getattr(trainer._accelerator_connector, "_precision_flag", "32-true"))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..api.compile import compile as compile_program
 from ..api.compiled_program import CompiledProgram
+from ..compat.transformers_trainer import lightning_precision
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..runtime.launch.world import judges, world_size
@@ -201,8 +202,7 @@ def _refuse_precision(trainer: Any) -> None:
     Raises:
         CompileError: QN108.
     """
-    connector = trainer._accelerator_connector  # no public name has what the Trainer was given
-    precision = getattr(connector, "_precision_flag", "32-true")
+    precision = lightning_precision(trainer)
     if precision != "32-true":
         raise CompileError(
             "QN108",

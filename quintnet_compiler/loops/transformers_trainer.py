@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from ..api.compile import compile as compile_program
-from ..compat.transformers_trainer import save_random_states
+from ..compat.transformers_trainer import prepared, save_random_states
 from ..core.errors import CheckpointError
 from ..core.mesh import Mesh
 from ..ir.containers import model_inputs
@@ -120,7 +120,7 @@ class TrainerMixin:
     def _prepare_for_first(self) -> None:
         """Compile for batches like the first one, which is read once more later."""
         me = self._me
-        batch = dict(me._prepare_inputs(first_of(me.get_train_dataloader())))
+        batch = prepared(me, first_of(me.get_train_dataloader()))
         if me.model_accepts_loss_kwargs and "labels" in batch:
             batch[COUNT] = torch.ones((), device=batch["labels"].device)
         me.model.train()
@@ -144,10 +144,7 @@ class TrainerMixin:
         train = getattr(me.optimizer, "train", None)
         if callable(train):
             train()
-        batch, counted = (
-            dict(me._prepare_inputs(inputs)),
-            me.model_accepts_loss_kwargs and num_items_in_batch is not None,
-        )
+        batch, counted = prepared(me, inputs), me.model_accepts_loss_kwargs and num_items_in_batch is not None
         if counted:
             batch[COUNT] = training_count(me, num_items_in_batch)
         self._prepare(batch)
@@ -177,7 +174,7 @@ class TrainerMixin:
     ) -> tuple[Any, Any, Any]:
         me = self._me
         refuse_changes(self, self._trained, self._loss)
-        batch = dict(me._prepare_inputs(inputs))
+        batch = prepared(me, inputs)
         names = me.label_names
         labelled = bool(names) and all(batch.get(name) is not None for name in names)
         alone = not names and (batch.get("return_loss") or me.can_return_loss)
