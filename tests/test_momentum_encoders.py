@@ -117,7 +117,7 @@ def test_evaluation_gathers_what_it_cannot_read_in_slices() -> None:
 
 
 def test_a_queue_that_limits_the_rows() -> None:
-    """How many rows fit into the queue is a bound on their number, which torch.export states as an inequality."""
+    """Trace a queue whose free places bound the number of rows, which torch.export states as an inequality."""
 
     class Queue(Momentum):
         def __init__(self, update: Update) -> None:

@@ -146,7 +146,7 @@ def _indices(data: quintnet.ResumableLoader) -> list[int]:
 
 @pytest.mark.parametrize("loader", [GoesOn, lambda: DataLoader(Rows(), BATCH, sampler=Counting())])
 def test_an_order_that_depends_on_epochs_before_goes_on_or_is_told_between_two_epochs(loader: Any) -> None:
-    """What the run read in its last epoch is read again, and compared."""
+    """Read the run's last epoch again, and compare it."""
     program = _program({"dp": 1})
     seed(1)
     data, states, read = quintnet.ResumableLoader(loader(), program), [], []

@@ -1,4 +1,4 @@
-"""What Trainers of transformers and Lightning keep private, beside what :mod:`quintnet_compiler.loops` replaces."""
+"""Private names of the Trainers of transformers and Lightning that :mod:`quintnet_compiler.loops` needs."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def hook_guards(
 
 @dataclass(frozen=True)
 class Trained:
-    """Which parameters require gradients, and all hooks.
+    """Compare which parameters require gradients, and all hooks.
 
     ``trained``, ``frozen`` and ``no_hooks``: the parameters, and the dicts of modules without hooks, looked up last.
     """

@@ -18,9 +18,10 @@ def changed_by_trace(changes: Sequence[Change], line: str) -> CompileError:
     if first.of_process:
         others = "; if forward draws none, another thread did: let it wait" if threading.active_count() > 1 else ""
         what = (
-            f"draws random numbers in Python: it changes {first}{also}; a program would have drawn them once, when it"
+            f"draws random numbers in Python: it changes {first}{also}; a program would have drawn them once, "
+            "when it was made"
         )
-        return refused(f"{what} was made", line, f"draw them outside and pass them in the batch{others}")
+        return refused(what, line, f"draw them outside and pass them in the batch{others}")
     return CompileError(
         "QN110",
         f"{first.by} changes {first}{also}; a program would not",
