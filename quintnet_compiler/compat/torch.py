@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 from unittest import mock
@@ -46,13 +47,31 @@ __all__ = [
     "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
     "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "needs_values",
-    "runs_on", "OLD_CHOLESKY", "custom_operator", "free_unbacked_symbols", "views_untracked",
+    "runs_on", "OLD_CHOLESKY", "custom_operator", "free_unbacked_symbols", "unwritten_guard", "views_untracked",
 ]  # fmt: skip
 
 
 # The version of a dict: each write makes one that no dict of the process had (PEP 509; from Python 3.12 on torch counts
 # writes itself). Hot: guards call it with map(). Instead: comparing all that a dict holds before each step.
 dict_version: Callable[[dict[Any, Any]], object] = getattr(dynamo_guards, "dict_version", lambda _: object())
+
+
+def unwritten_guard(owners: Sequence[object], dicts: Sequence[dict[Any, Any]]) -> Callable[[], bool]:
+    """Return what says whether objects have their classes, and nobody writes to their namespaces and to ``dicts``.
+
+    Hot: it compares in C++, before each step. Making it takes 25 us for each of them. Instead: comparing ``type`` and
+    :data:`dict_version`.
+    """
+    from torch._dynamo.guards import GuardManagerType  # imported by torch with the first trace
+
+    kind, root = GuardManagerType.GUARD_MANAGER, dynamo_guards.RootGuardManager()
+    for index, owner in enumerate(owners):
+        guard = root.tuple_getitem_manager(index, "", owner, kind)
+        guard.add_type_match_guard(id(type(owner)), [""], None)
+        guard.get_generic_dict_manager("", vars(owner), kind).add_dict_version_guard(vars(owner), [""], None)
+    for index, space in enumerate(dicts, len(owners)):
+        root.tuple_getitem_manager(index, "", space, kind).add_dict_version_guard(space, [""], None)
+    return functools.partial(root.check, (*owners, *dicts))
 
 
 def needs_values() -> tuple[type[Exception], ...]:

@@ -35,10 +35,10 @@ class TraceGuard(Protocol):
 
 
 class DictGuard(TraceGuard, Protocol):
-    """A guard that mostly looks in dicts, which need no look where nobody wrote to them."""
+    """A guard that mostly looks at classes and in dicts, which need no look where nobody wrote to them."""
 
-    def outside(self, dicts: Set[int]) -> Callable[[], bool]:
-        """Return what compares all that is not in dicts with these ids, or can change without a write to one."""
+    def outside(self, ids: Set[int]) -> Callable[[], bool]:
+        """Return what compares all that is not in dicts and objects with these ids, or changes without a write."""
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -67,9 +67,9 @@ class PlainValues:
                 return False
         return True
 
-    def outside(self, dicts: Set[int]) -> Callable[[], bool]:
+    def outside(self, ids: Set[int]) -> Callable[[], bool]:
         """Return what compares all that needs a look in each step."""
-        rows = (row for row in self.rows if id(row[1]) not in dicts or copied(row[-1]) is not row[-1])
+        rows = (row for row in self.rows if id(row[1]) not in ids or copied(row[-1]) is not row[-1])
         return PlainValues(tuple(rows)).hold
 
     def broken(self) -> list[str]:
@@ -98,9 +98,9 @@ class SameObjects:
                 return False
         return True
 
-    def outside(self, dicts: Set[int]) -> Callable[[], bool]:
+    def outside(self, ids: Set[int]) -> Callable[[], bool]:
         """Return what compares all that needs a look in each step."""
-        return SameObjects(tuple(row for row in self.rows if id(row[1]) not in dicts)).hold
+        return SameObjects(tuple(row for row in self.rows if id(row[1]) not in ids)).hold
 
     def broken(self) -> list[str]:
         return [
@@ -130,6 +130,12 @@ class Kinds:
     def hold(self) -> bool:
         return list(map(type, self.owners)) == self.kinds and list(map(_MRO, self.distinct)) == self.bases
 
+    def outside(self, ids: Set[int]) -> Callable[[], bool]:
+        """Return what compares all that needs a look in each step."""
+        places = [i for i, owner in enumerate(self.owners) if id(owner) not in ids]
+        labels, owners = (tuple(column[i] for i in places) for column in (self.labels, self.owners))
+        return Kinds(labels, owners, [self.kinds[i] for i in places], self.distinct, self.bases).hold
+
     def broken(self) -> list[str]:
         rows = zip(self.labels, self.owners, self.kinds, strict=True)
         others = [kind for kind, bases in zip(self.distinct, self.bases, strict=True) if kind.__mro__ != bases]
@@ -152,9 +158,9 @@ class Absent:
     many: tuple[tuple[str, frozenset[str], Space], ...]
     held: list[list[str]] = field(default_factory=list)
 
-    def outside(self, dicts: Set[int]) -> Callable[[], bool]:
+    def outside(self, ids: Set[int]) -> Callable[[], bool]:
         """Return what compares all that needs a look in each step."""
-        return Absent(tuple(row for row in self.rows if id(row[1]) not in dicts), self.classes, self.many).hold
+        return Absent(tuple(row for row in self.rows if id(row[1]) not in ids), self.classes, self.many).hold
 
     def hold(self) -> bool:
         for _, space, name in self.rows:

@@ -100,8 +100,7 @@ class Guards:
     """Conditions under which a captured graph still is that of its module.
 
     ``source``: what they were made of. ``unread``: what the trace was shown not to read, by the ``id`` of what holds
-    it. ``versions``: of the dicts that most guards look in; ``elsewhere``: compare what is not there; ``compared``: the
-    versions when all was compared last.
+    it. ``versions``: of the dicts that most guards look in; ``elsewhere``: compare what is not there.
     """
 
     source: TraceReads
@@ -112,7 +111,6 @@ class Guards:
     fixed: tuple[TraceGuard, ...]  # what no other trace can make up for: constants, parts, flags, hooks, modes
     versions: DictVersions
     elsewhere: tuple[Callable[[], bool], ...]
-    compared: list[Any] = field(default_factory=list)
 
     @property
     def _all(self) -> tuple[TraceGuard, ...]:
@@ -120,12 +118,11 @@ class Guards:
 
     def hold(self) -> bool:
         """Return whether all is as it was: where nobody wrote to a dict, what it holds is not compared again."""
-        versions = self.versions.read()
-        if versions == self.compared:
+        if self.versions.hold():
             return _all_hold(self.elsewhere)
         if not _all_hold(guard.hold for guard in self._all):
             return False
-        self.compared[:] = versions
+        self.versions.remember()
         return True
 
     def broken(self) -> list[str]:
@@ -178,14 +175,14 @@ def guards_of(source: TraceReads, unread: Mapping[int, Unread] = types.MappingPr
     read = functools.partial(switches_of_torch, readers_of(rows.names_of_functions()))
     settings, modes = Modes(read, read()), Modes(global_modes, source.modes)
     further = rows.registered(), Values.of(source.values), ClassFacts.of(source.spaces, source.names)
-    others = kinds, settings, *(guard for guard in further if guard.compared)
+    others = settings, *(guard for guard in further if guard.compared)
     namespaces, parts, trained = Namespaces.current(rows.owners()), Parts.current(rows.parts), rows.trained()
     plain, same, absent = PlainValues.of(rows.plain), SameObjects(tuple(rows.same)), rows.absent()
     versions = DictVersions.current(namespaces, rows.dicts())
-    in_dicts: tuple[DictGuard, ...] = plain, same, absent, namespaces, parts, trained
+    in_dicts: tuple[DictGuard, ...] = kinds, plain, same, absent, namespaces, parts, trained
     always = (guard.hold for guard in (*others, constants, modes, containers))
     elsewhere = *(guard.outside(versions.ids) for guard in in_dicts), *always
-    reads, fixed = (namespaces, plain, same, absent, *others), (constants, parts, trained, modes)
+    reads, fixed = (namespaces, plain, same, absent, kinds, *others), (constants, parts, trained, modes)
     return Guards(source, unread, same, reads, containers, fixed, versions, elsewhere)
 
 

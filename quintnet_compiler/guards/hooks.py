@@ -102,10 +102,10 @@ class Trained:
             return True
         return self.flags.hold() and not self.hooks.others(self.flags.parameters)
 
-    def outside(self, dicts: Set[int]) -> Callable[[], bool]:
+    def outside(self, ids: Set[int]) -> Callable[[], bool]:
         """Return what compares all that needs a look in each step."""
         spaces = *self.flags.spaces, *(row[1] for row in (*self.hooks.empty, *self.hooks.filled))
-        return self._objects_hold if dicts >= set(map(id, spaces)) else self.hold
+        return self._objects_hold if ids >= set(map(id, spaces)) else self.hold
 
     def broken(self) -> list[str]:
         """Say which parameters have other flags, and who has other hooks."""

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from ..compat.torch import dict_version
+from ..compat.torch import dict_version, unwritten_guard
 from .columns import Space
 
 _PARTS, _PARAMETERS, _BUFFERS = itemgetter("_modules"), itemgetter("_parameters"), itemgetter("_buffers")
 _NAMESPACE = attrgetter("__dict__")
+STEPS_BEFORE_CPP = 100  # without a write: what compares in C++ takes as long to make as a few hundred comparisons
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Namespaces:
                 return False
         return True
 
-    def outside(self, dicts: Set[int]) -> Callable[[], bool]:
+    def outside(self, ids: Set[int]) -> Callable[[], bool]:
         """Return what compares all that needs a look in each step."""
-        return Namespaces(tuple(row for row in self.rows if id(row[-1]) not in dicts)).hold
+        return Namespaces(tuple(row for row in self.rows if id(row[1]) not in ids)).hold
 
     def broken(self) -> list[str]:
         """Say who has another one."""
@@ -58,15 +59,21 @@ def _is_plain(owner: Any) -> bool:
     return method is object.__getattribute__ and owner.__dict__ is _fields(owner)
 
 
-@dataclass(frozen=True)
+@dataclass
 class DictVersions:
     """The versions of dicts, of which each write makes another: what those with the same versions hold is the same.
 
-    ``owners``: objects whose namespaces are meant, those that they have now; ``dicts``: others.
+    ``owners``: objects whose classes and namespaces are meant, those that they have now; ``dicts``: others.
+    ``latest``: what was read last; ``compared``: what was read before all was compared. ``unwritten_steps``: since
+    then. ``unwritten``: compares the same in C++, where that is worth making it.
     """
 
     owners: tuple[Any, ...]
     dicts: tuple[dict[str, Any], ...]
+    latest: list[Any] = field(default_factory=list)
+    compared: list[Any] = field(default_factory=list)
+    unwritten_steps: int = 0
+    unwritten: Callable[[], bool] | None = None
 
     @classmethod
     def current(cls, namespaces: Namespaces, dicts: Iterable[Space]) -> DictVersions:
@@ -74,14 +81,31 @@ class DictVersions:
         owners = tuple(owner for _, owner, _ in namespaces.rows if _is_plain(owner))
         return cls(owners, tuple(x for x in dicts if type(x) is dict))
 
+    def hold(self) -> bool:
+        """Return whether nobody wrote since all was compared."""
+        if self.unwritten is not None and self.unwritten():
+            return True
+        make_guard = self.unwritten_steps == STEPS_BEFORE_CPP
+        unwritten = unwritten_guard(self.owners, self.dicts) if make_guard else None  # of versions not after `latest`
+        self.latest = self.read()
+        same = self.latest == self.compared
+        self.unwritten_steps = self.unwritten_steps + 1 if same else 0
+        self.unwritten = unwritten if same else None
+        return same
+
+    def remember(self) -> None:
+        """Take note that all was compared after :meth:`hold`."""
+        self.compared = self.latest
+
     def read(self) -> list[Any]:
-        """Return the versions of now."""
-        return [*map(dict_version, map(_NAMESPACE, self.owners)), *map(dict_version, self.dicts)]
+        """Return the classes and versions of now."""
+        namespaces = map(dict_version, map(_NAMESPACE, self.owners))
+        return [*map(type, self.owners), *namespaces, *map(dict_version, self.dicts)]
 
     @property
     def ids(self) -> Set[int]:
-        """The ids of the dicts."""
-        return frozenset(map(id, (*map(_NAMESPACE, self.owners), *self.dicts)))
+        """The ids of the objects and dicts."""
+        return frozenset(map(id, (*self.owners, *map(_NAMESPACE, self.owners), *self.dicts)))
 
 
 @dataclass(frozen=True)
@@ -104,10 +128,10 @@ class Parts:
         self.empty[:] = [_PARTS(space) for _, space, then in self.rows if not then]
         return not any(self.empty) and all(_parts(space) == then for _, space, then in self.rows if then)
 
-    def outside(self, dicts: Set[int]) -> Callable[[], bool]:
+    def outside(self, ids: Set[int]) -> Callable[[], bool]:
         """Return what compares all that needs a look in each step."""
         spaces = [x for _, space, then in self.rows for x in ((space, _PARTS(space)) if then else (space,))]
-        return self._stay_empty if dicts >= set(map(id, spaces)) else self.hold
+        return self._stay_empty if ids >= set(map(id, spaces)) else self.hold
 
     def _stay_empty(self) -> bool:
         return not any(self.empty)

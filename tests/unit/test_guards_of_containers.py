@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+from quintnet_compiler.compat.torch import unwritten_guard
 from quintnet_compiler.driver.unread_state import UnreadState
 from quintnet_compiler.guards.by_name import is_users, spaces_by_name
-from quintnet_compiler.guards.columns import Absent, Constants, PlainValues, SameObjects
+from quintnet_compiler.guards.columns import Absent, Constants, Kinds, PlainValues, SameObjects
 from quintnet_compiler.guards.containers import ContainerSnapshot, Numbers, equal, fields_of, names_of, reading_of
 from quintnet_compiler.guards.function_reads import Variable
 from quintnet_compiler.guards.guards import Guards, TraceReads, global_modes, guards_of
-from quintnet_compiler.guards.module_contents import DictVersions, Namespaces, Parts, Registered
+from quintnet_compiler.guards.module_contents import STEPS_BEFORE_CPP, DictVersions, Namespaces, Parts, Registered
 from quintnet_compiler.guards.reach import Unread, children, container_guards, is_observable, reachable
 from quintnet_compiler.guards.stand_ins import Tripwire, UnreadStateUsed, touched
 from quintnet_compiler.guards.trial import Trial
@@ -254,10 +255,46 @@ def test_a_write_makes_another_version(write: Callable[[Any], None], kind: Calla
     owner = kind()
     owner.number = 1.5
     versions = DictVersions.current(Namespaces.current([("", owner)]), [])
-    numbers = versions.read()
-    assert len(numbers) == 1 and versions.read() == numbers and versions.ids == {id(vars(owner))}
+    numbers, unwritten = versions.read(), unwritten_guard(versions.owners, versions.dicts)
+    assert numbers[:1] == [type(owner)] and versions.read() == numbers and unwritten()
+    assert versions.ids == {id(owner), id(vars(owner))}
     write(owner)
-    assert versions.read() != numbers
+    assert versions.read() != numbers and not unwritten()
+
+
+class Derived(Settings):
+    """Has the layout of its base, whose objects may become its own."""
+
+
+@pytest.mark.parametrize("steps", [1, 2 * STEPS_BEFORE_CPP])
+@pytest.mark.parametrize("write", ["attribute", "class", "dict"])
+def test_a_write_is_seen_after_any_number_of_steps(write: str, steps: int) -> None:
+    owner, space = Settings(), {"a": 1}
+    versions = DictVersions.current(Namespaces.current([("", owner)]), [space])
+    for _ in range(2):  # what compares in C++ is made again
+        assert not versions.hold()
+        versions.remember()
+        assert all(versions.hold() for _ in range(steps))
+        assert (versions.unwritten is not None) == (steps > STEPS_BEFORE_CPP)
+        if write == "attribute":
+            owner.number = object()
+        elif write == "class":
+            owner.__class__ = Derived if type(owner) is Settings else Settings
+        else:
+            space["a"] += 1
+        assert not versions.hold()
+        versions.remember()
+        space["a"] += 1
+
+
+def test_kinds_compare_objects_that_have_no_versions() -> None:
+    seen, unseen = Settings(), Settings()
+    kinds = Kinds.of([("seen", seen), ("unseen", unseen)])
+    holds = kinds.outside(frozenset([id(seen)]))
+    seen.__class__ = Derived
+    assert holds() and not kinds.hold()
+    unseen.__class__ = Derived
+    assert not holds() and kinds.broken() == [f"{name} is a Derived and was a Settings" for name in ("seen", "unseen")]
 
 
 def test_what_is_in_no_dict_is_compared_each_time() -> None:
