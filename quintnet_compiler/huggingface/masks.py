@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,35 +44,44 @@ class _Fold:
     device: Any
 
     def fold(self, part: MaskPart, positions: Tensor | None) -> KnownMask | None:
+        """Return what a part of a mask consists of; None where that is more than the operator knows."""
         name, arguments = part[0], part[1:]
+        if name in ("and", "or"):
+            return self._joined(name, arguments[0], positions)
         if name in ("causal", "all"):
             return KnownMask(Sight(causal=name == "causal"))
         if name == "window":
             return KnownMask(Sight(window=arguments[0]))
         if name == "chunk":
             size, left = arguments
-            places = torch.arange(self.length, device=self.device)[None] if positions is None else positions
-            return KnownMask(segments=self._from_zero((places - left[:, None]) // size))
+            return KnownMask(segments=self._chunks(size, left, positions))
         if name == "segments":
             return KnownMask(segments=arguments[0])
         if name == "groups":
             groups = arguments[0]
             return KnownMask(groups=groups if positions is None else groups.gather(1, positions), alone=True)
-        if name == "at":
-            return None
-        packed = name == "and" and any(inner[0] == "segments" for inner in arguments[0])
-        several = [
-            self.fold(inner[2], inner[1])
-            if packed and inner[0] == "at" and positions is None
-            else self.fold(inner, positions)
-            for inner in arguments[0]
-        ]
-        folded = several[0]
-        for other in several[1:]:
-            if folded is None or other is None:
+        return None
+
+    def _joined(self, name: str, parts: Sequence[MaskPart], positions: Tensor | None) -> KnownMask | None:
+        """Return what a conjunction ("and") or a disjunction ("or") of parts consists of."""
+        join = self._both if name == "and" else _either
+        # documents hide each other, so places within them may be counted on
+        may_count_on = name == "and" and positions is None and any(part[0] == "segments" for part in parts)
+        folded: KnownMask | None = None
+        for part in parts:
+            counted, inner = (part[1], part[2]) if may_count_on and part[0] == "at" else (positions, part)
+            other = self.fold(inner, counted)
+            if other is None:
                 return None
-            folded = self._both(folded, other) if name == "and" else _either(folded, other)
+            folded = other if folded is None else join(folded, other)
+            if folded is None:
+                return None
         return folded
+
+    def _chunks(self, size: int, left: Tensor, positions: Tensor | None) -> Tensor:
+        """Return the chunk of each position, counted from zero."""
+        places = torch.arange(self.length, device=self.device)[None] if positions is None else positions
+        return self._from_zero((places - left[:, None]) // size)
 
     def _from_zero(self, chunks: Tensor) -> Tensor:
         """Numbers of runs instead of numbers of chunks, which begin anywhere."""
@@ -80,13 +90,10 @@ class _Fold:
     def _both(self, a: KnownMask, b: KnownMask) -> KnownMask | None:
         if a.alone or b.alone or (a.groups is not None and b.groups is not None):
             return None
-        sights = [getattr(x.sight, name) for name in ("window", "chunk") for x in (a, b)]
-        window, chunk = (max(two) if 0 in two else None for two in (sights[:2], sights[2:]))
         grouped, other = (a, b) if a.groups is not None else (b, a)
-        if window is None or chunk is None or (grouped.groups is not None and other.sight != Sight()):
+        sight, groups = _both_sights(a.sight, b.sight), grouped.groups
+        if sight is None or (groups is not None and other.sight != Sight()):
             return None
-        sight = Sight(a.sight.causal or b.sight.causal, window, chunk)
-        groups = grouped.groups
         if groups is not None and other.segments is not None:  # a group within a document
             groups = torch.where(groups >= 0, groups * self.length + other.segments, -1)
         return replace(grouped, sight=sight, segments=self._paired(a.segments, b.segments), groups=groups)
@@ -97,6 +104,13 @@ class _Fold:
             return a if b is None else b
         rows = torch.maximum(*(x.diff(prepend=x[:, :1], dim=1) != 0 for x in (a, b)))
         return rows.cumsum(1)
+
+
+def _both_sights(a: Sight, b: Sight) -> Sight | None:
+    """Return what both show; None where both have a window, or chunks."""
+    if (a.window and b.window) or (a.chunk and b.chunk):
+        return None
+    return Sight(a.causal or b.causal, max(a.window, b.window), max(a.chunk, b.chunk))
 
 
 def _either(a: KnownMask, b: KnownMask) -> KnownMask | None:

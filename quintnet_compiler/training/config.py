@@ -129,16 +129,19 @@ class TrainConfig(BaseModel):
         if self.measure_step is not None and self.log_dir is None:
             raise ValueError("measure_step needs a log_dir to write to")
         if self.strategy_name is not None:
-            allowed = strategy_axes(self.strategy_name)
-            extra = [f"{n}={size}" for n, size in zip(self.mesh_name, self.mesh_dim, strict=True) if size != 1]
-            wrong = [text for text in extra if text.partition("=")[0] not in allowed]
-            lacking = [name for name in allowed if name not in self.mesh_name]
-            if wrong or lacking:
-                raise ValueError(
-                    f"strategy_name {self.strategy_name} is over {', '.join(allowed)}: "
-                    + "; ".join([*(f"{text} is not among them" for text in wrong), *(f"no {n}" for n in lacking)])
-                )
+            self._check_strategy(self.strategy_name)
         return self
+
+    def _check_strategy(self, name: str) -> None:
+        """Raise ValueError unless the mesh has the axes of this strategy, and no others."""
+        allowed = strategy_axes(name)
+        sizes = dict(zip(self.mesh_name, self.mesh_dim, strict=True))
+        wrong = [
+            f"{axis}={size} is not among them" for axis, size in sizes.items() if size != 1 and axis not in allowed
+        ]
+        wrong += [f"no {axis}" for axis in allowed if axis not in sizes]
+        if wrong:
+            raise ValueError(f"strategy_name {name} is over {', '.join(allowed)}: {'; '.join(wrong)}")
 
     @property
     def mesh(self) -> Mesh:

@@ -125,9 +125,7 @@ class RunMetrics:
         self.lines += 1
         try:
             entry = json.loads(line)
-            step, kind = entry["step"], str(entry["kind"])
-            if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
-                raise ValueError
+            step, kind = _step_of(entry), str(entry["kind"])
             numbers = {name: x for name, x in map(_number, entry.items()) if x is not None}
             at = _number(("", entry.get("time")))[1]
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -162,6 +160,14 @@ class RunMetrics:
 
     def _mark(self, step: int, text: str) -> None:
         self.marks = [*self.marks, (step, text)][-200:]
+
+
+def _step_of(entry: Any) -> int:
+    """Return the step of a line; raise ValueError if it is no count that a float holds exactly."""
+    step = entry["step"]
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
+        raise ValueError(f"step {step!r} is no count")
+    return step
 
 
 def _number(item: tuple[str, Any]) -> tuple[str, float | None]:

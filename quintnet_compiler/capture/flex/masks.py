@@ -102,15 +102,18 @@ class _MaskReader:
         parts = list(_flat(term, operator.and_))
         if term.reads <= {"b", "k"} and alternative == FlexMask(Sight(causal=True)) and _is_prefix(term):
             return torch.where(self._values(term, "k").bool(), 0, -1)  # queries after a prefix see it anyway
-        if len(parts) == 2:
-            for equal, least in (parts, parts[::-1]):
-                if _op(equal) is operator.eq and _op(least) is operator.ge and _is(least.args[1], 0):
-                    ids, bounded = self._ids(equal), least.args[0]
-                    if any(side.is_term(bounded, turned=False) for side in _sides(equal)):
-                        return ids
-            for query, key in (parts, parts[::-1]):
-                if query.reads <= {"b", "q"} and query.is_term(key):
-                    return torch.where(self._values(query, "q").bool(), 0, -1)
+        return self._groups_of_two(parts) if len(parts) == 2 else None
+
+    def _groups_of_two(self, parts: list[IndexTerm]) -> Tensor | None:
+        """Return ids of groups where two terms hold: equal ids that are not negative, or one flag of both positions."""
+        for equal, least in (parts, parts[::-1]):
+            if _op(equal) is operator.eq and _op(least) is operator.ge and _is(least.args[1], 0):
+                ids, bounded = self._ids(equal), least.args[0]
+                if any(side.is_term(bounded, turned=False) for side in _sides(equal)):
+                    return ids
+        for query, key in (parts, parts[::-1]):
+            if query.reads <= {"b", "q"} and query.is_term(key):
+                return torch.where(self._values(query, "q").bool(), 0, -1)
         return None
 
     def _ids(self, equal: IndexTerm) -> Tensor:

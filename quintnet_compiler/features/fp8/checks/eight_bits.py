@@ -92,19 +92,25 @@ def _layer(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         or both.args[1] is not True
     ):
         raise _fail(f"{product.name} is not the product of a linear layer", node)
-    left = [n for n in (x, weight) if needs_grad(n)]
-    for done in tensor_inputs(node)[1:]:
-        says = origin(done)[0]
-        if op_spec(says).user_derivative != "declaration" or says.args[0] not in left:
-            raise _fail(f"{says.name} is no gradient that {product.name} has", node)
-        of, gradient = tensor_inputs(says)
-        left.remove(of)
-        _check_gradient(gradient, both, of is x, (x, weight))
-        if value(gradient).dtype is not value(of).dtype:
-            raise _fail(f"{gradient.name} has another dtype than {of.name}", node)
-    if left:
-        raise _fail(f"{left[0].name} gets no gradient of {product.name}", node)
+    _check_gradients(node, both, (x, weight))
     return x, weight
+
+
+def _check_gradients(node: fx.Node, both: fx.Node, layer: tuple[fx.Node, fx.Node]) -> None:
+    """Check that each input of a layer's product that needs a gradient gets one, in its dtype."""
+    product: Any = both.args[0]
+    remaining = [n for n in layer if needs_grad(n)]
+    for end_input in tensor_inputs(node)[1:]:
+        declaration = origin(end_input)[0]
+        if op_spec(declaration).user_derivative != "declaration" or declaration.args[0] not in remaining:
+            raise _fail(f"{declaration.name} is no gradient that {product.name} has", node)
+        source, gradient = tensor_inputs(declaration)
+        remaining.remove(source)
+        _check_gradient(gradient, both, source is layer[0], layer)
+        if value(gradient).dtype is not value(source).dtype:
+            raise _fail(f"{gradient.name} has another dtype than {source.name}", node)
+    if remaining:
+        raise _fail(f"{remaining[0].name} gets no gradient of {product.name}", node)
 
 
 def _check_gradient(gradient: fx.Node, both: fx.Node, of_input: bool, layer: tuple[fx.Node, fx.Node]) -> None:
