@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..core.errors import CompileError
-from ..core.files import path_of
+from ..core.files import path_of, save_text
 
 
 class _CalibrationDocument(BaseModel):
@@ -65,7 +65,7 @@ class Calibration(_CalibrationDocument):
     collectives: tuple[MeasuredCollective, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        path_of(path, "QN211").write_text(self.model_dump_json(indent=1) + "\n")
+        save_text(path_of(path, "QN211"), self.model_dump_json(indent=1) + "\n")
 
     def summary(self) -> str:
         """A few lines for people."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..core.files import save_text
 from ..core.progress import working
 from .answer import Answer
 from .inputs.options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, Target, build_program
@@ -46,7 +47,7 @@ def measure(
     if out:
         timeline.save(out)
     if html:
-        html.write_text(timeline.html(), encoding="utf-8")
+        save_text(html, timeline.html())
     return Answer.from_report(timeline)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..core.files import save_text
 from ..core.progress import working
 from .answer import Answer
 from .inputs.options import (
@@ -47,7 +48,7 @@ def simulate(
     with working("simulating"):
         report = program.simulate(costs)
     if html:
-        html.write_text(report.html(), encoding="utf-8")
+        save_text(html, report.html())
     if trace:
-        trace.write_text(report.chrome_trace(), encoding="utf-8")
+        save_text(trace, report.chrome_trace())
     return Answer.from_report(report)

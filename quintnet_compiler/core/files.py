@@ -27,6 +27,8 @@ def path_of(path: AnyPath, code: str, error: type[QuintNetError] = CompileError)
         raise _no_path(f"{type(path).__name__}: {reason}", code, error) from reason
     if not isinstance(text, str):
         raise _no_path(type(text).__name__, code, error)
+    if "\0" in text:
+        raise _no_path(ascii(text), code, error)
     return Path(text)
 
 
@@ -129,7 +131,45 @@ def write_file(folder: int, name: str, text: str, *, mode: int = 0o666) -> None:
             file.write(text)
         os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except IsADirectoryError as error:
-        raise CompileError("QN701", f"{name!a} is a folder", fix="remove it, or write elsewhere") from error
+        raise _is_a_folder(name) from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=folder)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write ``text`` to a file as :func:`write_file` does. Its folder is created if it does not exist.
+
+    Raises:
+        CompileError: QN701 if a folder has that name, or the file's folder is none.
+    """
+    with open_folder(path.parent) as folder:
+        write_file(folder, path.name, text)
+
+
+def save_text(path: Path, text: str) -> None:
+    """Write ``text`` where a person says: as :func:`replace_file`, but a device or a pipe is written to, not replaced.
+
+    Raises:
+        CompileError: QN701 if it is a folder, or its own folder is none.
+        OSError: naming the path, if it cannot be written.
+    """
+    if path.is_dir():
+        raise _is_a_folder(path)
+    try:
+        if _is_stream(path):
+            with path.open("w", encoding="utf-8", newline="") as stream:
+                stream.write(text)
+        else:
+            replace_file(path, text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # and not the name of a temporary file
+
+
+def _is_stream(path: Path) -> bool:
+    """Return whether a path is that of a device, a pipe, or an open descriptor, as ``/dev/stdout`` is of any file."""
+    return path.absolute().parts[1:2] in (("dev",), ("proc",)) or (path.exists() and not path.is_file())
+
+
+def _is_a_folder(path: str | Path) -> CompileError:
+    return CompileError("QN701", f"{ascii(str(path))[:300]} is a folder", fix="remove it, or write elsewhere")

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ..core.axes import SHARDED_AXES, DataAxis
 from ..core.errors import CompileError
-from ..core.files import open_folder, path_of, write_file
+from ..core.files import path_of, save_text
 from ..core.mesh import Mesh
 from ..core.names import MAX_PATH_LENGTH, one_line
 from ..core.precision import COMPUTE_DTYPES, SUM_DTYPES, Precision, check_precision
@@ -212,9 +212,7 @@ class Plan(BaseModel):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as a file that :func:`quintnet.compile` reads: at once, in place of what was there."""
-        to = path_of(path, "QN701")
-        with open_folder(to.parent) as folder:
-            write_file(folder, to.name, self.to_json())
+        save_text(path_of(path, "QN701"), self.to_json())
 
 
 def _malformed(message: str) -> CompileError:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from ..core.annotations import format_bytes
 from ..core.errors import CompileError
-from ..core.files import path_of
+from ..core.files import path_of, save_text
 from ..schedules.schedule import Schedule
 
 
@@ -223,8 +223,8 @@ class Timeline:
         return json.dumps({**head, **totals, "peak": asdict(self.peak), "notes": self.notes, "rows": rows}, indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write ``to_json()``."""
-        path_of(path, "QN211").write_text(self.to_json() + "\n", encoding="utf-8")
+        """Write ``to_json()``: at once, in place of what was there."""
+        save_text(path_of(path, "QN211"), self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Timeline:

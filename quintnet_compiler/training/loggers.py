@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CompileError, LogWarning
-from ..core.files import open_folder, open_to_append, path_of, write_file
+from ..core.files import open_to_append, path_of, replace_file
 from .callbacks import Callback
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ def warn_of_log(name: str, error: Exception) -> None:
 def write_log_file(path: Path, text: str) -> None:
     """Replace a file of a log; a link of that name, too, and not what it leads to. Warn if it cannot be written."""
     try:
-        with open_folder(path.parent) as folder:
-            write_file(folder, path.name, text)
+        replace_file(path, text)
     except (OSError, CompileError) as error:
         warn_of_log(str(path), error)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from markupsafe import Markup
 
 from ..core import html
 from ..core.errors import CompileError, LogWarning
+from ..core.files import replace_file
 from ..reports.line_chart import Line, line_chart, short
 from ..simulation.chart import figure_svg
 from ..simulation.timeline import Timeline, duration
@@ -81,10 +81,9 @@ class RunPage:
         return html.figure("quintnet_compiler.training", "run.html.jinja", **self._values())
 
     def write(self, path: Path, refresh: int = 0) -> None:
-        """Replace ``path`` by the page at once, so that no browser reads a half of it."""
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(self.html(refresh), encoding="utf-8")
-        os.replace(part, path)
+        """Replace ``path`` by the page at once, so that no browser reads a half of it. No link is written through."""
+        path.parent.stat()  # it may be gone: folders are not made here
+        replace_file(path, self.html(refresh))
 
     def _values(self) -> dict[str, Any]:
         # pictures are escaped by their own templates
@@ -166,7 +165,7 @@ def watch(
     again later, with a :class:`quintnet.LogWarning` the first time.
 
     Raises:
-        OSError: if ``once``, and the page cannot be written.
+        OSError, CompileError: if ``once``, and the page cannot be written; QN701 if a folder has its name.
     """
     failed = False
     shown, refresh = RunPage(folder), 0 if once else max(1, round(every))
@@ -177,7 +176,7 @@ def watch(
             try:
                 shown.write(out, 0 if over else refresh)
                 written = True
-            except OSError as error:
+            except (OSError, CompileError) as error:
                 if once:
                     raise
                 written = False

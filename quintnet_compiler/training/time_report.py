@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..core.errors import CompileError, LogWarning
-from ..core.files import open_folder, open_plain, path_of, write_file
+from ..core.files import open_plain, path_of, replace_file
 
 NAME = "time.json"
 SPENT = ("step", "data", "compile", "validation", "save", "restart", "other")
@@ -81,8 +81,7 @@ class RunTime(BaseModel):
     def write(self, folder: Path) -> None:
         """Replace the file of a run."""
         folder.mkdir(parents=True, exist_ok=True)
-        with open_folder(folder) as descriptor:
-            write_file(descriptor, NAME, self.model_dump_json())
+        replace_file(folder / NAME, self.model_dump_json())
 
     @property
     def seconds(self) -> float:

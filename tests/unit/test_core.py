@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from quintnet_compiler.core.axes import AXES, DATA_AXES, SHARDED_AXES
 from quintnet_compiler.core.code_origin import PACKAGE, STDLIB, TORCH
 from quintnet_compiler.core.empty_storage import device_of, hollow_parameters, of_other_ranks, plain_parameters
 from quintnet_compiler.core.errors import CompileError
-from quintnet_compiler.core.files import open_folder, write_file
+from quintnet_compiler.core.files import open_folder, save_text, write_file
 from quintnet_compiler.core.html import table
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.core.progress import bar, hushed, seen, working
@@ -45,6 +46,38 @@ def test_a_file_is_written_whole_and_replaces_a_link(tmp_path: Path) -> None:
         write_file(folder, "a", "text\n")
     assert secret.read_text() == "kept" and not (tmp_path / "a").is_symlink()
     assert (tmp_path / "a").read_text() == "text\n" and sorted(os.listdir(tmp_path)) == ["a", "secret"]
+
+
+def test_a_text_is_saved_whole_where_a_person_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device, a pipe and an open descriptor are written to; anything but a file would be gone otherwise."""
+    kept, path = tmp_path / "kept", tmp_path / "new" / "a"
+    kept.write_text("kept")
+    save_text(path, "first")
+    path.unlink()
+    path.symlink_to(kept)
+    save_text(path, "second\n")
+    assert path.read_text() == "second\n" and not path.is_symlink() and kept.read_text() == "kept"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    save_text(tmp_path / "pipe", "text")
+    assert os.read(reader, 9) == b"text" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+    with kept.open("w") as file:
+        save_text(Path(f"/dev/fd/{file.fileno()}"), "third")
+    assert kept.read_text() == "third" and Path("/dev/fd").is_symlink()
+    save_text(Path(os.devnull), "text")
+    assert Path(os.devnull).is_char_device()
+    for folder in (path.parent, Path("."), Path("..")):
+        with pytest.raises(CompileError, match="is a folder"):
+            save_text(folder, "")
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), ".temporary")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{path}'"):
+        save_text(path, "fourth")
+    assert path.read_text() == "second\n" and os.listdir(path.parent) == ["a"]
 
 
 def test_a_folder_is_made_and_a_link_within_another_is_refused(tmp_path: Path) -> None:

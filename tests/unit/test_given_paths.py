@@ -119,7 +119,9 @@ def test_the_path_of_a_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "text"), [(Named(ValueError("closed")), "Named: closed"), (b"x", "bytes"), (None, "NoneType")], ids=str
+    ("given", "text"),
+    [(Named(ValueError("closed")), "Named: closed"), (b"x", "bytes"), (None, "NoneType"), ("a\0b", r"'a\\x00b'")],
+    ids=str,
 )
 def test_the_text_says_what_was_given(given: Any, text: str) -> None:
     with pytest.raises(quintnet.CompileError, match=rf"QN701(?s:.*)this is no path: {text}"):

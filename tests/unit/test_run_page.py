@@ -277,6 +277,19 @@ def test_watching_ends_with_the_run(tmp_path: Path) -> None:
     assert watch(tmp_path / "none", tmp_path / "other.html", 1.0, once=True).metrics.step is None
 
 
+@pytest.mark.parametrize("name", ["page.html", ".page.html.part"])
+def test_a_page_is_not_written_through_a_link(name: str, tmp_path: Path) -> None:
+    """The folder may be somebody else's."""
+    kept, run = tmp_path / "kept", tmp_path / "run"
+    kept.write_text("kept")
+    run.mkdir()
+    _run(run)
+    (run / name).symlink_to(kept)
+    watch_command(run, once=True)
+    assert kept.read_text() == "kept" and not (run / "page.html").is_symlink()
+    assert (run / "page.html").read_text().startswith("<!doctype html>")
+
+
 def test_the_verb_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _run(tmp_path)
     found = watch_command(tmp_path, once=True)
