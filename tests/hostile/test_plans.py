@@ -118,7 +118,7 @@ def test_nothing_unpickles_or_evaluates() -> None:
     tools' checkpoints are read as data (``records.py``: tests/unit/test_formats.py), their values by torch's restricted
     unpickler. The one source that runs is a generated function's, after the allowlist has passed it
     (tests/hostile/test_generated_code.py)."""
-    allowed = {"quintnet_compiler/runtime/launch/sending.py", "quintnet_compiler/checkpoint/formats/records.py"}
+    allowed = {"quintnet_compiler/runtime/launch/sending.py", "quintnet_compiler/core/pickle_records.py"}
     banned = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
     root = Path(quintnet.__file__).parent.parent
     for folder in ("quintnet", "quintnet_compiler", "passes", "cost_models"):

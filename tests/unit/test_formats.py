@@ -34,13 +34,13 @@ from quintnet_compiler.checkpoint.formats.dcp_metadata import read_dcp_metadata
 from quintnet_compiler.checkpoint.formats.format import Format
 from quintnet_compiler.checkpoint.formats.megatron import as_hugging_face, is_megatron
 from quintnet_compiler.checkpoint.formats.quintnet_folder import read_quintnet, write_quintnet
-from quintnet_compiler.checkpoint.formats.records import Pickled, records_in
 from quintnet_compiler.checkpoint.formats.safetensors_folder import read_safetensors, write_safetensors
 from quintnet_compiler.checkpoint.parts import SavedPart
 from quintnet_compiler.cli.convert import convert as verb
 from quintnet_compiler.compat.distributed import interleaved_shard
 from quintnet_compiler.core import slices
 from quintnet_compiler.core.errors import CheckpointError
+from quintnet_compiler.core.pickle_records import Pickled, records_in
 from quintnet_compiler.core.sharding import I
 from quintnet_compiler.core.sharding import Shard as ShardType
 

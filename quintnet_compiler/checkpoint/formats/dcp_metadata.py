@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ...core.errors import CheckpointError
+from ...core.pickle_records import Pickled, records_in
 from ...weights.files import METADATA, shown
 from ..documents import StoredBox, covers
-from .records import Pickled, records_in
 
 LARGEST_METADATA = 2**30
 _OF_TORCH = "torch.distributed.checkpoint.metadata"
