@@ -12,6 +12,7 @@ class Pickled:
     kind: tuple[str, str] = ("", "")
 
     def __new__(cls, *args: Any, **_: Any) -> Pickled:
+        """Keep what it was made with."""
         pickled = object.__new__(cls)
         pickled.args, pickled.state, pickled.entries = args, None, []
         return pickled
@@ -20,18 +21,23 @@ class Pickled:
     state: Any
     entries: list[Any]
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Do nothing: :meth:`__new__` has kept it."""
 
     def __setstate__(self, state: Any) -> None:
+        """Keep the state that it was given."""
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        """Keep an entry of a dict."""
         self.entries.append((key, value))
 
     def append(self, value: Any) -> None:
+        """Keep an item of a list."""
         self.entries.append(value)
 
     def extend(self, values: Any) -> None:
+        """Keep items of a list."""
         self.entries.extend(values)
 
 

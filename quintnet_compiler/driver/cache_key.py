@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from ..compat.torch_settings import active_modes, files_of_kernels, root_of_build, settings_of_torch
-from ..core.code_origin import PACKAGE, TORCH
-from ..core.versions import version_of
+from ..core.code_origin import PACKAGE, TORCH, version_of
 from ..ir.program import Captured
 from ..ops.rules.table import RULES
 from .captured_text import NotCacheable, captured_text

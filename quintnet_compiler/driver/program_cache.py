@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
+from ..core.code_origin import version_of
 from ..core.errors import CacheWarning
 from ..core.names import one_line
-from ..core.versions import version_of
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
 from ..ir.program import Captured

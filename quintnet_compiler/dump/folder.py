@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from ..core.code_origin import version_of
 from ..core.files import open_folder, write_file
-from ..core.versions import version_of
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
 from ..ir.printer import code_text, program_text

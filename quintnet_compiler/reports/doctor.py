@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from ..core.code_origin import version_of
 from ..core.errors import QuintNetError
-from ..core.versions import version_of
 from ..runtime.launch.launch import launch
 from ..runtime.launch.launchers import Started, started
 from ..runtime.launch.smoke import backends, smoke

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from quintnet_compiler.core.axes import AXES, DATA_AXES, SHARDED_AXES
-from quintnet_compiler.core.code_origin import PACKAGE, STDLIB, TORCH
+from quintnet_compiler.core.code_origin import PACKAGE, STDLIB, TORCH, version_of
 from quintnet_compiler.core.empty_storage import device_of, hollow_parameters, of_other_ranks, plain_parameters
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.files import open_folder, save_text, write_file
 from quintnet_compiler.core.html import table
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.core.progress import bar, hushed, seen, working
-from quintnet_compiler.core.versions import version_of
 
 
 def test_axes_of_a_mesh_are_outermost_first() -> None:
