@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
-from quintnet_compiler.checkpoint import commit, manifest
+from quintnet_compiler.checkpoint import background, commit, manifest
+from quintnet_compiler.checkpoint.background import SaveLine
 from quintnet_compiler.checkpoint.folder import MARK
 from quintnet_compiler.checkpoint.formats.convert import convert
 from quintnet_compiler.checkpoint.formats.format import Format
@@ -24,6 +26,8 @@ from quintnet_compiler.checkpoint.lock import NAME
 from quintnet_compiler.checkpoint.stores import disk_folder
 from quintnet_compiler.checkpoint.stores.object_folder import ObjectFolder
 from quintnet_compiler.checkpoint.stores.places import folder_at
+from quintnet_compiler.checkpoint.training_state import write
+from quintnet_compiler.checkpoint.values import stored_extra
 
 BATCH = (torch.randn(8, 6), torch.randn(8, 3))
 STEPS = ["step-00000010", "step-00000020", "step-00000030"]
@@ -63,7 +67,8 @@ class _Keeping(nn.Module):
 
 
 def _bits(x: Tensor) -> bytes:
-    return x.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    x = x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return x.flatten().view(torch.uint8).numpy().tobytes()
 
 
 _BYTES = torch.arange(1, 49, dtype=torch.uint8)
@@ -85,6 +90,7 @@ KINDS: dict[str, Tensor] = {
     "columns first": torch.arange(12.0).view(3, 4).t(),
     "every second of complex128": torch.arange(12.0).to(torch.complex128)[::2],
     "expanded": torch.ones(1).expand(5),
+    "one of every second": torch.arange(12.0)[::2][:1],
     "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
     "negative": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
 }
@@ -95,12 +101,12 @@ KINDS: dict[str, Tensor] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_tensor_comes_back(kind: str, place: str) -> None:
     saved = _program(_Keeping(KINDS[kind].detach()), check="off")  # torch compares no float4 and no complex32
-    saved.save(place, step=1)
+    saved.save(place, step=1, extra={"kept": KINDS[kind]})
     other = _program(_Keeping(torch.zeros_like(KINDS[kind], memory_format=torch.contiguous_format)), check="off")
-    other.load(place)
-    found = other.state_dict()["kept"]
-    assert found.dtype == KINDS[kind].dtype and found.shape == KINDS[kind].shape
-    assert _bits(found) == _bits(KINDS[kind])
+    restored = other.load(place)
+    for found in (other.state_dict()["kept"], restored.extra["kept"]):
+        assert found.dtype == KINDS[kind].dtype and found.shape == KINDS[kind].shape
+        assert _bits(found) == _bits(KINDS[kind])
 
 
 @pytest.mark.sample(1)
@@ -155,6 +161,8 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_name(kind: str) -> None:
     with pytest.raises(quintnet.CheckpointError, match=f"model/odd is torch.{kind}, which") as raised:
         Snapshot({"model/odd": part}, {})
     assert raised.value.code == "QN603"
+    with pytest.raises(quintnet.CheckpointError, match=f"extra:odd is torch.{kind}, which"):
+        stored_extra({"odd": REFUSED[kind]()})
 
 
 def test_a_state_without_values_is_refused_by_name(tmp_path: Path) -> None:
@@ -177,6 +185,39 @@ def test_a_checkpoint_that_lacks_a_part_is_not_published(
         program.save(place, step=2)
     assert raised.value.code == "QN603"
     assert [entry.step for entry in folder_at(place).named()] == [1]
+
+
+def test_a_load_waits_for_the_save_that_its_program_began(
+    program: CompiledProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would find the checkpoint before, or none."""
+    asked, waited = threading.Event(), SaveLine.wait
+
+    def write_when_asked(*arguments: Any) -> Path | str:
+        assert asked.wait(60)
+        return write(*arguments)
+
+    def wait(line: SaveLine) -> None:
+        asked.set()
+        waited(line)
+
+    monkeypatch.setattr(background, "write", write_when_asked)
+    saving = program.save_async(tmp_path, step=1)
+    monkeypatch.setattr(SaveLine, "wait", wait)
+    assert program.load(tmp_path).step == 1 and saving.done()
+
+
+def test_no_checkpoint_is_put_into_another(program: CompiledProgram, tmp_path: Path) -> None:
+    """That one would count as damaged."""
+    path = Path(program.save(tmp_path / "run", step=3))
+    for put in (lambda: program.save(path, step=4), lambda: program.reserve(path)):
+        with pytest.raises(quintnet.CheckpointError, match=r"QN603(?s:.*)is a checkpoint, which would count"):
+            put()
+    with pytest.raises(quintnet.CheckpointError, match=r"QN603(?s:.*)is in the checkpoint .*step-00000003"):
+        program.save_pretrained(path / "weights" / "new")
+    with pytest.raises(quintnet.CheckpointError, match=r"QN601(?s:.*)it is one checkpoint"):
+        program.load(path)
+    assert program.load(tmp_path / "run").step == 3
 
 
 # -- nothing outside of the folder

@@ -189,7 +189,8 @@ class ProgramCheckpoints(ProgramState):
 
         Parameters, the optimizer's state and options, and the state of random numbers are restored bit by bit. Every
         file is read and compared with its hashes first. A damaged checkpoint is reported by a
-        :class:`quintnet.CheckpointWarning`, and the one before it is tried. Others may write there meanwhile.
+        :class:`quintnet.CheckpointWarning`, and the one before it is tried. Others may write there meanwhile; a
+        :meth:`save_async` of this program is waited for.
         ``accept`` is called with what the checkpoint has beside tensors, before anything is changed, and may raise.
 
         Returns:
@@ -204,6 +205,8 @@ class ProgramCheckpoints(ProgramState):
         from ..checkpoint.training_state import read
 
         self._agree("load", optimizer, None, step=step)
+        if self._saving is not None:
+            self._saving.wait()
         restored = read(self._pretrained(), folder_at(folder, "QN601"), step, optimizer, accept)
         if "rng" in restored.run:
             self.set_rng_state(restored.run["rng"])

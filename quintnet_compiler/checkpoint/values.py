@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ..core.errors import CheckpointError
 from ..weights.files import shown
+from ..weights.safetensors_writer import bytes_of
+from .parts import SavedPart
 
 Put = Callable[[str, Tensor], None]
 Get = Callable[[str], Tensor]
@@ -192,8 +194,8 @@ def to_json(state: Any, what: str, put_other: PutOther | None = None) -> Any:
     tensors: dict[str, Any] = {}
 
     def put(path: str, x: Tensor) -> None:
-        x = x.detach().cpu().contiguous()
-        data = x.reshape(-1).view(torch.uint8).numpy().tobytes()
+        SavedPart.whole(x).require_storable(f"{what}{path}")
+        data = bytes(bytes_of(x.detach().cpu()))
         tensors[path] = [str(x.dtype).removeprefix("torch."), list(x.shape), base64.b64encode(data).decode()]
 
     try:
@@ -209,8 +211,8 @@ def from_json(stored: Any, get_other: GetOther | None = None) -> Any:
 
     def get(path: str) -> Tensor:
         dtype, shape, data = stored["tensors"][path]
-        words = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8) if data else torch.empty(0)
-        return words.view(getattr(torch, dtype)).reshape(shape) if data else words.to(getattr(torch, dtype))
+        words = torch.from_numpy(np.frombuffer(base64.b64decode(data), np.uint8).copy())
+        return words.view(getattr(torch, dtype)).reshape(shape)
 
     return decoded(stored["value"], get, get_other)
 

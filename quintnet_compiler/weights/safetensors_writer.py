@@ -35,7 +35,8 @@ class TensorEntry:
 
 def bytes_of(x: Tensor) -> memoryview:
     """Return the bytes of a tensor in host memory, row after row; they are a copy if they lie otherwise."""
-    return x.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().data
+    x = x.resolve_conj().resolve_neg().contiguous()
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy().data  # a dim of size 1 may have any stride
 
 
 def storable(dtype: torch.dtype) -> bool:
