@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import secrets
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from ..weights.adapters import CONFIG, WEIGHTS, adapters_of, is_peft, merged, pl
 from ..weights.files import open_weights, refuse_all, shown
 from ..weights.sources import Stored
 from .pretrained import WeightsSubject, everywhere, misfit, read_parts
-from .pretrained_save import make_new
+from .stores.new_folder import new_folder
 
 
 def save_adapters(subject: WeightsSubject, folder: Path) -> None:
@@ -63,24 +60,16 @@ def _write(
 ) -> None:
     """Give ``write`` these tensors whole, on the first rank, and a new folder, which appears when it is complete."""
     backend, state = subject.backend, subject.program.state
-    temporary = folder.parent / f".{folder.name}.{secrets.token_hex(8)}.tmp"
     kept = {name: subject.aliases.get(name, name) for name in names}
     unset = sorted(backend.unset & set(kept.values()))
     with everywhere(backend, "QN603"):
         refuse_all("QN604", folder, [f"{name} has no values" for name in unset], fix="load or initialise them first")
+    with new_folder(folder, backend.told, writes=backend.first) as temporary:
+        loose = {n: x.detach().cpu() for n, x in subject.model.state_dict().items() if kept.get(n, "") not in state}
+        held = list(dict.fromkeys(name for name in kept.values() if name in state))
+        wholes = {name: x.cpu().clone() for name, x in backend.wholes(subject.program, held) if x is not None}
         if backend.first:
-            make_new(folder, temporary)
-    try:
-        with everywhere(backend, "QN603"):
-            loose = {n: x.detach().cpu() for n, x in subject.model.state_dict().items() if kept.get(n, "") not in state}
-            held = list(dict.fromkeys(name for name in kept.values() if name in state))
-            wholes = {name: x.cpu().clone() for name, x in backend.wholes(subject.program, held) if x is not None}
-            if backend.first:
-                write(temporary, {name: wholes[key] if key in wholes else loose[name] for name, key in kept.items()})
-                os.rename(temporary, folder)
-    finally:
-        if backend.first:
-            shutil.rmtree(temporary, ignore_errors=True)
+            write(temporary, {name: wholes[key] if key in wholes else loose[name] for name, key in kept.items()})
 
 
 def has_adapters(folder: Path, model: nn.Module) -> bool:

@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NotRequired
 
 from pydantic import Field, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from ..weights.files import shown
-from .manifest import WrittenFiles, parsed
+from .manifest import MANIFEST, WrittenFiles, parsed
 from .reading.open_files import Damaged
 from .tensor_file import STORED_TYPES, BadHeader, read_header
 
 INDEX, STATE = "index.json", "state.json"
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is one checkpoint, and not one that has some."""
+    return (folder / MANIFEST).is_file() and (folder / STATE).is_file()
 
 
 Count = Annotated[StrictInt, Field(ge=0, lt=2**63)]

@@ -180,6 +180,13 @@ def read_manifest(files: OpenFiles, step: int) -> WrittenFiles:
     return WrittenFiles(files, digests)
 
 
+def step_of_manifest(files: OpenFiles) -> int:
+    """Return the step that a manifest says; nothing is compared. Raises: Damaged: if it says none."""
+    if type(step := _document(files.file(MANIFEST)).get("step")) is int:
+        return step
+    raise Damaged(f"{MANIFEST} is damaged: it has the step {shown(str(step))}")
+
+
 def _document(file: OpenFile) -> dict[str, Any]:
     if file.size > LARGEST_MANIFEST:
         raise Damaged(f"{MANIFEST} is larger than {LARGEST_MANIFEST} bytes")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..compat.transformers import ignored_on_save
-from ..core.errors import CheckpointError
-from ..weights.files import refuse_all, shown
+from ..weights.files import refuse_all
 from ..weights.meta_buffers import computed_buffers
 from ..weights.names import is_hugging_face, misread_names
 from ..weights.safetensors_writer import TensorEntry, files_of, storable, write_weights
 from .pretrained import WeightsSubject, everywhere
+from .stores.new_folder import new_folder
 
 
 def save_weights(subject: WeightsSubject, folder: Path, max_file_bytes: int) -> None:
@@ -30,41 +27,19 @@ def save_weights(subject: WeightsSubject, folder: Path, max_file_bytes: int) -> 
         CheckpointError: QN603 or QN604, on every rank.
     """
     backend = subject.backend
-    temporary = folder.parent / f".{folder.name}.{secrets.token_hex(8)}.tmp"
     with everywhere(backend, "QN603"):
         entries, loose = _entries(subject, folder)
-        if backend.first:
-            make_new(folder, temporary)
-    try:
-        with everywhere(backend, "QN603"):
-            files = files_of(entries, max_file_bytes)
-            ordered = [entry for group in files.values() for entry in group]
-            tensors = _wholes(subject, ordered, loose)
-            try:
-                if backend.first:
-                    write_weights(temporary, files, (x for x in tensors if x is not None))
-                    _configure(subject, temporary)
-                    os.rename(temporary, folder)
-            finally:
-                for _ in tensors:  # the other ranks hand over theirs, wanted or not
-                    pass
-    finally:
-        if backend.first:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def make_new(folder: Path, temporary: Path) -> None:
-    """Make ``temporary``, which is to become ``folder``.
-
-    Raises:
-        CheckpointError: QN603 if ``folder`` has something in it.
-    """
-    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise CheckpointError(
-            "QN603", f"{shown(str(folder))} exists and is not an empty folder", fix="save into a new folder"
-        )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary.mkdir()
+    with new_folder(folder, backend.told, writes=backend.first) as temporary:
+        files = files_of(entries, max_file_bytes)
+        ordered = [entry for group in files.values() for entry in group]
+        tensors = _wholes(subject, ordered, loose)
+        try:
+            if backend.first:
+                write_weights(temporary, files, (x for x in tensors if x is not None))
+                _configure(subject, temporary)
+        finally:
+            for _ in tensors:  # the other ranks hand over theirs, wanted or not
+                pass
 
 
 def _entries(subject: WeightsSubject, folder: Path) -> tuple[list[TensorEntry], dict[str, Tensor]]:

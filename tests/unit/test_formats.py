@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -36,6 +38,8 @@ from quintnet_compiler.checkpoint.formats.megatron import as_hugging_face, is_me
 from quintnet_compiler.checkpoint.formats.quintnet_folder import read_quintnet, write_quintnet
 from quintnet_compiler.checkpoint.formats.safetensors_folder import read_safetensors, write_safetensors
 from quintnet_compiler.checkpoint.parts import SavedPart
+from quintnet_compiler.checkpoint.stores.disk_folder import DiskFolder
+from quintnet_compiler.checkpoint.stores.new_folder import new_folder
 from quintnet_compiler.cli.convert import convert as verb
 from quintnet_compiler.compat.distributed import interleaved_shard
 from quintnet_compiler.core import slices
@@ -138,7 +142,7 @@ def test_nested_state_of_an_optimizer_keeps_its_form(tmp_path: Path) -> None:
     contents = Contents({"w": x + 9}, OptimizerContents("Own", state, {"w": {"lr": 0.1, "betas": [0.9, 0.99]}}), 3)
     write_dcp(tmp_path / "dcp", contents)
     write_quintnet(tmp_path / "own", contents)
-    for found in (read_dcp(tmp_path / "dcp", None), read_quintnet(tmp_path / "own", None)):
+    for found in (read_dcp(tmp_path / "dcp", None), read_quintnet(DiskFolder(tmp_path / "own"), None)):
         assert found.optimizer is not None and found.optimizer.kind == "Own" and found.step == 3
         assert same(found.optimizer.state, state)
         assert {key: list(x) if key == "betas" else x for key, x in found.optimizer.options["w"].items()} == {
@@ -250,6 +254,80 @@ def test_tied_parameters_have_all_their_names_elsewhere(tmp_path: Path) -> None:
     assert torch.equal(other.state_dict()["head.weight"], before)
     part = SavedPart.whole(torch.ones(2))
     assert tied.under_stored_names({"a": part}, {"b": "a"}, {"b"}) == {"b": part}
+
+
+def _saved_steps(folder: Path, *steps: int) -> None:
+    for step in steps:
+        write_quintnet(folder, Contents({"w": torch.full((2,), float(step))}, step=step))
+
+
+@pytest.mark.parametrize("name", ["best-00000004", "my best\n", "latest", "."])
+def test_one_checkpoint_is_read_whatever_its_name_is(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never another one, whose step the name may say."""
+    _saved_steps(tmp_path, 3, 4)
+    source, named = tmp_path / "step-00000003", tmp_path / name
+    if name == "latest":
+        named.symlink_to(source)
+    elif name == ".":
+        monkeypatch.chdir(source)
+        named = Path()
+    else:
+        shutil.copytree(source, named)
+    (tmp_path / ".leaving.json").write_text(json.dumps({"step": 1, "sha256": ""}))
+    report = convert(named, tmp_path / "out", Format.SAFETENSORS)
+    assert report.step == 3 and load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [3, 3]
+    assert convert(named, tmp_path / "own", Format.QUINTNET, Choices(step=7)).step == 7
+    assert [path.name for path in (tmp_path / "own").glob("step-*")] == ["step-00000007"]
+    (source / "state.json").write_text("{}")
+    if name in ("latest", "."):
+        refused("QN601", lambda: convert(named, tmp_path / "more", Format.DCP), "state.json")
+
+
+@pytest.mark.parametrize("to", Format)
+def test_a_destination_that_cannot_be_written_is_told(
+    to: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is left, also where somebody else makes the destination meanwhile."""
+    source, out = tmp_path / "run", tmp_path / "out"
+    _saved_steps(source, 1)
+    (tmp_path / "file").write_text("")
+    refused("QN603", lambda: convert(source, tmp_path / "file" / "out", to))
+    assert convert(source, tmp_path / ("n" * 250), to).step == 1
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        refused("QN603", lambda: convert(source, out, to), "No space left")
+
+    def make_theirs(real: Callable[..., None], *args: Any) -> None:
+        if args[-1] == out:
+            (out / "theirs").mkdir(parents=True)
+        real(*args)
+
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda *args: make_theirs(rename, *args))
+    refused("QN603", lambda: convert(source, out, to), "not empty")
+    assert os.listdir(out) == ["theirs"] and len(os.listdir(tmp_path)) == 4
+
+
+def test_a_new_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "new") as part:
+        (part / "file").write_text("")
+        assert not (tmp_path / "new").exists()
+    assert os.listdir(tmp_path / "new") == ["file"]
+    with new_folder(tmp_path / "others", writes=False) as part:
+        assert not part.exists()
+
+    def fill() -> None:
+        with new_folder(tmp_path / "new"):
+            pass
+
+    refused("QN603", fill, "is not an empty folder")
+    assert os.listdir(tmp_path) == ["new"]
 
 
 def test_names_are_changed_by_their_beginnings() -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ...core.errors import CheckpointError
 from ...weights.files import INDEX, METADATA, SINGLE, shown
-from ..manifest import MANIFEST
-from ..pretrained_save import make_new
+from ..documents import is_checkpoint
+from ..reading.together import alone, raised_together
 from ..stores.disk_folder import DiskFolder
+from ..stores.new_folder import new_folder
 from .contents import Contents
 from .dcp_folder import read_dcp, write_dcp
 from .format import Format
 from .megatron import as_hugging_face, is_megatron
-from .quintnet_folder import read_quintnet, write_quintnet
+from .quintnet_folder import OneCheckpoint, read_quintnet, write_quintnet
 from .safetensors_folder import read_safetensors, write_safetensors
 
 
@@ -66,7 +64,7 @@ def format_of(folder: Path) -> Format:
     Raises:
         CheckpointError: QN601 if it is none of the formats.
     """
-    if (folder / MANIFEST).is_file() or DiskFolder(folder).named():
+    if is_checkpoint(folder) or DiskFolder(folder).named():
         return Format.QUINTNET
     if (folder / METADATA).is_file():
         return Format.DCP
@@ -87,34 +85,36 @@ def convert(source: Path, destination: Path, to: Format, choices: Choices = Choi
         CheckpointError: QN601 or QN602 if the source cannot be read, QN603 if the destination cannot be written; there
             is none then.
     """
-    kind = format_of(source)
-    contents = _read(source, kind, choices).renamed(choices.rename)
+    with raised_together(alone, "QN601"):
+        kind = format_of(source)
+        contents = _read(source, kind, choices).renamed(choices.rename)
     left_out = contents.left_out
     if to is Format.SAFETENSORS and contents.optimizer is not None:
         left_out = ("the optimizer's state", *left_out)
         contents = replace(contents, optimizer=None)
-    temporary = destination.parent / f".{destination.name}.{secrets.token_hex(8)}.tmp"
-    make_new(destination, temporary)
-    try:
+    with new_folder(destination) as temporary:
         if to is Format.QUINTNET:
             write_quintnet(temporary, contents)
         elif to is Format.DCP:
             write_dcp(temporary, contents)
         else:
             write_safetensors(temporary, contents, choices.config)
-        os.rename(temporary, destination)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     size = sum(x.nbytes for x in contents.model.values())
     states = 0 if contents.optimizer is None else sum(1 for state in contents.optimizer.state.values() if state)
     return Conversion(kind, to, len(contents.model), size, states, contents.step, left_out)
 
 
 def _read(source: Path, kind: Format, choices: Choices) -> Contents:
+    if kind is Format.QUINTNET and not is_checkpoint(source):
+        return read_quintnet(DiskFolder(source), choices.step)
+    contents = _one(source, kind, choices)
+    return contents if choices.step is None else replace(contents, step=choices.step)
+
+
+def _one(source: Path, kind: Format, choices: Choices) -> Contents:
+    """Return what a folder has that is one checkpoint."""
     if kind is Format.QUINTNET:
-        within = (source / MANIFEST).is_file()  # one checkpoint, not the folder that has it
-        step = int(source.name.rpartition("-")[2]) if within else choices.step
-        return read_quintnet(source.parent if within else source, step)
+        return read_quintnet(OneCheckpoint(source.absolute().parent, source.absolute().name), None)
     contents = read_dcp(source, choices.model_key) if kind is Format.DCP else read_safetensors(source)
     if is_megatron(contents.model) and choices.config is not None:
         contents = replace(contents, model=as_hugging_face(contents.model, choices.config))
@@ -124,4 +124,4 @@ def _read(source: Path, kind: Format, choices: Choices) -> Contents:
             f"{shown(str(source))} has Megatron-core's tensors, which no plain module has",
             fix="--config config.json of the same model gives them the names of transformers; --rename keeps theirs",
         )
-    return contents if choices.step is None else replace(contents, step=choices.step)
+    return contents

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +64,24 @@ def values_of(folder: Path, stored: DcpMetadata, keys: Iterable[str]) -> dict[st
         tensor = isinstance(item, TensorStorageMetadata)
         state[key] = torch.empty(item.size, dtype=item.properties.dtype) if tensor else None  # type: ignore[union-attr]
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _alone(folder, "QN601"):
+        dcp_load(state, storage_reader=_Folder(folder, stored.metadata), planner=planner, no_dist=True)
+    return state
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, code: str) -> Iterator[None]:
+    """Let torch read or write a folder in this process, and say what was wrong."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_load(state, storage_reader=_Folder(folder, stored.metadata), planner=planner, no_dist=True)
-    except CheckpointException as failed:  # of torch's reader, for anything that is wrong with a file
+            yield
+    except CheckpointException as failed:  # of torch, for anything that is wrong with a file
         error = failed.failures[0][0]
-        raise CheckpointError(
-            "QN601", f"{shown(str(folder))}: {type(error).__name__}: {shown(str(error))}", fix="see the reason"
-        ) from None
-    return state
+        if not isinstance(error, Exception):  # Ctrl+C
+            raise error from None
+        text = f"{shown(str(folder))}: {type(error).__name__}: {shown(str(error))}"
+        raise CheckpointError(code, text, fix="see the reason") from None
 
 
 def read_dcp(folder: Path, model_key: str | None) -> Contents:
@@ -118,8 +127,7 @@ def write_dcp(folder: Path, contents: Contents) -> None:
         own["class"] = contents.optimizer.kind
         state[OPTIMIZER] = _optimizer(contents.optimizer)
     state[OWN] = json.dumps(own)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with _alone(folder, "QN603"):
         dcp_save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
 
 

@@ -47,10 +47,6 @@ class DcpMetadata:
     paths: Paths
 
 
-def is_dcp(folder: Path) -> bool:
-    return (folder / METADATA).is_file()
-
-
 def read_dcp_metadata(folder: Path) -> DcpMetadata:
     """Read which tensors a folder has, and which file holds them.
 

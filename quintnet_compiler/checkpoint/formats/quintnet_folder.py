@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,29 +10,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..folder import Entry
 from ..lock import FolderLocks
+from ..manifest import step_of_manifest
 from ..optimizer_state import decoded_state, encoded_state
 from ..parts import SavedPart
 from ..reading.choice import Chosen, with_newest
 from ..reading.stored_tensors import StoredTensors
-from ..reading.together import raised_together
+from ..reading.together import alone, raised_together
 from ..stores.disk_folder import DiskFolder
 from ..training_state import MODEL, OPTIMIZER, Destination, Snapshot, write
 from ..values import extra_of, plain, stored_extra
 from .contents import Contents, OptimizerContents
 
 
-def read_quintnet(folder: Path, step: int | None) -> Contents:
+@dataclass(frozen=True)
+class OneCheckpoint(DiskFolder):
+    """A folder as if it had one checkpoint alone, ``name``, which may be any: the manifest says the step."""
+
+    name: str
+
+    def named(self) -> list[Entry]:
+        with self.at(self.name).open() as files:
+            return [Entry(step_of_manifest(files), self.at(self.name))]
+
+    def leftovers(self) -> list[Entry]:
+        return []
+
+    def read_mark(self) -> bytes:
+        return b""
+
+
+def read_quintnet(folder: DiskFolder, step: int | None) -> Contents:
     """Read the newest whole checkpoint, or that of ``step``. A tied parameter is under each of its names.
 
     Raises:
         CheckpointError: QN601 if none is whole.
     """
-    return with_newest(_alone, DiskFolder(folder), step, lambda chosen: partial(_contents, chosen))
-
-
-def _alone(text: str) -> tuple[str, ...]:
-    return (text,)
+    return with_newest(alone, folder, step, lambda chosen: partial(_contents, chosen))
 
 
 def _contents(chosen: Chosen) -> Contents:
@@ -42,7 +58,7 @@ def _contents(chosen: Chosen) -> Contents:
     """
     stored = StoredTensors(chosen.files, chosen.index)
     wholes = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in stored.metadata.items()}
-    with raised_together(_alone, "QN601"):
+    with raised_together(alone, "QN601"):
         stored.plan_reading({name: SavedPart.whole(x) for name, x in wholes.items()}).fill_parts()
     note = chosen.state
     model = {name.removeprefix(MODEL): x for name, x in wholes.items() if name.startswith(MODEL)}

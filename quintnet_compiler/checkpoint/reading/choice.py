@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ...core.errors import CheckpointError, CheckpointWarning
 from ...weights.files import INDEX, METADATA, SINGLE, conversion, shown
-from ..documents import IndexEntry, StateNote, check_tensors, read_index, read_state
+from ..documents import IndexEntry, StateNote, check_tensors, is_checkpoint, read_index, read_state
 from ..folder import CheckpointFolder
 from ..manifest import WrittenFiles, available, files_checked, read_manifest
 from ..pieces import Share
@@ -135,14 +135,14 @@ class _FolderLook:
         """
         try:
             entries = [entry for entry in available(folder) if step is None or entry.step == step][:LONGEST_LIST]
-            report = _Report(_Outcome.WHOLE, " ".join(f"{entry.step}/{entry.files.name}" for entry in entries))
+            report = _Report(_Outcome.WHOLE, "\0".join(f"{entry.step}/{entry.files.name}" for entry in entries))
         except Exception as error:
             report = _Report(_Outcome.UNREADABLE, _words(error))
         messages = tell_all(report.message())
         first = _Report._parse(messages[0])
         if first.outcome is _Outcome.UNREADABLE:
             raise _unusable(first, shown(str(folder.path)))
-        return cls(tell_all, folder, step, first.text.split(), len(messages))
+        return cls(tell_all, folder, step, [name for name in first.text.split("\0") if name], len(messages))
 
     def open_newest(self, stack: contextlib.ExitStack, plan: Plan[T]) -> Callable[[], T]:
         """Return what uses the checkpoint to load, which ``stack`` keeps open.
@@ -294,6 +294,8 @@ def _instead(of: CheckpointFolder) -> str:
     dcp = next((path for path in (folder, *within) if (path / METADATA).is_file()), None)
     if dcp is not None:
         return f"torch.distributed.checkpoint wrote it: {conversion(dcp, 'quintnet')}; then load NEW_FOLDER"
+    if is_checkpoint(folder):
+        return "it is one checkpoint: give the folder that has it, and step="
     if any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return "it has safetensors: program.load_pretrained(folder)"
     return "give the folder that was given to save"

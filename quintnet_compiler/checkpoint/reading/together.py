@@ -15,6 +15,11 @@ T = TypeVar("T")
 _VANISHED = "vanished"  # in the place of an error's id
 
 
+def alone(text: str) -> tuple[str, ...]:
+    """Tell all ranks a text, where this is the only one."""
+    return (text,)
+
+
 @contextlib.contextmanager
 def raised_together(tell_all: TellAll, code: str) -> Iterator[None]:
     """Raise on every rank what the block raises on one.

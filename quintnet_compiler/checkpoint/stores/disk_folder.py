@@ -23,9 +23,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.errors import CheckpointWarning
+from ...core.errors import CheckpointError, CheckpointWarning
 from ...core.files import open_plain
 from ...weights.files import shown
+from ..documents import is_checkpoint
 from ..folder import (
     ABANDONED_NAME,
     MARK,
@@ -88,6 +89,9 @@ class DiskFolder:
         return DiskFiles(self.path / name)
 
     def lock(self) -> FolderLock:
+        if is_checkpoint(self.path):
+            text = f"{shown(str(self.path))} is a checkpoint, which would count as damaged with another one in it"
+            raise CheckpointError("QN603", text, fix="give the folder that has it")
         self.path.mkdir(parents=True, exist_ok=True)
         return FolderLock(self.path.resolve())
 

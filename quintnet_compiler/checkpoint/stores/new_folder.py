@@ -1,0 +1,54 @@
+"""Folders of weights and converted checkpoints, which appear when they are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...core.errors import CheckpointError
+from ...weights.files import shown
+from ..documents import is_checkpoint
+from ..reading.together import TellAll, alone, raised_together
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, tell_all: TellAll = alone, *, writes: bool = True) -> Iterator[Path]:
+    """Yield a folder to write, which becomes ``folder`` when the block ends without an error.
+
+    Args:
+        folder: is not there yet, or is empty.
+        tell_all: gives every rank's text to every rank.
+        writes: whether this rank makes it; others take part in the block.
+
+    Raises:
+        CheckpointError: QN603 on every rank if it cannot be written, and what the block raises on one.
+    """
+    temporary = folder.parent / f".{folder.name[:40]}.{secrets.token_hex(8)}.tmp"  # of at most 255 bytes
+    try:
+        with raised_together(tell_all, "QN603"):
+            if writes:
+                _make(folder, temporary)
+        with raised_together(tell_all, "QN603"):
+            yield temporary
+            if writes:
+                os.rename(temporary, folder)
+    finally:
+        if writes:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _make(folder: Path, temporary: Path) -> None:
+    """Make ``temporary``. Raises: CheckpointError: QN603 if ``folder`` has something in it, or is in a checkpoint."""
+    text, fix = f"{shown(str(folder))} exists and is not an empty folder", "save into a new folder"
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise CheckpointError("QN603", text, fix=fix)
+    for parent in folder.absolute().parents:
+        if is_checkpoint(parent):
+            text = f"{shown(str(folder))} is in the checkpoint {shown(str(parent))}, which would count as damaged"
+            raise CheckpointError("QN603", text, fix=fix)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary.mkdir()
