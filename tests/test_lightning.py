@@ -199,6 +199,37 @@ def test_every_optimizer_and_scheduler_is_restored(step: str, tmp_path: Path) ->
     _equal(_fit(step, {"tp": 2}, epochs=3, folder=str(tmp_path), resume=str(tmp_path / "last.ckpt")), known)
 
 
+def test_a_save_that_ends_half_way_is_not_mixed_with_the_one_before(tmp_path: Path) -> None:
+    """The Trainer's state is written after the program: a run goes on from the step that both are of."""
+    import lightning.pytorch as lightning
+
+    path = tmp_path / "last.ckpt"
+    found: dict[str, Any] = {}
+
+    class Saves(lightning.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(path)
+                trainer.save_checkpoint(path)
+                found["kept"] = sorted(path.glob("program/step-*"))
+            if trainer.global_step == 4:
+                trainer.strategy.checkpoint_io.save_checkpoint = self.fail
+                trainer.save_checkpoint(path)
+
+        def fail(self, *_: Any, **__: Any) -> None:
+            raise OSError("the disk is gone")
+
+    class Looks(lightning.Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            steps = {int(state["step"]) for state in trainer.optimizers[0].state.values()}
+            found["resumed"] = trainer.global_step, steps
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        _fit("the loss", {"tp": 2}, callbacks=lambda: [Saves()])
+    _fit("the loss", {"dp": 2}, callbacks=lambda: [Looks()], resume=str(path))
+    assert found == {"kept": [path / "program" / "step-00000002"], "resumed": (2, {2})}
+
+
 def _layer_by_layer() -> list[Any]:
     from lightning.pytorch.callbacks import BaseFinetuning
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from ..api.compile import compile as compile_program
 from ..api.compiled_program import CompiledProgram
+from ..checkpoint.commit import prune
+from ..checkpoint.stores.disk_folder import DiskFolder
 from ..compat.transformers_trainer import lightning_precision
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
@@ -170,11 +172,13 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save the program, and then the Trainer's state, which says the step: an earlier one stays until then."""
         folder = Path(filepath)
         step = checkpoint["global_step"]
-        self.program.save(folder / PROGRAM, step=step, optimizer=joined(self.optimizers), keep=1)
+        self.program.save(folder / PROGRAM, step=step, optimizer=joined(self.optimizers), keep=2)
         if judges():
             self.checkpoint_io.save_checkpoint(checkpoint, folder / LOOP, storage_options=storage_options)
+            prune(DiskFolder(folder / PROGRAM), step, 1)
         self.barrier()  # the folder exists for all ranks
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -184,11 +188,12 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._compile_model()  # the Trainer restores the model before setup
-        self.program.load(self._resumed / PROGRAM)
+        self.program.load(self._resumed / PROGRAM, step=checkpoint["global_step"])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self.program.load(self._resumed / PROGRAM, optimizer=joined(self.optimizers))
+            step = checkpoint["global_step"]
+            self.program.load(self._resumed / PROGRAM, step=step, optimizer=joined(self.optimizers))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if judges():
