@@ -400,6 +400,15 @@ def test_folders_that_are_damaged_or_lead_elsewhere_are_refused(tmp_path: Path) 
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".new*"))
 
 
+@pytest.mark.parametrize("note", [{"step": "\x1b[31m"}, {"extra": 3}, {"run": 3}, [1]], ids=str)
+def test_a_note_of_others_in_a_folder_is_checked(note: Any, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, "quintnet": json.dumps(note)})
+    with pytest.raises(CheckpointError) as raised:
+        convert(folder, tmp_path / "out", Format.QUINTNET)
+    assert "\x1b" not in str(raised.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp"]
+
+
 def test_values_that_would_run_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     x = {"w": torch.ones(2)}

@@ -110,7 +110,7 @@ def read_dcp(folder: Path, model_key: str | None) -> Contents:
 def _own(folder: Path, text: Any) -> Mapping[str, Any]:
     try:
         note = json.loads(text)
-        if isinstance(note, dict):
+        if isinstance(note, dict) and type(note.get("step", 0)) is int:
             return note
     except (ValueError, TypeError, RecursionError):
         pass
