@@ -17,7 +17,7 @@ from ..api.compile import compile as compile_program
 from ..api.compiled_program import CompiledProgram
 from ..checkpoint.commit import prune
 from ..checkpoint.stores.disk_folder import DiskFolder
-from ..compat.transformers_trainer import lightning_precision
+from ..compat.trainers import lightning_precision
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..runtime.launch.world import judges, world_size

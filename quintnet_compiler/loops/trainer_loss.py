@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 
-from ..compat.transformers_trainer import labels_counted
+from ..compat.trainers import labels_counted
 from ..ir.containers import LossOfNames
 from ..weights.adapters import is_peft
 

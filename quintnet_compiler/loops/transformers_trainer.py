@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from ..api.compile import compile as compile_program
-from ..compat.transformers_trainer import prepared, save_random_states
+from ..compat.trainers import prepared, save_random_states
 from ..core.errors import CheckpointError
 from ..core.mesh import Mesh
 from ..ir.containers import model_inputs

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from quintnet_compiler.compat import transformers_trainer  # noqa: E402
+from quintnet_compiler.compat import trainers  # noqa: E402
 from quintnet_compiler.loops import one_process, refused  # noqa: E402
 from quintnet_compiler.loops import transformers_trainer as mixin  # noqa: E402
 
@@ -48,7 +48,7 @@ def test_all_that_cannot_be_followed_is_named_at_once() -> None:
 
 def test_random_states_are_written_by_the_trainer(tmp_path: Path) -> None:
     trainer = SimpleNamespace(args=SimpleNamespace(world_size=1))
-    transformers_trainer.save_random_states(trainer, str(tmp_path))
+    trainers.save_random_states(trainer, str(tmp_path))
     assert (tmp_path / "rng_state.pth").is_file()
 
 
