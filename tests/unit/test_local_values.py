@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quintnet_compiler.compat.distributed import interleaved_shard
 from quintnet_compiler.core.errors import RunError
-from quintnet_compiler.runtime.state.local_values import mark_stage_gradients, read_and_draw_whole_dtensors
+from quintnet_compiler.dtensors.local_values import mark_stage_gradients, read_and_draw_whole_dtensors
 
 DRAWS: list[Callable[[Tensor], Tensor]] = [
     torch.randn_like,

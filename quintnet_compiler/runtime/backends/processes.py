@@ -18,6 +18,7 @@ from ...core.empty_storage import of_other_ranks
 from ...core.errors import RunError
 from ...core.mesh import Mesh
 from ...core.sharding import I, Shard
+from ...dtensors.local_values import mark_stage_gradients, read_and_draw_whole_dtensors
 from ...ir.distributed_program import DistributedProgram, StateSpec
 from ...ir.program import Axis
 from ..execute.engines import Engine, eager
@@ -33,7 +34,6 @@ from ..state.buckets import reduced_axes, scattered_axes
 from ..state.changed_state import split_results, written_state
 from ..state.grad_handoff import HandOver
 from ..state.gradients import shared_by, too_many_gradients
-from ..state.local_values import mark_stage_gradients, read_and_draw_whole_dtensors
 from ..state.module_parameters import Slots, check_fits, local_of, move_tensor, retire
 from ..state.optimizer_settings import OptimizerSettings
 from ..state.same_state import SameState, Saved

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ...compat.distributed import draws_by, dtensor_over, local_tensor, numbers_by
-from ...compat.torch import plain_function, schema
-from ...core.errors import RunError
+from ..compat.distributed import draws_by, dtensor_over, local_tensor, numbers_by
+from ..compat.torch import plain_function, schema
+from ..core.errors import RunError
 
 aten = torch.ops.aten
 # what draws numbers for its first argument, and reads no value of it
