@@ -96,6 +96,13 @@ def _without_conflicts(loop: Loop) -> None:
     loop.optimizer.step()
 
 
+def _frozen_rows(loop: Loop) -> None:
+    for p in loop.parameters():
+        p.grad[:3] = 0
+        p.grad[..., 1].mul_(2)
+    loop.optimizer.step()
+
+
 def _signs_of_all(loop: Loop) -> None:
     signs = torch.cat([p.grad.flatten() for p in loop.parameters()]).sign()
     for p, part in zip(loop.parameters(), signs.split([p.numel() for p in loop.parameters()]), strict=True):
@@ -114,12 +121,14 @@ BODIES = [
     _largest_of_all,
     _without_conflicts,
     _signs_of_all,
+    _frozen_rows,
 ]
 OF_ALL_STAGES = {body.__name__ for body in BODIES} - {
     "_centred_gradients",
     "_new_data",
     "_without_conflicts",
     "_signs_of_all",
+    "_frozen_rows",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from itertools import pairwise
@@ -23,8 +23,8 @@ __all__ = [
     "PrefixStore",  # heartbeats and groups under names of their own; instead: torch.distributed.PrefixStore, untyped
     "Store",  # likewise
     "TCPStore",  # likewise
-    "all_gather", "checkpoint_parts_by", "draws_by", "dtensor_over", "flight_record", "interleaved_shard",
-    "is_interleaved", "local_tensor", "numbers_by", "positions_of", "reduce_scatter", "replace_local_tensor",
+    "all_gather", "checkpoint_parts_by", "dtensor_operators", "dtensor_over", "flight_record", "interleaved_shard",
+    "is_interleaved", "local_tensor", "positions_of", "reduce_scatter", "replace_local_tensor",
     "save_state_dict",
     "store_of_world", "symmetric_matmuls", "timeout_of", "use_symmetric_memory",
     "wait_as_long",
@@ -192,18 +192,10 @@ def checkpoint_parts_by(part: Callable[[DTensor], Any]) -> None:
     kind.__get_tensor_shard__ = tensor_shard
 
 
-@cache
-def numbers_by(number: Callable[[DTensor], Any]) -> None:
-    """Let ``number`` compute ``item()`` of DTensors, not of local parts; instead: nothing, DTensors are torch's own."""
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten._local_scalar_dense.default] = lambda function, args, kwargs: number(args[0])
-
-
-@cache
-def draws_by(functions: tuple[Any, ...], draw: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
-    """Set what random operators return for a DTensor; instead: nothing, users call them with torch's own DTensors."""
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handlers.update(dict.fromkeys(functions, draw))
+def dtensor_operators() -> dict[Any, Callable[..., Any]]:
+    """Return what computes operators of DTensors, by operator; instead: nothing, DTensors are torch's own."""
+    handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+    return handlers
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

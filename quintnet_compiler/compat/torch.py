@@ -47,7 +47,8 @@ __all__ = [
     "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
     "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "needs_values",
-    "runs_on", "OLD_CHOLESKY", "custom_operator", "free_unbacked_symbols", "unwritten_guard", "views_untracked",
+    "runs_on", "writing_operators", "OLD_CHOLESKY", "custom_operator", "free_unbacked_symbols", "unwritten_guard",
+    "views_untracked",
 ]  # fmt: skip
 
 
@@ -198,6 +199,14 @@ schema: Callable[[Any], Any] = attrgetter("_schema")
 def schema_or_none(target: object) -> Any:
     """Return the signature of a graph node's target; None for a Python function."""
     return getattr(target, "_schema", None)
+
+
+def writing_operators() -> tuple[Any, ...]:
+    """Return torch's operators that write to their first argument, or to ``out``; instead: a list of their names."""
+    parts = [name.replace(".", "::").split("::") for name in torch._C._dispatch_get_all_op_names()]
+    names = [(name, *overload) for space, name, *overload in parts if space == "aten" and not name.startswith("__")]
+    writing = [name for name in names if name[0].endswith("_") or name[-1].endswith("out")]
+    return tuple(getattr(getattr(torch.ops.aten, name), *overload or ["default"]) for name, *overload in writing)
 
 
 def operator_name(target: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..compat.distributed import draws_by, dtensor_over, local_tensor, numbers_by
+from ..compat.distributed import dtensor_operators, dtensor_over, local_tensor
 from ..compat.torch import plain_function, schema
 from ..core.errors import RunError
 
@@ -171,13 +172,14 @@ def _number_of_a_stage(source: GradientSource) -> RunError:
     )
 
 
-def whole_number(x: DTensor) -> Any:
+def whole_number(function: Any, args: Sequence[DTensor], kwargs: Mapping[str, Any]) -> Any:
     """Return the Python number of a replicated DTensor.
 
     Raises:
         RunError: QN113 for a DTensor of which each rank has a part or a term, and for what was computed from the
             gradient of a pipeline stage.
     """
+    x = args[0]
     if isinstance(x, StageGradient) and x.is_number:
         raise _number_of_a_stage(x.source)
     if not all(placement.is_replicate() for placement in x.placements):
@@ -190,14 +192,16 @@ def whole_number(x: DTensor) -> Any:
     return local_tensor(x).item()
 
 
+@cache
 def read_and_draw_whole_dtensors() -> None:
     """Let DTensors of this process give Python numbers, and draw random numbers, as whole tensors do, from now on.
 
     torch reads and draws each rank's part by itself: on CPUs, all parts get the same random numbers.
     """
-    numbers_by(whole_number)
     packets = (*_FILLS, *_READS_PROBABILITIES)
-    draws_by(tuple(getattr(packet, name) for packet in packets for name in packet.overloads()), _draw)  # type: ignore[no-untyped-call]
+    handlers = dtensor_operators()
+    handlers[aten._local_scalar_dense.default] = whole_number
+    handlers |= {getattr(packet, name): _draw for packet in packets for name in packet.overloads()}  # type: ignore[no-untyped-call]
 
 
 def _draw(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
@@ -218,12 +222,17 @@ def _draw(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTen
     whole = _whole(x) if function.overloadpacket in _READS_PROBABILITIES else _empty(x)
     rest = [_whole(value) if isinstance(value, DTensor) else value for value in args[1:]]
     drawn = function(whole, *rest, **kwargs)
-    replicated = DTensor.from_local(drawn, x.device_mesh, [Replicate()] * x.device_mesh.ndim, run_check=False)
-    part = local_tensor(replicated.redistribute(placements=x.placements))
+    part = part_like(x, drawn)
     if schema(function).is_mutable:
         local_tensor(x).copy_(part)
         return x
     return dtensor_over(part, x.device_mesh, x.placements, x.shape, tuple(drawn.stride()))
+
+
+def part_like(x: DTensor, whole: Tensor) -> Tensor:
+    """Return this rank's part of values that every rank has, cut as ``x`` is."""
+    replicated = DTensor.from_local(whole, x.device_mesh, [Replicate()] * x.device_mesh.ndim, run_check=False)
+    return local_tensor(replicated.redistribute(placements=x.placements))
 
 
 def _whole(x: DTensor) -> Tensor:

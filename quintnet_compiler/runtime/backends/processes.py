@@ -18,7 +18,7 @@ from ...core.empty_storage import of_other_ranks
 from ...core.errors import RunError
 from ...core.mesh import Mesh
 from ...core.sharding import I, Shard
-from ...dtensors.local_values import mark_stage_gradients, read_and_draw_whole_dtensors
+from ...dtensors import local_values, whole_dtensors
 from ...ir.distributed_program import DistributedProgram, StateSpec
 from ...ir.program import Axis
 from ..execute.engines import Engine, eager
@@ -77,7 +77,7 @@ class ProcessBackend:
             )
         agree({"torch": torch.__version__, "plan": plan}, device)
         self.label = next_label()
-        read_and_draw_whole_dtensors()
+        whole_dtensors.use_whole_dtensors()
         watch_optimizers()
         self.values = SameValues(mesh, device)
         self.values.see(tensors)
@@ -398,7 +398,7 @@ class ProcessBackend:
             for x, spec in ((x, program.state[name]) for name, x in settled.items())
         ]
         if self.mesh["pp"] > 1:
-            mark_stage_gradients(dict(zip(settled, gradients, strict=True)))
+            local_values.mark_stage_gradients(dict(zip(settled, gradients, strict=True)))
         handover = HandOver([self.parameters[name] for name in settled], gradients)
         executor = Executor(program, part, self.transport, self.device, store, self.linears.wrap(program, self.engine))
         return _Process(program, executor, store, step_function(executor), handover)
