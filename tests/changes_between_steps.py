@@ -312,6 +312,11 @@ def _context(k: Any) -> contextvars.ContextVar[Any]:
     return CONTEXT
 
 
+def _defaulted(k: Any) -> contextvars.ContextVar[Box]:
+    box = Box(k)
+    return contextvars.ContextVar("defaulted", default=box)
+
+
 def _missing(k: Any) -> Box:
     box = Box(0)
     box.__dict__.pop("k")
@@ -421,6 +426,10 @@ HOLDERS = {
     "partial": Holder(lambda k: functools.partial(_identity, k=k), lambda h: h(), lambda h, v: h.keywords.update(k=v)),
     "weak reference": Holder(_weak, lambda h: h().k, lambda h, v: _put_attribute(h(), v)),
     "context variable": Holder(_context, lambda h: h.get(), lambda h, v: CONTEXT.set(v)),
+    "default of a context variable": Holder(_defaulted, lambda h: h.get().k, lambda h, v: _put_attribute(h.get(), v)),
+    "key of a dict": Holder(
+        lambda k: {Box(k): 0}, lambda h: next(iter(h)).k, lambda h, v: _put_attribute(next(iter(h)), v)
+    ),
     "optimizer": Holder(_optimizer, lambda h: h.param_groups[0]["held"], lambda h, v: h.param_groups[0].update(held=v)),
     "global object of a method": Holder(_by_box, lambda h: h.get(), _set_box),
     "global object of a property": Holder(_by_box, lambda h: h.k, _set_box),

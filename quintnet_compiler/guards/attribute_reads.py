@@ -77,9 +77,7 @@ class Reads:
     _modules: list[types.ModuleType] = field(default_factory=list)  # whose reads are recorded
     _labels: dict[int, tuple[str, Any]] = field(default_factory=dict)
     _seen: set[tuple[int, str]] = field(default_factory=set)
-    _classes: dict[type, tuple[bool, Any]] = field(
-        default_factory=dict
-    )  # whether it had a method of its own, and which
+    _classes: dict[type, tuple[bool, Any]] = field(default_factory=dict)  # whether it had its own method, and which
 
     @property
     def objects(self) -> list[tuple[str, Any]]:

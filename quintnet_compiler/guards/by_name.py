@@ -151,23 +151,20 @@ def _of_names(kind: type, names: frozenset[str]) -> NamedSpace:
     return NamedSpace(kind.__name__, own, tuple(sorted(names & own.keys())), names - own.keys())
 
 
+def _functions_of(module: types.ModuleType, names: Set[str]) -> NamedSpace:
+    own = vars(module)
+    present = sorted(name for name in names & own.keys() if isinstance(own[name], _LIBRARY_CODE))
+    return NamedSpace(module.__name__, own, tuple(present), frozenset())
+
+
 def torch_spaces(names: Set[str], parts: Iterable[nn.Module]) -> list[NamedSpace]:
     """Return torch's own functions and methods of tensors that somebody may have replaced.
 
     These have ``names``, or the ``forward`` of a module of torch's looks them up.
     """
-    forwards = {forward for part in parts if isinstance(forward := type(part).forward, types.FunctionType)}
+    kinds = *map(type, parts), *(vars(nn)[name] for name in names & vars(nn).keys())  # forward may make the latter
+    forwards = {forward for kind in kinds if isinstance(forward := getattr(kind, "forward", None), types.FunctionType)}
     codes = [forward.__code__ for forward in forwards if is_library(forward.__code__)]
     names = names | {name for code in codes for name in code.co_names}
-    spaces = [
-        NamedSpace(
-            module.__name__,
-            vars(module),
-            tuple(
-                sorted(name for name in names & vars(module).keys() if isinstance(vars(module)[name], _LIBRARY_CODE))
-            ),
-            frozenset(),
-        )
-        for module in (torch, nn.functional)
-    ]
+    spaces = [_functions_of(module, names) for module in (torch, nn.functional)]
     return [*spaces, _of_names(torch.Tensor, frozenset((names | _SPECIAL) & set(dir(torch.Tensor))))]

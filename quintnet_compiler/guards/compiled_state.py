@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
+from torch import Generator
 
 from .python_state import PLAIN, Change, is_simple
 
@@ -47,6 +48,8 @@ def objects_held(value: Any) -> list[Any]:
 def compiled_data(value: Any) -> tuple[Any, ...]:
     """Return the plain data of which ``pickle`` would make a compiled object again; () if there is none."""
     kind = type(value)
+    if isinstance(value, Generator):
+        return value.initial_seed(), value.get_state().numpy().tobytes()
     methods = [getattr(kind, name, None) for name in ("__reduce__", "__reduce_ex__", "__getstate__")]
     if methods == _METHODS_OF_OBJECT:
         return ()

@@ -58,7 +58,7 @@ def _viewed(view: Any) -> list[Any]:
 
 
 def _context_value(variable: ContextVar[Any]) -> list[Any]:
-    return [variable.get(MISSING)]
+    return [variable.get(MISSING), *objects_held(variable)]  # and what it has where nobody set it
 
 
 def _bound_to(method: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from ..core import code_origin
 from .compiled_state import CompiledData, compiled_data, is_compiled, is_iterator
@@ -79,7 +79,8 @@ def children(
     pairs = reading.named_values(value)
     if unread.only is not None:
         pairs = [(name, child) for name, child in pairs if name in unread.only]
-    return [(f"{label}[{name!r}]", child) for name, child in pairs if name not in unread.names]
+    keys = [(f"a key of {label}", name) for name, _ in pairs if not is_value(name)]
+    return [*keys, *((f"{label}[{name!r}]", child) for name, child in pairs if name not in unread.names)]
 
 
 def _reading(value: Any, whole: Callable[[Any], bool]) -> ContainerReading | None:
@@ -147,7 +148,8 @@ def container_guards(
             continue
         if _is_closed(value, whole) or _of_library(value):
             continue
-        if is_compiled(value) and reading_of(value) is None and not is_iterator(value) and compiled_data(value):
+        has_data = is_compiled(value) and reading_of(value) is None and not is_iterator(value)
+        if (has_data or isinstance(value, Generator)) and compiled_data(value):
             others.append(CompiledData(label, value))
         reading = _reading(value, whole)
         if reading is not None:

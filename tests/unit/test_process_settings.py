@@ -23,6 +23,10 @@ from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.guards.process_settings import ContextValues, readers_of
 
 _VARIABLE = contextvars.ContextVar("scale", default=1.0)
+_DEFAULT = {"scale": 1.0}
+_DEFAULTED = contextvars.ContextVar("defaulted", default=_DEFAULT)
+_KEYS = {type("Key", (), {})(): 0}
+_GENERATOR = torch.Generator().manual_seed(1)
 _MODULES = types.SimpleNamespace()
 
 
@@ -44,6 +48,19 @@ SETTINGS: dict[str, tuple[Callable[[], float], Callable[[pytest.MonkeyPatch], An
     "context": (
         lambda: dict(contextvars.copy_context()).get(_VARIABLE, 1.0),
         lambda patch: _VARIABLE.set(2.0),
+    ),
+    "default of a context variable": (
+        lambda: _DEFAULTED.get()["scale"],
+        lambda patch: patch.setitem(_DEFAULT, "scale", 2.0),
+    ),
+    "key of a dict": (
+        lambda: sum(getattr(key, "scale", 1.0) for key in _KEYS),
+        lambda patch: patch.setattr(next(iter(_KEYS)), "scale", 2.0, raising=False),
+    ),
+    "seed of a generator": (lambda: float(_GENERATOR.initial_seed()), lambda patch: _GENERATOR.manual_seed(2)),
+    "function of a layer that forward makes": (
+        lambda: nn.GELU()(torch.ones(2)),  # type: ignore[arg-type,return-value]
+        lambda patch: patch.setattr(nn.functional, "gelu", torch.relu),
     ),
     "environment": (
         lambda: float(os.environ.get("QUINTNET_TEST_SCALE", "1")),
