@@ -196,3 +196,21 @@ def test_the_default_device_of_a_step_counts(batch: Any) -> None:
         with torch.device("cpu"):
             assert float(program.step(BATCH)) == pytest.approx(expected, abs=1e-12)
         assert float(program.step(BATCH)) == pytest.approx(expected, abs=1e-12)
+
+
+def test_evaluation_has_the_mode_of_gradients_of_its_call() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * (2.0 if torch.is_grad_enabled() else 1.0)
+
+    model, batch = Net().eval(), (torch.randn(4, 4), torch.randint(4, (4,)))
+    program = quintnet.compile(model, Mesh(dp=2), batch, loss_fn=F.cross_entropy)
+    for on in (True, False, True):
+        with torch.set_grad_enabled(on):
+            expected = model(batch[0])
+            assert abs(program.evaluate(batch) - F.cross_entropy(expected, batch[1])) < 1e-6
+            torch.testing.assert_close(program(batch[0]), expected)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from ..ir.batch_form import ROWS, BatchForm, FlatBatch
 from ..ir.distributed_program import DistributedProgram
 from ..ir.program import Captured
@@ -23,11 +25,19 @@ class Version:
     captured: Captured
     made: dict[Sizes, DistributedProgram] = field(default_factory=dict)
     fixed: bool = False  # whether a capture for other lengths has failed
+    gradients: frozenset[bool] = field(default_factory=lambda: frozenset([torch.is_grad_enabled()]))  # around the call
 
     @property
     def holds(self) -> bool:
-        """Return whether the module is as it was captured."""
-        return self.captured.guards is None or self.captured.guards.hold()
+        """Return whether the module is as it was captured, and gradients are, unless it trains: a step has them on."""
+        is_mode = self.captured.training or torch.is_grad_enabled() in self.gradients
+        return is_mode and (self.captured.guards is None or self.captured.guards.hold())
+
+    def replace_capture(self, captured: Captured) -> None:
+        """Take the capture of now, which has the same graph, also where only the mode of gradients differs."""
+        unchanged = self.captured.guards is None or self.captured.guards.hold()
+        self.gradients = (self.gradients if unchanged else frozenset()) | {torch.is_grad_enabled()}
+        self.captured = captured
 
     def sizes(self, batch: FlatBatch, size: int) -> Mapping[str, int] | None:
         """Return the sizes of ``batch`` that vary, with ``size`` rows on all data ranks; None if its form differs."""

@@ -303,7 +303,7 @@ class Programs:
             text = f"{error.message}\n  {difference}" if difference else error.message
             raise CompileError(error.code, text, where=error.where, fix=error.fix) from error
         if (same := self._versions.equal_version(kind, captured)) is not None:
-            same.captured = captured
+            same.replace_capture(captured)
             return same
         if other is not None:
             other[0].fixed = True
@@ -322,7 +322,7 @@ class Programs:
         captured = self._unread.without(version.captured, lambda: self._traced(kind, batch, form))
         if captured is None:
             return None
-        version.captured = captured
+        version.replace_capture(captured)
         return version
 
     def _traced(self, kind: str, batch: Any, form: BatchForm) -> Captured:

@@ -233,6 +233,22 @@ def test_the_version_of_the_module_as_it_is_now() -> None:
     assert kept.alike("train", FlatBatch.flatten((torch.zeros(2, 5),))) is None
 
 
+def test_what_does_not_train_is_for_the_modes_of_gradients_in_which_it_was_traced() -> None:
+    form, switch = BatchForm.of_batch((torch.zeros(4, 3),), 4), Switch()
+    trained, evaluated = (Captured(None, {}, {}, form, None, x, guards=switch) for x in (True, False))  # type: ignore[arg-type]
+    version, step = Version(evaluated), Version(trained)
+    with torch.no_grad():
+        assert step.holds and not version.holds
+        version.replace_capture(evaluated)
+        assert version.holds
+    assert version.holds
+    switch.on = False
+    version.replace_capture(evaluated)
+    switch.on = True
+    with torch.no_grad():
+        assert not version.holds
+
+
 def test_the_programs_that_were_used_last_are_kept() -> None:
     kept, batch = CapturedVersions(), (torch.zeros(4, 3),)
     captured: Any = Captured(None, {}, {}, BatchForm.of_batch(batch, 4), None, True)  # type: ignore[arg-type]
