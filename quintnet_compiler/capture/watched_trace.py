@@ -276,27 +276,14 @@ class WatchedTrace:
         """Return all Python state that the trace read: the attributes ``reads``, and ``missing`` ones."""
         set_by_calls = {attribute.key for attribute in self.of_calls}
         self.walk.take_modules()  # modules that forward imported itself
+        of_forward = [read for read in reads if (id(read.owner), read.name) not in set_by_calls]
         return TraceReads(
-            roots,
-            [read for read in reads if (id(read.owner), read.name) not in set_by_calls],
-            missing,
-            list(self.reads.whole.values()),
-            self.reads.modules,
-            self.walk.variables,
-            self.walk.unset,
-            self.walk.functions,
-            frozenset(self.walk.names),
-            list(self.constants.values()),
-            [x for x, _ in self.foreign.values()],
-            list(self.reads.spaces.values()),
-            self.walk.computes_names,
-            modes,
-            flags,
-            self.of_calls,
-            list(self.reads.of_tensors.values()),
-            list(self.values.values()),
-            self.reads.objects,
-        )
+            roots, of_forward, missing, list(self.reads.whole.values()), self.reads.modules,
+            self.walk.variables, self.walk.unset, self.walk.functions, frozenset(self.walk.names),
+            list(self.constants.values()), [x for x, _ in self.foreign.values()],
+            list(self.reads.spaces.values()), self.walk.computes_names, modes, flags,
+            self.of_calls, list(self.reads.of_tensors.values()), list(self.values.values()), self.reads.objects,
+        )  # fmt: skip
 
 
 class _Tensors(TorchFunctionMode):
@@ -339,9 +326,7 @@ class _Tensors(TorchFunctionMode):
         if func == GET_GRADIENT and original is not None:
             raise reads_a_gradient(original, user_line(frame, self.trace.own))
         if original is not None and isinstance(original.tensor, nn.Parameter) and func in _SET_FLAG:
-            self._refuse_flag(
-                [*args[1:], *(kwargs or {}).values(), True][0], original, user_line(frame, self.trace.own)
-            )
+            self._refuse_flag(_flag_of(*args[1:], **(kwargs or {})), original, user_line(frame, self.trace.own))
         if args and _is_real(args[0]) and writes_in_place(func):
             raise refused(
                 f"changes a tensor of shape {list(args[0].shape)} in place that is neither a buffer, nor a "
@@ -375,6 +360,11 @@ class _Tensors(TorchFunctionMode):
         if id(x) in self.trace.unseen.tensors:
             self.trace.used_unseen = True
             raise UnseenUsed
+
+
+def _flag_of(requires_grad: bool = True) -> bool:
+    """Return what a call sets a flag to, from its arguments after the tensor."""
+    return requires_grad
 
 
 def _puts_data(func: Any, args: Any) -> bool:
