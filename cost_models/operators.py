@@ -102,12 +102,6 @@ def _trilinear(node: fx.Node) -> ProductSize:
     return 1, math.prod(sizes) // max(1, depth * sizes[-1]), sizes[-1], depth
 
 
-def _cdist_backward(node: fx.Node) -> ProductSize:
-    """Return the size of a difference for each two rows and each of their elements, as in the forward."""
-    left, right = (shape(source) for source in tensor_inputs(node)[1:3])
-    return math.prod(left[:-2]), left[-2], right[-2], left[-1]
-
-
 # Of products without a rule, and of groups of filters, whose places in the image are no factors of a rule
 SIZES: Mapping[Any, Callable[[fx.Node], ProductSize]] = MappingProxyType(
     {
@@ -117,7 +111,6 @@ SIZES: Mapping[Any, Callable[[fx.Node], ProductSize]] = MappingProxyType(
         grouped_convolution: _grouped_convolution,
         grouped_convolution_weight: _grouped_convolution,
         aten._trilinear.default: _trilinear,
-        aten._cdist_backward.default: _cdist_backward,
     }
 )  # fmt: skip
 # What factorises or solves: of each matrix, about as many multiply-adds as its product with itself has. Few devices

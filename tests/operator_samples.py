@@ -638,6 +638,7 @@ def _lookups() -> list[Sample]:
         ),
         call(aten.cdist.default, f(2, 4, 6), f(2, 6, 6)),
         call(aten._cdist_forward.default, const(2, 4, 6), const(2, 6, 6), 2.0, None),
+        call(aten._cdist_backward.default, const(2, 4, 6), const(2, 4, 6), const(2, 6, 6), 2.0, const(2, 4, 6)),
     ]
 
 
@@ -663,6 +664,16 @@ def sorted_values(count: int) -> Input:
     return Input((count,), lambda g, s: torch.randn(s, generator=g, dtype=torch.float64).sort()[0], grad=False)
 
 
+_WINDOWS = (
+    aten.hann_window.default, aten.hamming_window.default, aten.bartlett_window.default, aten.blackman_window.default,
+    aten.kaiser_window.default,
+)  # fmt: skip
+_PERIODIC_WINDOWS = (
+    aten.hann_window.periodic, aten.hamming_window.periodic, aten.bartlett_window.periodic,
+    aten.blackman_window.periodic, aten.kaiser_window.periodic,
+)  # fmt: skip
+
+
 def _constants() -> list[Sample]:
     kind = {"dtype": torch.float64, "device": torch.device("cpu")}
     return [
@@ -679,6 +690,10 @@ def _constants() -> list[Sample]:
         call(aten.arange.start_step, 2, 8, 3, **kind),
         call(aten.linspace.default, 0, 1, 6, **kind),
         call(aten.eye.default, 4, **kind),
+        call(aten.eye.m, 4, 6, **kind),
+        *(call(window, 6, **kind) for window in _WINDOWS),
+        *(call(window, 6, False, **kind) for window in _PERIODIC_WINDOWS),
+        call(aten.kaiser_window.beta, 6, False, 8.0, **kind),
         call(aten.triu_indices.default, 4, 4),
         call(aten.tril_indices.default, 4, 4),
         call(aten.scalar_tensor.default, 2.0, **kind),

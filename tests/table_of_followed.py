@@ -45,6 +45,42 @@ class Twice(torch.autograd.Function):
         return gradient * 3
 
 
+class Again(torch.autograd.Function):
+    """Runs a part of the model, ``run(*inputs)``, again in the backward; ``count``: of the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, count: int, *args: Tensor) -> Tensor:
+        ctx.run, ctx.inputs, ctx.parameters = run, args[:count], args[count:]
+        with torch.no_grad():
+            return run(*ctx.inputs)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in ctx.inputs]
+        with torch.enable_grad():
+            result = ctx.run(*inputs)
+        wanted = [*(x for x in inputs if x.requires_grad), *ctx.parameters]
+        gradients = iter(torch.autograd.grad(result, wanted, gradient))
+        return None, None, *(next(gradients) if x.requires_grad else None for x in inputs), *gradients
+
+
+def _embedded_again(m: Any, x: Tensor) -> Tensor:
+    look_up = lambda h, i: h + m.table(i)  # noqa: E731
+    return m.o(Again.apply(look_up, 2, m.q(x), x.argmax(1) % 4, m.table.weight))  # type: ignore[no-any-return]
+
+
+def _distances_again(m: Any, x: Tensor) -> Tensor:
+    distances = lambda h: torch.cdist(h.unflatten(1, (4, 2)), m.o.weight[:2, :2]).flatten(1)  # noqa: E731
+    return m.o(Again.apply(distances, 1, m.q(x), m.o.weight))  # type: ignore[no-any-return]
+
+
+def _filtered(m: Any, x: Tensor) -> Tensor:
+    waves = torch.fft.fft(m.q(x)).clone()
+    waves[:, 2:4] = 0
+    waves[:, 5] = torch.complex(x[:, 0], x[:, 1])
+    return m.o(torch.fft.ifft(waves).real)  # type: ignore[no-any-return]
+
+
 def _momentum(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         for query, key in zip(m.q.parameters(), m.key.parameters(), strict=True):
@@ -99,6 +135,15 @@ FOLLOWED = {
     "text in a result": net(
         lambda m, x, y: {"loss": F.cross_entropy(plain(m, x), y), "name": "abc"}, (X, Y), loss_fn=None
     ),
+    "an embedding that a backward looks up again": net(
+        _embedded_again, parts={"table": lambda: nn.Embedding(4, 8)}, options=WHOLE
+    ),
+    "a PReLU that a backward runs again": net(
+        lambda m, x: m.o(Again.apply(m.act, 1, m.q(x), m.act.weight)), parts={"act": lambda: nn.PReLU(8)}
+    ),
+    "distances that a backward computes again": net(_distances_again),
+    "a slice and a row of complex numbers": net(_filtered),
+    "a window": net(plain, loss_fn=lambda z, y: F.cross_entropy(z * torch.hann_window(4, dtype=z.dtype), y)),
     "torch.compile": Program(lambda: torch.compile(Net(plain))),  # type: ignore[arg-type,return-value]
     "rows that are looked up": net(lambda m, x: m.o(m.q(x)[NUMBERS[: x.shape[0]]]), options={"microbatches": 1}),
 }

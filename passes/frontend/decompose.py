@@ -25,53 +25,23 @@ aten = torch.ops.aten
 _OF_TORCH: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     get_decompositions(
         [
-            aten.mse_loss.default,
-            aten.smooth_l1_loss.default,
-            aten.huber_loss.default,
-            aten.binary_cross_entropy.default,
-            aten.binary_cross_entropy_with_logits.default,
-            aten.soft_margin_loss.default,
-            aten.addcmul.default,
-            aten.addcdiv.default,
-            aten.hardswish.default,
-            aten.softplus.default,
-            aten.addr.default,
-            aten.vdot.default,
-            aten.linalg_cross.default,
-            aten.trace.default,
-            aten.ldexp.Tensor,
-            aten.rsub.Tensor,
-            aten.heaviside.default,
-            aten.isposinf.default,
-            aten.isneginf.default,
-            aten.mvlgamma.default,
-            aten.block_diag.default,
-            aten.diag_embed.default,
-            aten.rot90.default,
-            aten._chunk_cat.default,
-            aten.unsafe_split.Tensor,
-            aten.diagonal_copy.default,
-            aten.expand_copy.default,
-            aten.narrow_copy.default,
-            aten.permute_copy.default,
-            aten.split_with_sizes_copy.default,
-            aten.t_copy.default,
-            aten.transpose_copy.int,
-            aten.unbind_copy.int,
-            aten.unfold_copy.default,
-            aten.slice_backward.default,
-            aten.select_backward.default,
-            aten.diagonal_backward.default,
-            aten.glu_backward.default,
-            aten._softmax_backward_data.default,
-            aten._log_softmax_backward_data.default,
-            aten.native_layer_norm_backward.default,
-            aten.native_group_norm_backward.default,
-            aten.native_batch_norm_backward.default,
-            aten.log_sigmoid_backward.default,
+            aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+            aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default,
+            aten.soft_margin_loss.default, aten.addcmul.default, aten.addcdiv.default, aten.hardswish.default,
+            aten.softplus.default, aten.addr.default, aten.vdot.default, aten.linalg_cross.default, aten.trace.default,
+            aten.ldexp.Tensor, aten.rsub.Tensor, aten.heaviside.default, aten.isposinf.default, aten.isneginf.default,
+            aten.mvlgamma.default, aten.block_diag.default, aten.diag_embed.default, aten.rot90.default,
+            aten._chunk_cat.default, aten.unsafe_split.Tensor, aten.diagonal_copy.default, aten.expand_copy.default,
+            aten.narrow_copy.default, aten.permute_copy.default, aten.split_with_sizes_copy.default,
+            aten.t_copy.default, aten.transpose_copy.int, aten.unbind_copy.int, aten.unfold_copy.default,
+            aten.slice_backward.default, aten.select_backward.default, aten.diagonal_backward.default,
+            aten.glu_backward.default, aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
+            aten.native_layer_norm_backward.default, aten.native_group_norm_backward.default,
+            aten.native_batch_norm_backward.default, aten.log_sigmoid_backward.default,
+            aten._prelu_kernel_backward.default,
         ]
     )
-)
+)  # fmt: skip
 
 
 def _batch_norm_backward(
@@ -100,9 +70,22 @@ def _batch_norm_backward(
     return of_torch(grad, x, weight, running_mean, running_var, mean, scale, train, eps, wanted)
 
 
+def _embedding_backward(grad: Tensor, ids: Tensor, rows: int, padding: int, by_count: bool) -> Tensor:
+    """Add the gradients of the rows that were looked up where they were; torch's definition allows ids without one."""
+    if by_count:
+        counts = grad.new_zeros(rows).index_add(0, ids.flatten(), torch.ones_like(ids, dtype=grad.dtype).flatten())
+        grad = grad / counts[ids][..., None]
+    if padding >= 0:
+        grad = grad.masked_fill((ids == padding)[..., None], 0)
+    return grad.new_zeros((rows, grad.shape[-1])).index_add(0, ids.flatten(), grad.reshape(-1, grad.shape[-1]))
+
+
 _SPLIT: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
-    {**_OF_TORCH, **RECURRENT, aten.native_batch_norm_backward.default: _batch_norm_backward}
-)
+    {
+        **_OF_TORCH, **RECURRENT, aten.native_batch_norm_backward.default: _batch_norm_backward,
+        aten.embedding_dense_backward.default: _embedding_backward,
+    }
+)  # fmt: skip
 
 
 def _python(target: Any) -> Callable[..., Any] | None:

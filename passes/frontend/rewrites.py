@@ -102,11 +102,22 @@ def _repeat_interleave(builder: GraphBuilder, node: fx.Node, args: list[Any], kw
 
 
 def _slice_scatter(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """Return the second input if the slice is the whole dim, else emit the operator."""
+    """Return the second input if the slice is the whole dim, else emit the operator, as :func:`_scatter_view` does."""
     x, part = args[:2]
     same = shape(x) == shape(part) and value(x).dtype == value(part).dtype
-    result: fx.Node = part if same else builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    result: fx.Node = part if same else _scatter_view(builder, node, args, kwargs)
     return result
+
+
+def _scatter_view(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """Emit the operator; of complex numbers, of which it has no derivative, for their real and imaginary parts."""
+    x, part, dim, *place = (*args, kwargs.get("dim", 0)) if len(args) == 2 else args
+    if not value(x).dtype.is_complex:
+        return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    parts = (builder.call(aten.view_as_real.default, operand) for operand in (x, part))
+    options = {name: option for name, option in kwargs.items() if name != "dim"}
+    changed = builder.call(node.target, *parts, dim % len(shape(x)), *place, **options)  # type: ignore[arg-type]
+    return builder.call(aten.view_as_complex.default, changed)
 
 
 def _constant(builder: GraphBuilder, node: fx.Node, number: Any, operand: fx.Node) -> fx.Node:
@@ -326,6 +337,7 @@ REWRITES: dict[Any, Rewrite] = {
     aten.repeat.default: _repeat,
     aten.repeat_interleave.self_int: _repeat_interleave,
     aten.slice_scatter.default: _slice_scatter,
+    aten.select_scatter.default: _scatter_view,
     aten.add.Tensor: _scalar(aten.add.Scalar),
     aten.add.Scalar: _scalar(aten.add.Scalar),
     aten.sub.Scalar: _scalar(aten.sub.Scalar),

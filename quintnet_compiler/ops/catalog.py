@@ -111,7 +111,6 @@ _DEFAULT = OpSpec()
 OPERATORS = _read(
     # name, work, autocast, recompute
     """
-    _cdist_backward                                       matmul     -   -
     convolution_backward                                  matmul     -   -
     grouped_linear                                        matmul     -   keep
     grouped_weight_grad                                   matmul     -   -

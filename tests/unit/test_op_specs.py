@@ -91,7 +91,8 @@ def test_copies_leave_by_the_link_by_which_they_come_back() -> None:
 OTHER_PRODUCTS = {  # of which no operand is one matrix that multiplies rows
     "bilinear", "mv", "dot", "addmv", "addbmm", "baddbmm", "einsum", "convolution", "conv1d", "conv2d",
     "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "grouped_convolution",
-    "grouped_convolution_weight", "cdist", "_cdist_forward", "scaled_matmul", "expert_linear", "scaled_expert_linear",
+    "grouped_convolution_weight", "cdist", "_cdist_forward", "_cdist_backward", "scaled_matmul", "expert_linear",
+    "scaled_expert_linear",
 }  # fmt: skip
 
 

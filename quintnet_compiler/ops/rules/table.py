@@ -148,6 +148,10 @@ _TABLE = (
         _each([attention], c.masked_attention, "attention"),
         rule(aten.cdist.default, "... p k, ... r k -> ... p r", whole="k", work="matmul"),
         rule(aten._cdist_forward.default, "... p k, ... r k -> ... p r", whole="k", work="matmul"),
+        rule(
+            aten._cdist_backward.default, "... p r, ... p k, ... r k, ... p r -> ... p k",
+            whole="k", linear=[[0]], work="matmul",
+        ),
         # each matrix on its own
         _rows(
             [
@@ -333,7 +337,11 @@ _TABLE = (
         _each(
             [
                 aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default,
-                aten.eye.default, aten.triu_indices.default, aten.tril_indices.default, aten.scalar_tensor.default,
+                aten.hann_window.default, aten.hann_window.periodic, aten.hamming_window.default,
+                aten.hamming_window.periodic, aten.bartlett_window.default, aten.bartlett_window.periodic,
+                aten.blackman_window.default, aten.blackman_window.periodic, aten.kaiser_window.default,
+                aten.kaiser_window.periodic, aten.kaiser_window.beta,
+                aten.eye.default, aten.eye.m, aten.triu_indices.default, aten.tril_indices.default, aten.scalar_tensor.default,
             ],
             opaque,
             "memory",
