@@ -247,6 +247,14 @@ REFUSED = {
         "run the layer on the padded batch",
         (net(_padded, (TOKENS, Y), parts=RNN),),
     ),
+    "a packed sequence in a batch": Row(
+        net(lambda m, x: m.o(m.rnn(x)[1][0]), (nn.utils.rnn.pack_sequence([*TOKENS]), Y), parts=RNN),
+        "QN102",
+        "a packed sequence",
+        "",
+        "pass the padded tensor",
+        (net(_padded, (TOKENS, Y), parts=RNN),),
+    ),
     "bincount": Row(
         net(_bincount), "QN101", f"bincount.*{BY_VALUE}", "torch.bincount(x", "use a mask", (net(_counted),)
     ),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ..compat.torch import pytree
 from ..core.errors import CompileError, Where
@@ -87,6 +88,19 @@ def _irregular(x: Tensor) -> CompileError:
         f"the batch holds a tensor that is {'nested' if nested else 'sparse'}, of which ranks cannot take rows",
         fix="pad it to a plain tensor, and mask" if nested else "pass it as a plain tensor: x.to_dense()",
     )
+
+
+def _refuse_packed(batch: Any) -> None:
+    if any(map(_is_packed, pytree.tree_leaves(batch, is_leaf=_is_packed))):
+        raise CompileError(
+            "QN102",
+            "the batch holds a packed sequence (PackedSequence), in which rows have no place of their own",
+            fix="pass the padded tensor and the lengths, and hide what pads with a mask",
+        )
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 def rows_among(sizes: Sequence[int]) -> int:
@@ -197,10 +211,11 @@ class BatchForm:
         A tensor has rows if its first dim is as long as the batch; in a further batch, only if it has rows in ``like``.
 
         Raises:
-            CompileError: QN102 if there is an array or a number of NumPy in it.
+            CompileError: QN102 if there is an array or a number of NumPy in it, or a packed sequence.
         """
         leaves, structure = pytree.tree_flatten(batch)
         _refuse_numpy(batch, leaves)
+        _refuse_packed(batch)
         earlier_forms: list[Any] = [None] * len(leaves)
         if like is not None and like.structure == structure:
             earlier_forms = list(like.leaves)
