@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..compat.torch import FakeTensor, FunctionalTensor, is_functional, pytree, version
 from ..compat.torch_func import is_transformed
 from ..compat.torch_hooks import MODULE_HOOKS
-from ..core.errors import CompileError, Where
+from ..core.errors import Where
 from ..guards.attribute_reads import Read, Reads
 from ..guards.by_name import class_namespaces, constructors, is_users, spaces_by_name
 from ..guards.call_attributes import CallAttribute, call_attributes, made_in_calls
@@ -165,12 +165,9 @@ class WatchedTrace:
         variables = ((variable.label, variable.value) for variable in self.variables)
         for label, value in chain(attributes, variables):
             if is_iterator(value) and not is_observable(value):
-                raise CompileError(
-                    "QN110",
-                    f"the forward pass reads {label!r}, a {type(value).__name__}; a program would take its next value "
-                    "once",
-                    fix="take the next value outside and pass it in the batch, or keep it in an attribute",
-                )
+                what = f"reads {label!r}, a {type(value).__name__}; a program would take its next value once"
+                fix = "take the next value outside and pass it in the batch, or keep it in an attribute"
+                raise refused(what, "", fix)
 
     def _refuse_pointers(self) -> None:
         """Raise CompileError QN110 for a pointer that the trace may have read: what is behind it cannot be compared."""
