@@ -1,1 +1,1 @@
-"""DTensors of this process as whole tensors: what numbers, random draws and slices of them are."""
+"""DTensors of this process as whole tensors: numbers, random draws and slices of them."""
