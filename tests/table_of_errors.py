@@ -144,10 +144,6 @@ def _segments(m: Any, x: Tensor) -> Tensor:
     return m.o(sums.repeat(4, 1))  # type: ignore[no-any-return]
 
 
-def _eye(m: Any, x: Tensor) -> Tensor:
-    return m.o(m.q(x) @ torch.eye(8, 8, dtype=x.dtype) @ torch.eye(8, 4, dtype=x.dtype).repeat(1, 2))  # type: ignore[no-any-return]
-
-
 def _sparse(m: Any, x: Tensor) -> Tensor:
     return m.o(torch.sparse.mm(ADJACENT.to_sparse(), m.q(x)))  # type: ignore[no-any-return]
 
@@ -237,7 +233,6 @@ BY_VALUE = "depends on the values"
 by_double = quintnet.rule("table_of_errors::double.default", "b t0d1 -> b t1d1", whole="t0d1 t1d1")
 
 
-SUMS = {"plan": {"unknown_ops": "replicate"}}
 REFUSED = {
     "a packed sequence": Row(
         net(_packed, (TOKENS, Y), parts=RNN),
@@ -284,15 +279,6 @@ REFUSED = {
     ),
     "a custom operator": _unruled(custom, "m.o(double(m.q(x)))", "double.default"),
     "segment_reduce": _unruled(_segments, "torch.segment_reduce(m.q(x)", "segment_reduce.default"),
-    "eye of two sizes": _unruled(_eye, "torch.eye(8, 4", "aten.eye.m"),
-    "eye of two sizes, with microbatches": Row(
-        net(_eye, options=WHOLE),
-        "QN202",
-        "aten.eye.m",
-        "torch.eye(8, 4",
-        "replicate",
-        (net(_eye, options=WHOLE | SUMS),),
-    ),
     "a custom operator, with microbatches": Row(
         net(custom, options=WHOLE),
         "QN202",

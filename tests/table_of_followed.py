@@ -19,6 +19,10 @@ def _checkpointed(m: Any, x: Tensor) -> Tensor:
     return m.o(checkpoint(lambda h: m.norm(h).tanh(), m.q(x), use_reentrant=False))  # type: ignore[no-any-return]
 
 
+def _two_sizes(m: Any, x: Tensor) -> Tensor:
+    return m.o(m.q(x) @ torch.eye(8, 4, dtype=x.dtype).repeat(1, 2))  # type: ignore[no-any-return]
+
+
 class Tanh(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -143,6 +147,7 @@ FOLLOWED = {
     ),
     "distances that a backward computes again": net(_distances_again),
     "a slice and a row of complex numbers": net(_filtered),
+    "an identity matrix of two sizes": net(_two_sizes, options=WHOLE),
     "a window": net(plain, loss_fn=lambda z, y: F.cross_entropy(z * torch.hann_window(4, dtype=z.dtype), y)),
     "torch.compile": Program(lambda: torch.compile(Net(plain))),  # type: ignore[arg-type,return-value]
     "rows that are looked up": net(lambda m, x: m.o(m.q(x)[NUMBERS[: x.shape[0]]]), options={"microbatches": 1}),
