@@ -210,8 +210,9 @@ def from_json(stored: Any, get_other: GetOther | None = None) -> Any:
         return None
 
     def get(path: str) -> Tensor:
-        dtype, shape, data = stored["tensors"][path]
-        words = torch.from_numpy(np.frombuffer(base64.b64decode(data), np.uint8).copy())
+        dtype, shape, text = stored["tensors"][path]
+        data = bytearray(base64.b64decode(text))
+        words = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return words.view(getattr(torch, dtype)).reshape(shape)
 
     return decoded(stored["value"], get, get_other)

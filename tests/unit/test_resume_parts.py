@@ -46,6 +46,23 @@ def test_states_are_json_and_come_back_as_they_were() -> None:
         to_json({"a": object()}, "the state of X")
 
 
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.empty(2, 0, 3),
+        torch.empty(0, dtype=torch.float8_e4m3fn),
+        torch.tensor(1.5),
+        torch.tensor([True, False]),
+        torch.arange(12.0).reshape(3, 4)[:, ::2],
+        torch.arange(3.0).to(torch.complex64).conj(),
+    ],
+)
+def test_every_tensor_of_a_state_comes_back(x: torch.Tensor) -> None:
+    again = from_json(json.loads(json.dumps(to_json({"x": x}, "it"))))["x"]
+    assert (again.dtype, again.shape) == (x.dtype, x.shape)
+    assert again.resolve_conj().tolist() == x.resolve_conj().tolist()
+
+
 class _Holder:
     __slots__ = ("rng",)
 
