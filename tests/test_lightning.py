@@ -204,14 +204,14 @@ def test_a_save_that_ends_half_way_is_not_mixed_with_the_one_before(tmp_path: Pa
     import lightning.pytorch as lightning
 
     path = tmp_path / "last.ckpt"
-    found: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
 
     class Saves(lightning.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 2:
                 trainer.save_checkpoint(path)
                 trainer.save_checkpoint(path)
-                found["kept"] = sorted(path.glob("program/step-*"))
+                seen["kept"] = sorted(path.glob("program/step-*"))
             if trainer.global_step == 4:
                 trainer.strategy.checkpoint_io.save_checkpoint = self.fail
                 trainer.save_checkpoint(path)
@@ -222,12 +222,12 @@ def test_a_save_that_ends_half_way_is_not_mixed_with_the_one_before(tmp_path: Pa
     class Looks(lightning.Callback):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, *_: Any) -> None:
             steps = {int(state["step"]) for state in trainer.optimizers[0].state.values()}
-            found["resumed"] = trainer.global_step, steps
+            seen["resumed"] = trainer.global_step, steps
 
     with pytest.raises(OSError, match="the disk is gone"):
         _fit("the loss", {"tp": 2}, callbacks=lambda: [Saves()])
     _fit("the loss", {"dp": 2}, callbacks=lambda: [Looks()], resume=str(path))
-    assert found == {"kept": [path / "program" / "step-00000002"], "resumed": (2, {2})}
+    assert seen == {"kept": [path / "program" / "step-00000002"], "resumed": (2, {2})}
 
 
 def _layer_by_layer() -> list[Any]:

@@ -1,4 +1,4 @@
-"""What makes the DTensors of a process give what whole tensors give."""
+"""One call that lets the DTensors of a process behave as whole tensors do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which slices of a DTensor are copies; tests/test_copied_slices.py writes into them."""
+"""Slices of a DTensor that are copies; tests/test_copied_slices.py writes into them."""
 
 from __future__ import annotations
 
