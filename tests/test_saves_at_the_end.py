@@ -122,7 +122,7 @@ def test_the_interpreter_tells_of_a_failed_save(tmp_path: Path) -> None:
 HOOK = """
 import atexit, sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from quintnet_compiler.compat.interpreter_exit import run_before_exit
+from quintnet_compiler.compat.interpreter import run_before_exit
 
 if sys.argv[1] == "no hook":
     del threading._register_atexit

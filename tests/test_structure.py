@@ -43,3 +43,15 @@ def test_wheels_have_every_package() -> None:
     names = {name if name.startswith("quintnet_compiler") else f"quintnet_compiler.{name}" for name in names}
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     assert sorted(listed) == sorted({"quintnet", *names})
+
+
+def test_what_is_remembered_of_calls_without_arguments_is_one_value_in_all_threads() -> None:
+    """``functools.cache`` lets threads that call at the same time have one each: ``call_once`` of compat does not."""
+    remembered = [
+        f"{path.relative_to(ROOT)} {node.name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and not ast.unparse(node.args)
+        if any("cache" in ast.unparse(decorator) for decorator in node.decorator_list)
+    ]
+    assert remembered == []

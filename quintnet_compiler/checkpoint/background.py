@@ -12,11 +12,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 
 import torch.distributed as dist
 
+from ..compat.interpreter import call_once
 from ..core.errors import CheckpointError, CheckpointWarning
 from ..runtime.threads.at_exit import PATIENCE, finish_at_exit
 from ..runtime.threads.room import start_thread
@@ -177,7 +177,7 @@ class Background:
         self.wait()
 
 
-@lru_cache(maxsize=1)
+@call_once
 def _line_of(world: dist.ProcessGroup | None, process: int) -> SaveLine:
     """Return the line of a world; that of an earlier world is forgotten."""
     return SaveLine(None if world is None else new_group(backend="gloo"))

@@ -10,10 +10,10 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..compat.interpreter import call_once
 from ..core.errors import CheckpointError
 from ..core.files import open_plain
 from ..weights.files import shown
@@ -175,7 +175,7 @@ def _identity(folder: CheckpointFolder) -> str:
     return str(folder.path)
 
 
-@lru_cache(maxsize=1)
+@call_once
 def _holds() -> ProcessHolds:
     holds = ProcessHolds()
     if hasattr(os, "register_at_fork"):

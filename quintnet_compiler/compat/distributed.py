@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
@@ -18,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from .interpreter import call_once
 
 __all__ = [
     "PrefixStore",  # heartbeats and groups under names of their own; instead: torch.distributed.PrefixStore, untyped
@@ -90,7 +91,7 @@ def _parts_and_units(placement: Any) -> tuple[int, int]:
     return parts, units // parts
 
 
-@cache
+@call_once
 def _split_in_units() -> None:
     """Make torch cut and join DTensors in whole units where a split factor says so, from now on."""
     kind: Any = _StridedShard
@@ -124,7 +125,7 @@ def _split_in_units() -> None:
     kind._split_tensor, kind._to_replicate_tensor = split_tensor, to_replicate
 
 
-@cache
+@call_once
 def _redistribute_interleaved() -> None:
     """Make torch take such a placement for what it says where it is no order of mesh axes.
 
@@ -166,7 +167,7 @@ def is_interleaved(x: DTensor) -> bool:
     return any(isinstance(placement, _StridedShard) for placement in x.placements)
 
 
-@cache
+@call_once
 def checkpoint_parts_by(part: Callable[[DTensor], Any]) -> None:
     """Make torch.distributed.checkpoint ask ``part`` where a rank's part of a DTensor lies (None: as torch says).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..compat.distributed import dtensor_operators, local_tensor
+from ..compat.interpreter import call_once
 from ..compat.torch import pytree, version, writing_operators
 from .local_values import part_like
 
@@ -36,14 +37,14 @@ class SliceSource:
     version: int
 
 
-@cache
+@call_once
 def write_to_copied_slices() -> None:
     """Let in-place operators of this process write into copied slices of DTensors as into views, from now on."""
     _wrap(_overloads(_CUTS), _take)
     _wrap([aten.fill_.Tensor], _fill)
 
 
-@cache
+@call_once
 def _follow_slices() -> None:
     """Follow views of slices, and writes: from the first slice on, as operators become a little slower."""
     _wrap(_overloads(_OTHER_VIEWS), _take)

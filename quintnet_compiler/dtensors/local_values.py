@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..compat.distributed import dtensor_operators, dtensor_over, local_tensor
+from ..compat.interpreter import call_once
 from ..compat.torch import plain_function, schema
 from ..core.errors import RunError
 
@@ -192,7 +192,7 @@ def whole_number(function: Any, args: Sequence[DTensor], kwargs: Mapping[str, An
     return local_tensor(x).item()
 
 
-@cache
+@call_once
 def read_and_draw_whole_dtensors() -> None:
     """Let DTensors of this process give Python numbers, and draw random numbers, as whole tensors do, from now on.
 

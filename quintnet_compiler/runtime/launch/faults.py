@@ -10,10 +10,11 @@ import time
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from ...compat.interpreter import call_once
 from ...core.errors import QuintNetError, RunError
 from .board import last_step
 from .disagreement import Disagreement, disagreement, said_of
@@ -251,7 +252,7 @@ def wait_for_killed(ranks: Sequence[BaseProcess]) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-@cache
+@call_once
 def number_space() -> str:
     """Return a name of the processes among which a process number identifies one; "" if that is not known.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from multiprocessing.util import register_after_fork
 from types import FrameType
 from typing import Any
 
+from ...compat.interpreter import call_once
 from ...core.errors import RunError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -140,7 +140,7 @@ class _Note:
         signal.pthread_sigmask(signal.SIG_SETMASK, former | self.before.keys())
 
 
-@functools.cache
+@call_once
 def _notes() -> list[_Note]:
     """Those in force. From the first call on, a thread that forks blocks their signals meanwhile: one that comes to a
     child of multiprocessing before it knows whom to hear waits until it does."""

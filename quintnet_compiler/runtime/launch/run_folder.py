@@ -12,10 +12,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from functools import cache
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
+from ...compat.interpreter import call_once
 from . import board
 
 PREFIX = "quintnet-"
@@ -52,7 +52,7 @@ def run_folder(folder: Path) -> Iterator[Path]:
             os.close(mark)
 
 
-@cache
+@call_once
 def mark_fork_server_folder() -> None:
     """Mark multiprocessing's folder, which it removes when this process exits, but not when a signal ends it."""
     _marked(Path(get_temp_dir()))

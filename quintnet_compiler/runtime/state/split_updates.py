@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,12 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Muon, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...compat.interpreter import call_once
 from ...compat.torch_codegen import SHIPPED
 from ...core.errors import RunError
 from .module_parameters import local_of
 
 
-@cache
+@call_once
 def watch_optimizers() -> None:
     """Register :func:`refuse_split_update` and :class:`RandomDraws` as hooks of every optimizer's step."""
     draws = RandomDraws()

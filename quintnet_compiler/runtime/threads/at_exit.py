@@ -6,10 +6,9 @@ import os
 import time
 import warnings
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Protocol
 
-from ...compat.interpreter_exit import run_before_exit
+from ...compat.interpreter import call_once, run_before_exit
 from ...core.errors import CheckpointWarning, QuintNetError
 
 PATIENCE = 600.0  # seconds that a process waits at its end for background work
@@ -66,7 +65,7 @@ class _Tasks:
     ending: bool = False
 
 
-@lru_cache(maxsize=1)
+@call_once
 def _tasks_of(process: int) -> _Tasks:
     """Return a process's work, none in a forked process, and have it finished at exit."""
     tasks = _Tasks()

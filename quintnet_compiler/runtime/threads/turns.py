@@ -13,13 +13,13 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...compat.interpreter import call_once
 from ...compat.torch_hooks import runs_backward
 from ...core.errors import RunError
 
@@ -262,7 +262,7 @@ class Turns:
             turn.fork()
 
 
-@cache
+@call_once
 def _turns() -> Turns:
     turns = Turns()
     os.register_at_fork(after_in_child=turns.fork)
@@ -287,7 +287,7 @@ def all_turns(*turns: Turn) -> Turn:
     return LocalTurns({turn for group in groups for turn in group if isinstance(turn, LocalTurn)})
 
 
-@cache
+@call_once
 def turn_of_world() -> WorldTurn:
     """Return the lock of all programs of this process that communicate with other processes."""
     return WorldTurn()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...compat.interpreter import call_once
 from ...compat.torch_codegen import SHIPPED
 from ...core import slices
 from ...core.axes import AXES
@@ -53,7 +54,7 @@ def shared_transport(mesh: Mesh, device_type: str) -> DistributedTransport:
     return transports[mesh, device_type]
 
 
-@lru_cache(maxsize=1)
+@call_once
 def _transports(world: dist.ProcessGroup) -> dict[tuple[Mesh, str], DistributedTransport]:
     """Return the transports of this world; those of an earlier world are dropped."""
     return {}

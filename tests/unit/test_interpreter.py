@@ -1,4 +1,4 @@
-"""compat.interpreter_exit: which hook is used, and that a refusal is an answer."""
+"""compat.interpreter: which hook is used, and that a refusal is an answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quintnet_compiler.compat.interpreter_exit import run_before_exit
+from quintnet_compiler.compat.interpreter import run_before_exit
 
 
 def test_the_hook_of_threads_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
