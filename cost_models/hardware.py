@@ -375,13 +375,13 @@ def hardware(name: str) -> Hardware:
     Raises:
         CompileError: QN210 for another name, with those that are near.
     """
-    device = HARDWARE.get(name.lower().replace(" ", "-").replace("_", "-")) or product(name)
+    device = HARDWARE.get(name.lower().replace(" ", "-").replace("_", "-")) or hardware_by_product(name)
     if device is None:
         raise CompileError("QN210", f"unknown hardware {name!r}", fix=f"use one of {', '.join(_near(name))}")
     return device
 
 
-def product(name: str) -> Hardware | None:
+def hardware_by_product(name: str) -> Hardware | None:
     """Return the device that its driver calls ``name``; None for any other."""
     return next((device for device in HARDWARE.values() if name.lower() in map(str.lower, device.products)), None)
 

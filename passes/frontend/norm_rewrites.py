@@ -15,7 +15,7 @@ from ...ir.builder import GraphBuilder
 aten = torch.ops.aten
 
 
-def instance_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+def emit_instance_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
     """Emit an instance norm. With running statistics in evaluation it is a batch norm of these: elementwise."""
     x, weight, bias, mean, variance, of_inputs, momentum, eps = args[:8]
     if of_inputs or mean is None:
@@ -27,7 +27,7 @@ def instance_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs:
 NARROW_DTYPES = (torch.float16, torch.bfloat16)
 
 
-def batch_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
+def emit_batch_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
     """Emit the result, mean and 1 / standard deviation of each channel, and new running statistics if there are any.
 
     The result alone has a gradient. 16-bit values are summed in float32, as PyTorch's kernels do (Ioffe and Szegedy

@@ -22,7 +22,7 @@ from .counted.rows import CountedRows
 from .derivative_rewrites import DERIVATIVE_REWRITES
 from .list_rewrites import cat
 from .loss_rewrites import cross_entropy, distance, divergence, many_labels, mean, nll, output_dtype
-from .norm_rewrites import batch_norm, instance_norm
+from .norm_rewrites import emit_batch_norm, emit_instance_norm
 from .random_rewrites import RANDOM_REWRITES, Rewrite, random_calls
 from .stride_rewrites import as_strided, as_strided_scatter
 
@@ -279,7 +279,7 @@ REWRITES: dict[Any, Rewrite] = {
     **DERIVATIVE_REWRITES,
     **dict.fromkeys(CONVOLUTIONS, convolution),
     **dict.fromkeys(
-        [aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats], batch_norm
+        [aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats], emit_batch_norm
     ),
     **dict.fromkeys(
         [
@@ -314,7 +314,7 @@ REWRITES: dict[Any, Rewrite] = {
         _filled,
     ),
     aten.cat.default: cat,
-    aten.instance_norm.default: instance_norm,
+    aten.instance_norm.default: emit_instance_norm,
     aten._conj.default: _renamed(aten._conj_physical.default),
     aten._neg_view.default: _renamed(aten.neg.default),
     aten.zero.default: _filled,

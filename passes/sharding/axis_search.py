@@ -64,7 +64,7 @@ class AxisSearch:
         self.choice: dict[Hashable, list[int]] = {}
         self.forbidden: dict[int, OperandEdge] = {}
 
-    def solve(self) -> dict[fx.Node, Strategy]:
+    def cheapest_strategies(self) -> dict[fx.Node, Strategy]:
         """Return the cheapest strategy of every operator.
 
         Raises:

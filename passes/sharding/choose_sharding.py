@@ -86,7 +86,7 @@ class ChooseSharding:
         loads = frozenset(options.loads.items())
         key = view.program.graph, axes, fixed, options.sequence_parallel, context, experts, loads
         if key not in self.solved:
-            self.solved[key] = AxisSearch(view, same).solve()
+            self.solved[key] = AxisSearch(view, same).cheapest_strategies()
         return self.solved[key]
 
     def _output_strategies(

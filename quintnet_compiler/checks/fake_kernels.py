@@ -105,8 +105,8 @@ def _difference(call: OperatorCall, mode: FakeTensorMode) -> str:
     unlike = [drawn(x, generator, 1, True) for x in example.operands]
     inputs = [unlike[first] for first in example.first_use]
     copies = [x.clone() for x in inputs]
-    args, kwargs = example.filled(inputs)
-    fake_args, fake_kwargs = example.filled(example.operands)
+    args, kwargs = example.with_operands(inputs)
+    fake_args, fake_kwargs = example.with_operands(example.operands)
     try:
         with torch.no_grad():
             actual = _results(example.target(*args, **kwargs))

@@ -260,7 +260,7 @@ def may_pad(node: fx.Node) -> bool:
     return op not in _INTEGER_DIVISION_OPS or any(map(is_float, values(node)))
 
 
-def part_of(factors: Factors, name: str, cut: int, unit: int, ranks: int) -> float:
+def fraction_per_rank(factors: Factors, name: str, cut: int, unit: int, ranks: int) -> float:
     """Return the part of a factor that each rank holds: an equal share, or a full chunk."""
     if not unit:
         return 1 / ranks
@@ -333,7 +333,9 @@ class _Operator:
         for position, dims in enumerate(factors.inputs):
             unsplit = P if position in factors.additive and P in outs else R
             ins.append(shard_of(factors, dims, name, cut, unit) or unsplit)
-        return self._strategy(_label(name, cut, unit), ins, outs, part_of(factors, name, cut, unit, self.ranks))
+        return self._strategy(
+            _label(name, cut, unit), ins, outs, fraction_per_rank(factors, name, cut, unit, self.ranks)
+        )
 
     def split_two(self, cuts: Mapping[str, Iterable[int]]) -> Iterator[Strategy]:
         """Yield the strategies that split two factors at once."""
@@ -349,8 +351,8 @@ class _Operator:
 
         ins: list[AxisType] = [shard(dims) or R for dims in factors.inputs]
         outs: list[AxisType] = [shard(dims) or P for dims in factors.outputs]
-        first_part = part_of(factors, first, cut, units[0], self.ranks)
-        second_part = part_of(factors, second, 1, units[1], self.ranks)
+        first_part = fraction_per_rank(factors, first, cut, units[0], self.ranks)
+        second_part = fraction_per_rank(factors, second, 1, units[1], self.ranks)
         label = f"split {first}+{second} {cut}" + (f" {units[0]}+{units[1]}" if any(units) else "")
         return self._strategy(label, ins, outs, max(first_part, second_part))
 
@@ -390,6 +392,6 @@ def leaf_strategies(
             kind = shard_of(factors, factors.outputs[0], name, cut, unit)
             assert kind is not None
             if not unit or kind.parts == 1:
-                part = part_of(factors, name, cut, unit, ranks)
+                part = fraction_per_rank(factors, name, cut, unit, ranks)
                 options.append(Strategy((), (kind,), _label(name, cut, unit), part))
     return tuple(options)

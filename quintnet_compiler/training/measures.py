@@ -13,7 +13,7 @@ from torch import Tensor
 from ..api.compiled_program import CompiledProgram
 from ..compat.torch import pytree
 from ..core.errors import CompileError
-from ..cost_models.hardware import product
+from ..cost_models.hardware import hardware_by_product
 from ..ir.batch_form import plain_batch
 
 Metric = Callable[[Any, Any], tuple[float, float]]
@@ -43,7 +43,7 @@ def device_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the nominal FLOP/s of this device, if the cost models know it by its full name."""
     if device.type != "cuda":
         return None
-    hardware = product(torch.cuda.get_device_name(device))
+    hardware = hardware_by_product(torch.cuda.get_device_name(device))
     kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")
     try:
         return hardware.flops_per_second(kind) if hardware is not None else None

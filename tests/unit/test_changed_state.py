@@ -15,7 +15,7 @@ from quintnet_compiler.capture.changes.mutations import changed_state
 from quintnet_compiler.capture.places import where_of
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.equivalence.module_training import ModuleTraining, own_errors
-from quintnet_compiler.passes.frontend.norm_rewrites import batch_norm
+from quintnet_compiler.passes.frontend.norm_rewrites import emit_batch_norm
 from quintnet_compiler.runtime.state.changed_state import split_results, written_state
 
 from . import graphs
@@ -64,7 +64,7 @@ def test_batch_norm_is_sums_over_rows() -> None:
     x = graphs.leaf(to, "input", "x", 4, 3, 2)
     weight, bias, mean, variance = (graphs.leaf(to, "parameter", name, 3) for name in ("w", "b", "m", "v"))
     source = torch.fx.Graph().call_function(torch.ops.aten._native_batch_norm_legit_functional.default)
-    made = batch_norm(to, source, [x, weight, bias, mean, variance, True, 0.1, 1e-5], {})
+    made = emit_batch_norm(to, source, [x, weight, bias, mean, variance, True, 0.1, 1e-5], {})
     to.output((made[0], *made[3:]))
     values = torch.randn(4, 3, 2), torch.randn(3), torch.randn(3), torch.zeros(3), torch.ones(3)
     found = torch.fx.Interpreter(torch.fx.GraphModule({}, to.graph)).run(*values)
@@ -75,7 +75,7 @@ def test_batch_norm_is_sums_over_rows() -> None:
     assert not any("batch_norm" in str(node.target) for node in to.graph.nodes)
     one = graphs.leaf(to, "input", "one", 1, 3)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
-        batch_norm(to, source, [one, weight, bias, mean, variance, True, 0.1, 1e-5], {})
+        emit_batch_norm(to, source, [one, weight, bias, mean, variance, True, 0.1, 1e-5], {})
 
 
 def _program(changed: dict[str, Any], assigned: frozenset[str] = frozenset()) -> Any:

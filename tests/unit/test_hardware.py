@@ -16,7 +16,7 @@ import quintnet
 from benchmarks.published_rows import Unmodelled, device_of
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.collectives import collective_seconds
-from quintnet_compiler.cost_models.hardware import HARDWARE, Hardware, hardware, product
+from quintnet_compiler.cost_models.hardware import HARDWARE, Hardware, hardware, hardware_by_product
 from quintnet_compiler.cost_models.hardware_numbers import described
 
 GPUS = {name: device for name, device in HARDWARE.items() if device.gpu}
@@ -65,7 +65,8 @@ def test_variants_differ_in_what_their_names_say() -> None:
 
 def test_names_are_taken_in_full_and_never_by_a_part_of_them() -> None:
     assert hardware("H100 PCIe") is hardware("nvidia h100 pcie") is HARDWARE["h100-pcie"]
-    assert product("NVIDIA H100 80GB HBM3") is HARDWARE["h100"] and product("NVIDIA H100 80GB HBM3e") is None
+    assert hardware_by_product("NVIDIA H100 80GB HBM3") is HARDWARE["h100"]
+    assert hardware_by_product("NVIDIA H100 80GB HBM3e") is None
     for name, device in HARDWARE.items():
         for known in device.products:
             assert hardware(known) is HARDWARE[name] or name in ("a100-80", "h100-sxm")

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from quintnet_compiler.checks.derivatives.calls import OperatorCall, Pattern
-from quintnet_compiler.checks.derivatives.numbers import difference
+from quintnet_compiler.checks.derivatives.numbers import largest_error_share
 from quintnet_compiler.checks.derivatives.of_ranks import check_ranked, expected_gradients
 from quintnet_compiler.checks.derivatives.operands import drawn, elements, nested_strides
 from quintnet_compiler.checks.derivatives.smaller_calls import smaller_sizes
@@ -37,9 +37,9 @@ def test_drawn_values_have_the_memory_of_what_they_stand_for() -> None:
 
 def test_differences_are_of_the_largest_value() -> None:
     x = torch.tensor([1.0, 100.0], dtype=torch.float64)
-    assert difference(x, x + 1e-7) is None
-    assert difference(x, x + 1e-2) == pytest.approx(1e-4, rel=1e-2)
-    assert difference(x, x[:1]) == math.inf and difference(None, torch.zeros(2)) is None
+    assert largest_error_share(x, x + 1e-7) is None
+    assert largest_error_share(x, x + 1e-2) == pytest.approx(1e-4, rel=1e-2)
+    assert largest_error_share(x, x[:1]) == math.inf and largest_error_share(None, torch.zeros(2)) is None
 
 
 def test_a_dispatch_is_transposed_to_a_combination() -> None:

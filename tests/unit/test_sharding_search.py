@@ -129,7 +129,7 @@ def test_gathers_over_data_ranks_are_dear_and_over_microbatches_impossible() -> 
 
 def _solved(prices: Prices) -> dict[str, Strategy]:
     made, nodes = linear()
-    found = AxisSearch(View(made, TP, prices)(), {node: node.name for node in made.graph.nodes}).solve()
+    found = AxisSearch(View(made, TP, prices)(), {node: node.name for node in made.graph.nodes}).cheapest_strategies()
     return {name: found[node] for name, node in nodes.items()}
 
 
@@ -155,7 +155,7 @@ def test_zeros_in_padding_have_a_price() -> None:
 def test_another_length_is_split_as_the_first_one() -> None:
     made, nodes = linear(features=6, results=4)
     view = View(made, TP)()
-    kept = {**AxisSearch(view, {node: node.name for node in made.graph.nodes}).solve()}
+    kept = {**AxisSearch(view, {node: node.name for node in made.graph.nodes}).cheapest_strategies()}
     row = next(s for s in view.legal(nodes["y"], {}) if s.inputs == (S(1), S(1)))
     kept |= {nodes["y"]: row, nodes["w"]: Strategy((), (S(1),), "split d1 1"), nodes["x"]: Strategy((), (S(1),), "")}
     known = ShardedProgram(made, (TP,), {node: (strategy,) for node, strategy in kept.items()})
@@ -189,7 +189,7 @@ def test_a_conversion_that_no_rank_could_do_names_its_place() -> None:
     y = to.call(aten._softmax.default, to.call(aten.linear.default, x, w), 0, False)
     made = program(to, to.call(aten.sum.default, y), rows=4)
     with pytest.raises(CompileError, match="does not split the dim of the batch") as told:
-        AxisSearch(View(made, TIME)(), {node: node.name for node in made.graph.nodes}).solve()
+        AxisSearch(View(made, TIME)(), {node: node.name for node in made.graph.nodes}).cheapest_strategies()
     assert told.value.code == "QN104" and "microbatches=1" in told.value.fix
 
 

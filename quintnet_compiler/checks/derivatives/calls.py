@@ -65,7 +65,7 @@ class OperatorCall:
         )
         return self.target, literals, tensors, self.grads, self.first_use, self.wanted, self.sums
 
-    def filled(self, operands: Sequence[Any]) -> tuple[Any, Any]:
+    def with_operands(self, operands: Sequence[Any]) -> tuple[Any, Any]:
         """Return the arguments with ``operands`` in place of its own."""
         following = iter(operands)
         arguments: tuple[Any, Any] = fx.map_arg(self.arguments, lambda _: next(following))

@@ -40,7 +40,7 @@ def check_numbers(call: OperatorCall, pattern: Pattern) -> bool:
     except INVALID as error:
         raise wrong(call, f"it does not run: {error}") from error
     for position, pair in enumerate(zip(actual, expected, strict=True)):
-        error_share = difference(*pair)
+        error_share = largest_error_share(*pair)
         if error_share is not None:
             count = len(pattern.outputs)
             name = f"output {position}" if position < count else f"gradient {position - count}"
@@ -77,7 +77,7 @@ def _eager(call: OperatorCall, operands: Sequence[Tensor], tangents: Sequence[Te
     """Return the outputs of the operator, then the gradient of each operand."""
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [x.detach().requires_grad_(flag) for x, flag in zip(operands, call.grads, strict=True)]
-        args, kwargs = on_device(call.filled(leaves), CPU)
+        args, kwargs = on_device(call.with_operands(leaves), CPU)
         result = _REFERENCES.get(call.target, call.target)(*args, **kwargs)
         outs = list(result) if isinstance(result, (tuple, list)) else [result]
         pairs = [(o, t) for o, t in zip(outs, tangents, strict=True) if t is not None and o.requires_grad]
@@ -93,7 +93,7 @@ def _run(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
     return env[node]
 
 
-def difference(actual: Tensor | None, expected: Tensor | None) -> float | None:
+def largest_error_share(actual: Tensor | None, expected: Tensor | None) -> float | None:
     """Return the largest error as a share of the largest value, or None if it is no more than rounding."""
     if expected is None:
         return None

@@ -34,7 +34,7 @@ def expected_gradients(target: Any) -> ExpectedGradients | None:
 
 def check_ranked(call: OperatorCall, pattern: Pattern, expected: ExpectedGradients) -> None:
     """Check the backward of an operator that depends on the rank against its transpose."""
-    args, _ = call.filled(pattern.inputs)
+    args, _ = call.with_operands(pattern.inputs)
     if call.target in (embedding_rows, nll_terms) and pattern.outputs[0] is None:
         return
     for position, (op, wanted) in expected.calls(args, pattern).items():

@@ -82,7 +82,7 @@ class Derivatives:
             is_new = first == len(inputs)
             inputs.append(self.scratch.placeholder("x", x, needs_grad=grad) if is_new else inputs[first])
         tangents = [None if t is None else self.scratch.placeholder("t", t) for t in call.tangents]
-        args, kwargs = call.filled(inputs)
+        args, kwargs = call.with_operands(inputs)
         results, pullback = self.operators.apply(call.target, args, kwargs, call.wanted, call.sums)
         terms = pullback(tangents) if any(t is not None for t in tangents) else [None] * len(inputs)
         return Pattern(tuple(inputs), tuple(tangents), tuple(results), tuple(terms))

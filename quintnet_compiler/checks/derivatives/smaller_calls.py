@@ -69,7 +69,7 @@ def _with_sizes(call: OperatorCall, sizes: Mapping[int, int], mode: FakeTensorMo
     small = replace(call, arguments=(args, kwargs))
     with mode:
         operands = [fake(x, [sizes.get(n, n) for n in x.shape]) for x in call.operands]
-        filled, named = small.filled(operands)
+        filled, named = small.with_operands(operands)
         try:
             result = call_fake(call.target, filled, named)
         except INVALID:

@@ -36,7 +36,7 @@ from ....ops.experts.grouped_rows import (
 )
 from ....ops.extensions import extend
 from ....ops.op_spec import OpSpec
-from .scaled_products import block_max, block_scale, product, scaled_cast, spread
+from .scaled_products import block_max, block_scale, scaled_cast, scaled_product, spread
 
 aten = torch.ops.aten
 LOW = torch.bfloat16  # has all 8-bit numbers, and grouped products on GPUs
@@ -70,7 +70,7 @@ def _linear(
         out = rows.new_empty([count, right.shape[2]], dtype=dtype)
         for expert, run in expert_runs(ends) if count else ():
             mine = scale_rows if scale_rows.shape[0] == 1 else scale_rows[run].clone()  # where kernels want addresses
-            out[run] = product(rows[run], right[expert], mine, scale[expert], dtype)
+            out[run] = scaled_product(rows[run], right[expert], mine, scale[expert], dtype)
             if bias is not None:
                 out[run] += bias[expert]
         return out
@@ -98,7 +98,7 @@ def _weight_grad(
         gradient = rows.new_zeros([experts, left.shape[1], right.shape[1]], dtype=dtype)
         for expert, run in expert_runs(ends) if count else ():
             scales = scale_left[expert][:, None], scale_right[expert][None]
-            gradient[expert] = product(left[run].t(), right[run], *scales, dtype)
+            gradient[expert] = scaled_product(left[run].t(), right[run], *scales, dtype)
         return gradient
     sums: Tensor = aten._grouped_mm.default(left.contiguous().to(LOW).t(), right.contiguous().to(LOW), ends)
     return zeros_of_no_rows((sums * scale_left[:, :, None] * scale_right[:, None]).to(dtype), ends)

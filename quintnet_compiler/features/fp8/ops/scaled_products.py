@@ -91,10 +91,10 @@ def _scaled_matmul(
     a, scale_a = a.reshape(-1, a.shape[-1]), _rows(scale_a, lead)
     if equation == OF_WEIGHT:
         b, scale_b = b.reshape(-1, b.shape[-1]), _rows(scale_b, lead)
-        return product(a.t(), b, scale_a.t(), scale_b, dtype, power_of_two)
+        return scaled_product(a.t(), b, scale_a.t(), scale_b, dtype, power_of_two)
     if equation == FORWARD:
         b, scale_b = b.t(), scale_b.t()
-    return product(a, b, scale_a, scale_b, dtype, power_of_two).reshape(*lead, b.shape[1])
+    return scaled_product(a, b, scale_a, scale_b, dtype, power_of_two).reshape(*lead, b.shape[1])
 
 
 def _rows(scale: Tensor, lead: Sequence[int]) -> Tensor:
@@ -104,7 +104,7 @@ def _rows(scale: Tensor, lead: Sequence[int]) -> Tensor:
     return scales.reshape(-1, scale.shape[-1])
 
 
-def product(
+def scaled_product(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, power_of_two: bool = False
 ) -> Tensor:
     """Return ``(a * scale_a) @ (b * scale_b)``.
