@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..compat.torch import needs_values, pytree, recording
+from ..compat.torch import is_recording, needs_values, pytree
 from ..compat.torch_control_flow import control_flow_by
 from ..core.errors import CompileError, Where
 from ..core.replaced import for_this_thread
@@ -41,7 +41,7 @@ def control_flow_followed() -> Iterator[None]:
 
 
 def _run(name: str, arguments: Sequence[Any], theirs: Callable[[], Any]) -> Any:
-    if not recording():
+    if not is_recording():
         return theirs()
     if name == "cond":
         return _either(*arguments)

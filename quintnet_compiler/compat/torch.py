@@ -38,7 +38,7 @@ __all__ = [
     "without_modes",  # operators run as usual inside a mode; instead: calling them before it is entered
     "make_fx",  # traces a function of tensors into a graph; instead: torch.export of a module around it
     "unrecorded",  # inside, a trace takes no notice; instead: removing the nodes that were made meanwhile
-    "recording",  # whether a trace is on; instead: looking at the types of the tensors that are computed with
+    "is_recording",  # whether a trace is on; instead: looking at the types of the tensors that are computed with
     "get_decompositions",  # torch's Python definitions of operators; instead: torch.export.default_decompositions
     "assert_size_stride",  # AssertionError if a tensor has another size or stride; instead: comparing them in Python
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "dict_version", "foreach_copy_",
@@ -101,7 +101,7 @@ def custom_operator(definition: Any) -> OpOverload | None:
     return definition._opoverload if isinstance(definition, CustomOpDef) else None
 
 
-def recording() -> bool:
+def is_recording() -> bool:
     """Return whether make_fx or torch.export records operators now."""
     return get_proxy_mode() is not None
 

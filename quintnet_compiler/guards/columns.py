@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..compat.torch import version
 from .namespaces import MISSING
-from .python_state import copied, other_zero, same_values, shown
+from .python_state import copied, other_zero, same_values, short_text
 
 Space = Mapping[str, Any]
 Row = tuple[str, Space, Any, Any]  # a label, a namespace, a name in it, and the value there
@@ -74,7 +74,7 @@ class PlainValues:
 
     def broken(self) -> list[str]:
         lines = (
-            f"{label} is {shown(_get(space, name))} and was {shown(value)}"
+            f"{label} is {short_text(_get(space, name))} and was {short_text(value)}"
             for label, space, name, value in self.rows
             if not _is_equal(_get(space, name), value)
         )
@@ -180,11 +180,11 @@ class Absent:
 
     def broken(self) -> list[str]:
         lines = [
-            f"{label} is {shown(space[name])} and was nothing" for label, space, name in self.rows if name in space
+            f"{label} is {short_text(space[name])} and was nothing" for label, space, name in self.rows if name in space
         ]
         lines += [f"{kind.__name__}.{name} was not there" for kind, name in self.classes if hasattr(kind, name)]
         new = ((label, space, name) for label, names, space in self.many for name in sorted(names & space.keys()))
-        return lines + [f"{label}.{name} is {shown(space[name])} and was nothing" for label, space, name in new]
+        return lines + [f"{label}.{name} is {short_text(space[name])} and was nothing" for label, space, name in new]
 
 
 @dataclass(frozen=True)

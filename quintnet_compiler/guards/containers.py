@@ -22,7 +22,7 @@ from torch import nn
 
 from .compiled_state import CompiledData, objects_held
 from .namespaces import MISSING, SlotFields, slot_names
-from .python_state import OWN, is_value, other_zero, shown
+from .python_state import OWN, is_value, other_zero, short_text
 
 CachedFunction = functools._lru_cache_wrapper  # what functools.cache and lru_cache make
 
@@ -175,7 +175,7 @@ def names_of(owner: Any) -> list[str]:
     return list(_named_fields(owner))
 
 
-def equal(now: Any, then: Any) -> bool:
+def is_unchanged(now: Any, then: Any) -> bool:
     """Return whether two values are one object, or the same plain data."""
     if now is then:
         return True
@@ -230,7 +230,7 @@ class ContainerSnapshot:
 
     def _equal(self, values: list[Any]) -> bool:
         """Compare plain data by its value, and remember the objects that have it now."""
-        if not all(map(equal, values, self.held)):
+        if not all(map(is_unchanged, values, self.held)):
             return False
         self.held = values
         return True
@@ -241,14 +241,16 @@ class ContainerSnapshot:
         if names != self.names:
             return None
         then = zip(self.held, _named(names, values), strict=True)
-        return [name for value, (name, now) in then if not equal(now, value)]
+        return [name for value, (name, now) in then if not is_unchanged(now, value)]
 
     def changed_names(self) -> frozenset[Any]:
         """Return the names of the values that are others now, or that are or were not there."""
         values, names = self._read()
         then, now = dict(_named(self.names, self.held)), dict(_named(names, values))
         return frozenset(
-            name for name in then.keys() | now.keys() if not equal(now.get(name, MISSING), then.get(name, MISSING))
+            name
+            for name in then.keys() | now.keys()
+            if not is_unchanged(now.get(name, MISSING), then.get(name, MISSING))
         )
 
     def broken(self) -> list[str]:
@@ -258,7 +260,7 @@ class ContainerSnapshot:
             return [f"{self.label} holds other objects than it did"]
         now = self.named_values()
         rows = [(name, x, then) for (name, x), then in zip(now, self.held, strict=True) if name in names]
-        return [f"{self.label}[{name!r}] is {shown(x)} and was {shown(then)}" for name, x, then in rows]
+        return [f"{self.label}[{name!r}] is {short_text(x)} and was {short_text(then)}" for name, x, then in rows]
 
 
 def elements_of(owner: Any) -> list[Any]:

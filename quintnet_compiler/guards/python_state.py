@@ -91,7 +91,7 @@ def same(now: Any, then: Any) -> bool:
     return is_plain(now) and (bool(now == then) or bool(now != now and then != then))
 
 
-def shown(value: Any) -> str:
+def short_text(value: Any) -> str:
     """Return a value as errors show it."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
@@ -124,9 +124,9 @@ class Change:
     of_process: bool = False
 
     def __str__(self) -> str:
-        if not isinstance(self.before, Missing) and shown(self.before) == shown(self.after):
+        if not isinstance(self.before, Missing) and short_text(self.before) == short_text(self.after):
             return self.what
-        return f"{self.what} (from {shown(self.before)} to {shown(self.after)})"
+        return f"{self.what} (from {short_text(self.before)} to {short_text(self.after)})"
 
 
 @dataclass(frozen=True)

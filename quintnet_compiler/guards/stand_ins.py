@@ -123,7 +123,7 @@ RECORDING: dict[type, type[RecordingDict]] = {
 }
 
 
-def recording(owner: Any, changed: frozenset[Any] = frozenset()) -> RecordingDict:
+def recording_dict(owner: Any, changed: frozenset[Any] = frozenset()) -> RecordingDict:
     """Return a dict with what ``owner`` holds, of the kind of ``owner``, that records its reads.
 
     None of the names ``changed`` is to be read.

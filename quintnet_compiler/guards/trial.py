@@ -11,7 +11,7 @@ from typing import Any
 from .containers import ContainerSnapshot, reading_of
 from .guards import Guards
 from .reach import Unread
-from .stand_ins import RECORDING, RecordingDict, StandIn, Tripwire, recording, touched
+from .stand_ins import RECORDING, RecordingDict, StandIn, Tripwire, recording_dict, touched
 
 _NUMBERS = (int, float)  # whose identity nobody asks for; that of an enumeration's members is compared
 
@@ -61,7 +61,7 @@ class Trial:
 
     def _record(self, snapshot: ContainerSnapshot) -> bool:
         changed = snapshot.changed_names()
-        recorder, holders = recording(snapshot.owner, changed), self._holders(snapshot.owner)
+        recorder, holders = recording_dict(snapshot.owner, changed), self._holders(snapshot.owner)
         for holder, name in holders:
             self._set(holder.owner if isinstance(holder, ContainerSnapshot) else holder, name, recorder)
         self.recorders.append((snapshot, recorder))

@@ -17,7 +17,7 @@ from quintnet_compiler.guards.function_reads import Walk, trainable
 from quintnet_compiler.guards.guards import TraceReads, global_modes, guards_of
 from quintnet_compiler.guards.hooks import Trained, hook_guards
 from quintnet_compiler.guards.namespaces import MISSING
-from quintnet_compiler.guards.python_state import AttributeSnapshot, Generators, copied, is_plain, same, shown
+from quintnet_compiler.guards.python_state import AttributeSnapshot, Generators, copied, is_plain, same, short_text
 from quintnet_compiler.guards.reach import is_observable
 
 
@@ -39,8 +39,8 @@ def test_plain_data() -> None:
     assert same([1, float("nan")], [1, float("nan")]) and not same(1, 1.0) and not same([1], (1,))
     module = nn.Identity()
     assert same([module], [module]) and not same([module], [nn.Identity()])
-    assert shown(torch.zeros(2, 3)) == "a tensor of shape [2, 3]" and shown(MISSING) == "nothing"
-    assert shown("x" * 100).endswith("...") and len(shown("x" * 100)) == 60
+    assert short_text(torch.zeros(2, 3)) == "a tensor of shape [2, 3]" and short_text(MISSING) == "nothing"
+    assert short_text("x" * 100).endswith("...") and len(short_text("x" * 100)) == 60
 
 
 def test_what_changed_is_told_and_put_back() -> None:

@@ -16,7 +16,14 @@ from quintnet_compiler.compat.torch import unwritten_guard
 from quintnet_compiler.driver.unread_state import UnreadState
 from quintnet_compiler.guards.by_name import is_users, spaces_by_name
 from quintnet_compiler.guards.columns import Absent, Constants, Kinds, PlainValues, SameObjects
-from quintnet_compiler.guards.containers import ContainerSnapshot, Numbers, equal, fields_of, names_of, reading_of
+from quintnet_compiler.guards.containers import (
+    ContainerSnapshot,
+    Numbers,
+    fields_of,
+    is_unchanged,
+    names_of,
+    reading_of,
+)
 from quintnet_compiler.guards.function_reads import Variable
 from quintnet_compiler.guards.guards import Guards, TraceReads, global_modes, guards_of
 from quintnet_compiler.guards.module_contents import STEPS_BEFORE_CPP, DictVersions, Namespaces, Parts, Registered
@@ -76,7 +83,7 @@ def test_equal_plain_values_are_the_same() -> None:
     snapshot = _snapshot(held)
     held["k"] = float("1.5")
     assert snapshot.holds()
-    assert equal(2, 2) and not equal(2, 2.0) and not equal(torch.ones(1), torch.ones(1))
+    assert is_unchanged(2, 2) and not is_unchanged(2, 2.0) and not is_unchanged(torch.ones(1), torch.ones(1))
 
 
 def test_arrays_are_compared_by_their_values() -> None:

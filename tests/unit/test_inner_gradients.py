@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.capture.derivatives.inner_gradients import place_starts
 from quintnet_compiler.capture.derivatives.transforms import by_transform
-from quintnet_compiler.compat.torch import recording
+from quintnet_compiler.compat.torch import is_recording
 from quintnet_compiler.compat.torch_func import is_transformed, only_function_modes
 from quintnet_compiler.equivalence.made_leaves import MadeLeaves
 from quintnet_compiler.ops.derivatives.inner_gradients import gradient, start
@@ -79,7 +79,7 @@ def test_leaves_that_a_function_makes() -> None:
 
 
 def test_outside_of_traces_and_transforms() -> None:
-    assert not recording() and not by_transform(None)
+    assert not is_recording() and not by_transform(None)
     assert not is_transformed(torch.ones(2))
     assert torch.vmap(lambda x: x * int(is_transformed(x)))(torch.ones(2)).sum() == 2
 

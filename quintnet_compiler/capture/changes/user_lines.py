@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from ...compat.torch import recording
+from ...compat.torch import is_recording
 from ...compat.torch_func import nodes_of_trace
 from ..places import OWN, where_of
 from .user_frames import user_frame
@@ -31,9 +31,9 @@ class UserLines(TorchFunctionMode):
     """A mode that gives operators of a trace the innermost line that is the user's."""
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first_new = len(nodes_of_trace()) if recording() else 0
+        first_new = len(nodes_of_trace()) if is_recording() else 0
         result = func(*args, **(kwargs or {}))
-        frame = _user_frame(sys._getframe(1)) if recording() else None
+        frame = _user_frame(sys._getframe(1)) if is_recording() else None
         if frame is not None:
             for node in nodes_of_trace()[first_new:]:
                 if frame.f_code.co_name != _RECORDED or not where_of(node).source:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from ...compat.torch import recording, unrecorded, without_torch_function
+from ...compat.torch import is_recording, unrecorded, without_torch_function
 from ...compat.torch_func import is_transformed
 from ...core.errors import CompileError, Where
 from ...ops.catalog import op_spec
@@ -61,10 +61,10 @@ class InnerGradients(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.autograd.grad and not any(map(is_transformed, _as_tuple(args[0]))):
             return self._grad(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "_make_dual" and recording() and not by_transform(sys._getframe(1)):
+        if getattr(func, "__name__", "") == "_make_dual" and is_recording() and not by_transform(sys._getframe(1)):
             where = Where("", user_line(sys._getframe(1), OWN))
             raise CompileError("QN105", "torch.autograd.forward_ad in forward", where=where, fix="use torch.func.jvp")
-        leaf: Any = args[0] if (func is Tensor.requires_grad_ or func == _FLAG) and recording() else None
+        leaf: Any = args[0] if (func is Tensor.requires_grad_ or func == _FLAG) and is_recording() else None
         leaf = None if leaf is not None and is_transformed(leaf) else leaf
         required_grad = leaf is None or leaf.requires_grad
         result = func(*args, **(kwargs or {}))

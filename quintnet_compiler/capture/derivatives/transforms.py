@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from ...compat.torch import FakeTensor, get_decompositions, make_fx, pytree, recording, unrecorded
+from ...compat.torch import FakeTensor, get_decompositions, is_recording, make_fx, pytree, unrecorded
 from ...compat.torch_func import nodes_of_trace, only_function_modes, set_grad, transforms_by
 from ...core.errors import CompileError, Where
 from ...core.replaced import for_this_thread
@@ -50,7 +50,7 @@ class _Transforms:
 
     def run_transform(self, transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``transform(*args, **kwargs)``; the outermost one becomes plain operators."""
-        if self.inside or not recording():
+        if self.inside or not is_recording():
             return transform(*args, **kwargs)
         call = _TransformCall(transform, *pytree.tree_flatten((args, kwargs)))
         inputs = call.tensor_arguments()

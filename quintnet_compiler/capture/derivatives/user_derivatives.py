@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook
 
-from ...compat.torch import pytree, recording, version, without_torch_function
+from ...compat.torch import is_recording, pytree, version, without_torch_function
 from ...compat.torch_checkpoints import CheckpointOptions, options_of
 from ...compat.torch_func import is_transformed, nodes_of_trace
 from ...compat.torch_hooks import (
@@ -79,7 +79,7 @@ def user_derivatives(step: StepModule, inner: InnerGradients, *, trained: bool) 
         kind = type(hooks)  # PyTorch's own kinds (checkpoints, save_on_cpu) return the saved values
         if kind is torch.autograd.graph.saved_tensors_hooks or not kind.__module__.startswith("torch."):
             finder.refuse("torch.autograd.graph.saved_tensors_hooks")
-        options = options_of(hooks) if recording() else None
+        options = options_of(hooks) if is_recording() else None
         save: Callable[[Tensor], Tensor] = _same
         if options is not None:
             save = finder.checkpoints.open_checkpoint(options, line_of_checkpoint(), reentrant=False).save
@@ -87,7 +87,7 @@ def user_derivatives(step: StepModule, inner: InnerGradients, *, trained: bool) 
 
     def saved(hooks: torch.autograd.graph.saved_tensors_hooks, *error: Any) -> None:
         leave(hooks, *error)
-        if recording() and options_of(hooks) is not None:
+        if is_recording() and options_of(hooks) is not None:
             finder.checkpoints.close_checkpoint()
 
     with (
@@ -224,7 +224,7 @@ class DerivativeFinder:
     def _checkpointed(self, function: Any, preserve: bool, *args: Any) -> Any:
         """Return what a reentrant checkpoint computes; if no argument needs a gradient, nothing inside gets one."""
         grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
-        if not (grad and recording()):
+        if not (grad and is_recording()):
             with torch.set_grad_enabled(grad):
                 return function(*args)
         options = CheckpointOptions(stops=False, same_numbers=preserve, selective=False)
@@ -293,7 +293,7 @@ class _Hooks(TorchFunctionMode):
             return self.finder.hook(*args, **(kwargs or {}))
         if func in _BACKWARD and self.finder.inner.accumulates:
             return self.finder.inner.backward(*args, **(kwargs or {}))
-        if func is torch.autograd.backward and recording():
+        if func is torch.autograd.backward and is_recording():
             self.finder.refuse("torch.autograd.backward in forward")
         if func in _REFUSED and args[0].requires_grad:
             self.finder.refuse(f"Tensor.{func.__name__}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...compat.torch import recording
+from ...compat.torch import is_recording
 from ...compat.torch_flex import flex_attention_by
 from ...core.errors import CompileError, Where
 from ...core.replaced import for_this_thread
@@ -40,7 +40,7 @@ def flex_attention_followed() -> Iterator[None]:
 def _run(
     q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask_mod: Any, scale: float, more: bool, theirs: Callable[[], Any]
 ) -> Tensor | tuple[Any, ...]:
-    if not recording():
+    if not is_recording():
         return theirs()  # type: ignore[no-any-return]
     if score_mod is not None:
         raise _refusal("a score_mod", "leave it out, and give what it hides as block_mask=create_block_mask(...)")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.torch import recording
+from ...compat.torch import is_recording
 from ...compat.torch_varlen import VarlenCall, varlen_attention_by
 from ...core.errors import CompileError, Where
 from ...core.replaced import for_this_thread
@@ -35,7 +35,7 @@ def varlen_attention_followed() -> Iterator[None]:
 
 
 def _run(call: VarlenCall, theirs: Callable[[], Any]) -> Tensor | tuple[Any, ...]:
-    if not recording():
+    if not is_recording():
         return theirs()  # type: ignore[no-any-return]
     if call.more is not None:
         raise _refusal(f"what {call.more} asks for", "leave it out")
