@@ -201,7 +201,7 @@ def test_a_checkpoint_makes_the_host_wait_once(device: Emulated, tmp_path: Path)
     found = program._snapshot(optimizer, None)
     tensors = [box for part in found.parts.values() for box in part.boxes.values() if box.device == where]
     with device.counting() as counted:
-        found.on_host(Staging().copies)
+        found.copy_to_host(Staging().copies)
     assert counted.to_host == len(tensors) == 3 * len(expected)
     assert (counted.to_device, counted.waits) == (0, {"a stream": 1})
     program.save(tmp_path / "now", step=2, optimizer=optimizer)

@@ -306,7 +306,7 @@ def _forked_rank(rank: int, work: Callable[[int], list[str]], store: Path) -> tu
 
 
 def test_other_ranks_of_a_save_that_is_interrupted_are_told(program: CompiledProgram, tmp_path: Path) -> None:
-    snapshot, folder = program._snapshot(None, None).on_host(), tmp_path / "run"
+    snapshot, folder = program._snapshot(None, None).copy_to_host(), tmp_path / "run"
     ranks = [
         _forked_rank(rank, lambda rank: _write_with_interrupts(rank, snapshot, folder), tmp_path / "store")
         for rank in (0, 1)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import quintnet
 from quintnet_compiler.simulation.timeline import Timeline
 from quintnet_compiler.training.documents import read_yaml
-from quintnet_compiler.training.run import factor, optimizer_of, run
+from quintnet_compiler.training.run import learning_rate_factor, optimizer_of, run
 from quintnet_compiler.training.validation import validate
 
 from .models import MLP
@@ -393,9 +393,9 @@ def test_checkpoints_of_other_hands(tmp_path: Path) -> None:
 
 def test_learning_rates() -> None:
     config = quintnet.TrainConfig(model="m:b", batch_size=1, warmup_steps=2, lr_schedule="linear")
-    assert [factor(config, step, 6) for step in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    assert [learning_rate_factor(config, step, 6) for step in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     cosine = config.model_copy(update={"lr_schedule": "cosine"})
-    assert factor(cosine, 4, 6) == pytest.approx(0.5)
+    assert learning_rate_factor(cosine, 4, 6) == pytest.approx(0.5)
 
 
 def _trained(config: dict[str, Any]) -> quintnet.History:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..core.errors import CompileError
 from ..ir.distributed_program import DistributedProgram
 from ..runtime.backends.backend import Backend
-from ..weights.initialize import Constant, Fill, Init, Normal, Uniform, chosen, filled, key_of
+from ..weights.initialize import Constant, Fill, Init, Normal, Uniform, key_of, match_names, run_fill
 from ..weights.own_values import values_of_build, values_of_reset
 
 InitialValues = Literal["model"] | Callable[[], nn.Module] | Mapping[str, Init | Fill]
@@ -73,7 +73,7 @@ def _by_name(
 ) -> None:
     specs = {name: spec for name, spec in program.state.items() if spec.kind in _KINDS}
     parameters = [name for name, spec in specs.items() if spec.kind == "parameter"]
-    wanted = chosen(values, parameters, specs.keys() - set(parameters))
+    wanted = match_names(values, parameters, specs.keys() - set(parameters))
     drawn = {name: init for name, init in wanted.items() if isinstance(init, (Normal, Uniform, Constant))}
     in_order = [".".join(filter(None, (at, name))) for at, m in modules.items() for name, _ in m.named_parameters()]
     fills = {name: wanted[name] for name in (*in_order, *specs) if name in wanted and name not in drawn}
@@ -82,7 +82,7 @@ def _by_name(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             for name, fill in fills.items():
-                x = filled(name, fill, specs[name].shape, specs[name].dtype)  # type: ignore[arg-type]
+                x = run_fill(name, fill, specs[name].shape, specs[name].dtype)  # type: ignore[arg-type]
                 if name in here:
                     yield name, x
 

@@ -141,7 +141,7 @@ class ProgramCheckpoints(ProgramState):
 
         to = Destination(folder_at(folder), step, keep, self._locks)
         self._agree("save", optimizer, extra, folder=to.folder.path, step=step, keep=keep)
-        snapshot = self._snapshot(optimizer, extra).on_host()
+        snapshot = self._snapshot(optimizer, extra).copy_to_host()
         if self._saving is not None:
             self._saving.wait()
         path = write(snapshot, to)
@@ -276,7 +276,7 @@ class ProgramCheckpoints(ProgramState):
             return None
         if self._saving is not None:
             self._saving.wait()  # it has failed, if it still waited for others
-        path = write(snapshot.on_host(), Destination(folder_at(folder), step, keep, self._locks), alone=True)
+        path = write(snapshot.copy_to_host(), Destination(folder_at(folder), step, keep, self._locks), alone=True)
         pulse.saved(step)
         return path
 

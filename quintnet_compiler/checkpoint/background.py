@@ -157,7 +157,7 @@ class Background:
         with self.line.turn:
             with together:
                 self.line.wait()
-                copied = snapshot.on_host(self.staging.copies)
+                copied = snapshot.copy_to_host(self.staging.copies)
             return self.line.begin(copied, to)
 
     def wait(self) -> None:

@@ -12,7 +12,7 @@ from ..ir.distributed_program import StateSpec
 from .parts import SavedPart
 
 
-def part_of(x: DTensor) -> SavedPart | None:
+def interleaved_part(x: DTensor) -> SavedPart | None:
     """Return this rank's part if it may be several boxes (a packed weight's interleaved slices), else None."""
     return SavedPart.of(local_tensor(x), x.shape, positions_of(x)) if is_interleaved(x) else None
 
@@ -22,4 +22,4 @@ def know_all_boxes(stored: Iterable[StateSpec]) -> None:
     whole units, if there are such among what is ``stored`` on ranks."""
     kinds = {kind for spec in stored for kind in spec.sharding if isinstance(kind, Shard)}
     if any(kind.parts > 1 or kind.unit > 1 for kind in kinds):
-        checkpoint_parts_by(part_of)
+        checkpoint_parts_by(interleaved_part)

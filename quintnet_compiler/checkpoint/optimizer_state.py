@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ..compat.distributed import dtensor_over
 from ..core.empty_storage import is_of_other_ranks
@@ -30,7 +31,7 @@ from .values import decoded, encoded, path_of, plain
 Note = Mapping[str, Any]  # JSON
 
 
-def stored(optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace]) -> tuple[dict[str, SavedPart], Note]:
+def tensors_and_note(optimizer: Optimizer, places: Mapping[str, ParameterPlace]) -> tuple[dict[str, SavedPart], Note]:
     """Return the tensors of an optimizer's state, as ``parameter/path`` (:mod:`.values`), and everything else.
 
     Raises:
@@ -51,7 +52,7 @@ def stored(optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace
     return tensors, {"class": _kind(optimizer), "options": options, "values": values, "groups": _groups(optimizer)}
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return for each group its options, and whether it has parameters on this rank."""
     notes = []
     for index, group in enumerate(optimizer.param_groups):
@@ -88,7 +89,7 @@ def decoded_state(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> d
     return state | {unquote(path): x for path, x in tensors.items() if ":" not in path}
 
 
-def _part(x: Tensor, place: ParameterPlace, what: str, optimizer: torch.optim.Optimizer) -> SavedPart:
+def _part(x: Tensor, place: ParameterPlace, what: str, optimizer: Optimizer) -> SavedPart:
     if isinstance(optimizer, WholeOptimizer):
         return SavedPart.whole(x.detach())
     if tuple(x.shape) == tuple(place.shape):
@@ -145,7 +146,7 @@ def _saved_options(note: Note, name: str, group: Mapping[str, Any], kind: str) -
 
 
 def restored(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     places: Mapping[str, ParameterPlace],
     note: Note,
     saved: Mapping[str, TensorStorageMetadata],
@@ -185,7 +186,7 @@ class _OptimizerLoad:
         unsaid: indices of groups whose options the checkpoint does not say.
     """
 
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     places: Mapping[str, ParameterPlace]
     note: Note
     saved: Mapping[str, TensorStorageMetadata]
@@ -249,7 +250,7 @@ class _OptimizerLoad:
         for index, group in enumerate(self.optimizer.param_groups):
             if id(group) in self.first_names:
                 continue
-            options = _options_elsewhere(self.optimizer, index, self.note, others)
+            options = _remote_options(self.optimizer, index, self.note, others)
             if options is None:
                 self.unsaid.append(index)
                 continue
@@ -274,7 +275,7 @@ class _OptimizerLoad:
                 set_state(self.optimizer, self.places[name].parameter, state)
 
 
-def _require_all_wanted(note: Note, places: Mapping[str, ParameterPlace], optimizer: torch.optim.Optimizer) -> None:
+def _require_all_wanted(note: Note, places: Mapping[str, ParameterPlace], optimizer: Optimizer) -> None:
     """Raise QN602 if the saved optimizer trained parameters of this rank that this one does not."""
     here = {name for name, _ in _named(optimizer, places, "QN602")}
     if left := sorted((note["of"].keys() & places.keys()) - here):
@@ -290,9 +291,7 @@ def _sizes(name: str, paths: Sequence[str], saved: Mapping[str, TensorStorageMet
     return {unquote(path): saved[f"{name}/{path}"].size for path in paths if ":" not in path}
 
 
-def _options_elsewhere(
-    optimizer: torch.optim.Optimizer, index: int, note: Note, others: Mapping[int, str]
-) -> dict[str, Any] | None:
+def _remote_options(optimizer: Optimizer, index: int, note: Note, others: Mapping[int, str]) -> dict[str, Any] | None:
     """Return the saved options of a group without parameters on this rank; None if the checkpoint does not say.
 
     They are those of its parameters on other ranks, else those of the group that was in its place.
@@ -329,16 +328,16 @@ def _decoded(name: str, note: Note, tensors: Mapping[str, Tensor]) -> dict[str, 
         raise CheckpointError("QN602", text, fix="load a checkpoint that has not been changed") from None
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _inner(optimizer: Optimizer) -> Optimizer:
     return optimizer.inner if isinstance(optimizer, WholeOptimizer) else optimizer
 
 
-def _kind(optimizer: torch.optim.Optimizer) -> str:
+def _kind(optimizer: Optimizer) -> str:
     return type(_inner(optimizer)).__name__
 
 
 def _named(
-    optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace], code: str
+    optimizer: Optimizer, places: Mapping[str, ParameterPlace], code: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     names = {id(place.parameter): name for name, place in places.items()}
     for group in optimizer.param_groups:

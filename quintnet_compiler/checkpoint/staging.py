@@ -20,7 +20,7 @@ class Staging:
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return copies of ``tensors`` in host memory; those of the last call are overwritten."""
-        away = iter(on_host([x for x in tensors if x.device.type != "cpu"]))
+        away = iter(copy_to_host([x for x in tensors if x.device.type != "cpu"]))
         here = [x.detach() for x in tensors if x.device.type == "cpu"]
         places = iter(self._places(here))
         return [next(away) if x.device.type != "cpu" else next(places).copy_(x.detach()) for x in tensors]
@@ -34,7 +34,7 @@ class Staging:
         return [part[: x.nbytes].view(x.dtype).view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
-def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+def copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return ``tensors`` in host memory: those that are there already, and copies of others.
 
     Copies from an accelerator go through pinned memory on a stream of their own: they run at the speed of the bus, and

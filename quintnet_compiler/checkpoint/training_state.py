@@ -22,13 +22,13 @@ from ..core.errors import CheckpointError
 from ..weights.files import refuse_all, shown
 from .folder import CheckpointFolder, PublishedError, name_of
 from .lock import FolderLocks
-from .optimizer_state import merged, restored, stored
+from .optimizer_state import merged, restored, tensors_and_note
 from .parts import ParameterPlace, SavedPart, local_of
 from .pretrained import WeightsSubject, everywhere
 from .reading.choice import Chosen, with_newest
 from .reading.stored_tensors import ReadPlan, StoredTensors
 from .reading.together import attempted
-from .staging import on_host
+from .staging import copy_to_host
 from .storage import SavePlanning, Writer, error_of_ranks, reasons_of_ranks
 from .tied import torn_ties, under_stored_names
 from .values import extra_of, stored_extra
@@ -61,7 +61,7 @@ class Snapshot:
         for name, part in self.parts.items():
             part.require_storable(name)
 
-    def on_host(self, copies: Callable[[Sequence[Tensor]], Sequence[Tensor]] = on_host) -> Snapshot:
+    def copy_to_host(self, copies: Callable[[Sequence[Tensor]], Sequence[Tensor]] = copy_to_host) -> Snapshot:
         """Return the same in host memory, by ``copies`` of all tensors."""
         boxes = iter(copies([box for part in self.parts.values() for box in part.boxes.values()]))
         parts = {name: replace(part, boxes={at: next(boxes) for at in part.boxes}) for name, part in self.parts.items()}
@@ -102,7 +102,7 @@ def snapshot_here(
     parts, places = _parts(subject)
     note: dict[str, Any] = {**stored_extra(extra), "run": dict(run), "torch": torch.__version__}
     if optimizer is not None:
-        tensors, note["optimizer"] = stored(optimizer, places)
+        tensors, note["optimizer"] = tensors_and_note(optimizer, places)
         parts |= {f"{OPTIMIZER}{name}": part for name, part in tensors.items()}
     return Snapshot(parts, note)
 

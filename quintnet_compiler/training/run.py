@@ -82,7 +82,7 @@ def run(config: TrainConfig) -> History:
     optimizer = optimizer_of(config, program.parameters())
     steps = config.num_epochs * (sampler.samples // config.batch_size)
     steps = min(steps, config.max_steps or steps)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(config, step, steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(config, step, steps))
     val_loader = None
     if task.val_data is not None:
         val_loader = DataLoader(task.val_data, batch_size=config.batch_size, **workers)
@@ -112,7 +112,7 @@ def run(config: TrainConfig) -> History:
     ).fit()
 
 
-def factor(config: TrainConfig, step: int, steps: int) -> float:
+def learning_rate_factor(config: TrainConfig, step: int, steps: int) -> float:
     """Return the factor of the learning rate in step ``step`` (from 0) of ``steps``."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps

@@ -56,7 +56,7 @@ Init = Normal | Uniform | Constant
 Fill = Callable[[Tensor], Any]  # writes a tensor, or returns another one; such as torch.nn.init.xavier_uniform_
 
 
-def chosen(
+def match_names(
     inits: Mapping[str, Init | Fill], names: Sequence[str], others: Collection[str] = ()
 ) -> dict[str, Init | Fill]:
     """Return the initial value of each name that a pattern matches; later patterns win.
@@ -76,7 +76,7 @@ def chosen(
     return initial
 
 
-def filled(name: str, fill: Fill, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def run_fill(name: str, fill: Fill, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return the whole tensor that a function computes on the CPU.
 
     Raises:

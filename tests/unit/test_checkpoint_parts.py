@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from quintnet_compiler.checkpoint import background
 from quintnet_compiler.checkpoint.lock import FolderLocks
-from quintnet_compiler.checkpoint.optimizer_state import merged, restored, stored
+from quintnet_compiler.checkpoint.optimizer_state import merged, restored, tensors_and_note
 from quintnet_compiler.checkpoint.parts import ParameterPlace, SavedPart
-from quintnet_compiler.checkpoint.staging import Staging, on_host
+from quintnet_compiler.checkpoint.staging import Staging, copy_to_host
 from quintnet_compiler.checkpoint.stores.disk_folder import DiskFolder
 from quintnet_compiler.checkpoint.training_state import Destination
 from quintnet_compiler.checkpoint.values import plain
@@ -41,7 +41,7 @@ def test_a_rank_may_have_several_boxes_of_a_tensor() -> None:
 def test_copies_stay_as_they_are() -> None:
     x = torch.zeros(3)
     staging = Staging()
-    copied, same = staging.copies([x, x[1:], torch.tensor(7)]), on_host([x, x[1:]])
+    copied, same = staging.copies([x, x[1:], torch.tensor(7)]), copy_to_host([x, x[1:]])
     x.fill_(1)
     assert [y.tolist() for y in copied] == [[0, 0, 0], [0, 0], 7] and [y.tolist() for y in same] == [[1, 1, 1], [1, 1]]
     assert same[0].data_ptr() == x.data_ptr()
@@ -63,7 +63,7 @@ def _place(parameter: nn.Parameter, shape: tuple[int, ...]) -> ParameterPlace:
 def test_an_optimizers_state_goes_by_names() -> None:
     x = nn.Parameter(torch.ones(2, 3))
     optimizer = _stepped(x, torch.optim.Adam, lr=0.5)
-    tensors, note = stored(optimizer, {"layer.weight": _place(x, (2, 3))})
+    tensors, note = tensors_and_note(optimizer, {"layer.weight": _place(x, (2, 3))})
     assert set(tensors) == {f"layer.weight/{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
     note = merged([note, note])
     assert note["class"] == "Adam" and note["of"] == {"layer.weight": 0} and note["options"][0]["lr"] == 0.5
@@ -85,7 +85,7 @@ def test_state_is_read_to_where_it_lies_unless_something_else_lies_there() -> No
     optimizer = _stepped(x, torch.optim.Adam)
     place, state = _place(x, (2, 3)), optimizer.state[x]
     state |= {"slow": x.detach(), "twice": state["exp_avg"], "turned": torch.ones(3, 2).t()}
-    tensors, note = stored(optimizer, {"w": place})
+    tensors, note = tensors_and_note(optimizer, {"w": place})
     saved = {n: TensorStorageMetadata(TensorProperties(dtype=torch.float32), p.shape, []) for n, p in tensors.items()}
     targets, finish = restored(optimizer, {"w": place}, merged([note]), saved)
     where = {key: targets[f"w/{key}"].local.data_ptr() for key in state}
@@ -99,7 +99,7 @@ def test_a_parameter_without_saved_state_has_none_after_a_load() -> None:
     """As after a search of a learning rate, which loads what it saved before its first step."""
     x = nn.Parameter(torch.ones(2))
     places = {"w": _place(x, (2,))}
-    note = merged([stored(torch.optim.Adam([x], lr=0.5), places)[1]])
+    note = merged([tensors_and_note(torch.optim.Adam([x], lr=0.5), places)[1]])
     optimizer = _stepped(x, torch.optim.Adam)
     restored(optimizer, places, note, {})[1]()
     assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.5
@@ -114,8 +114,8 @@ def test_states_that_are_no_parameters_or_of_another_optimizer_are_refused() -> 
     optimizer = _stepped(x, torch.optim.Adam)
     places = {"w": _place(x, (2,))}
     with pytest.raises(CheckpointError, match="that is not this program's"):
-        stored(optimizer, {})
-    note = merged([stored(optimizer, places)[1]])
+        tensors_and_note(optimizer, {})
+    note = merged([tensors_and_note(optimizer, places)[1]])
     with pytest.raises(CheckpointError, match="the optimizer is a SGD, and the checkpoint has that of a Adam"):
         restored(torch.optim.SGD([x], lr=1.0), places, note, {})
     with pytest.raises(CheckpointError, match="does not have v"):
@@ -140,7 +140,7 @@ def test_saves_follow_each_other_and_see_copies(monkeypatch: pytest.MonkeyPatch,
         def __init__(self, x: Tensor) -> None:
             self.x = x
 
-        def on_host(self, copies: Callable[[list[Tensor]], list[Tensor]]) -> Tensor:
+        def copy_to_host(self, copies: Callable[[list[Tensor]], list[Tensor]]) -> Tensor:
             return copies([self.x])[0]
 
     monkeypatch.setattr(background, "write", write)

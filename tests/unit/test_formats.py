@@ -518,7 +518,7 @@ def test_a_packed_weight_is_several_boxes(parts: int, size: int, unit: int) -> N
                 x: DTensor = DTensor.from_local(
                     local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
                 )
-                part = dtensors.part_of(x)
+                part = dtensors.interleaved_part(x)
                 assert part is not None
                 covered = 0
                 for offset, box in part.boxes.items():

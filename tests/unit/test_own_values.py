@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quintnet_compiler.api.initial_values import InitialValues
 from quintnet_compiler.core.errors import CompileError
-from quintnet_compiler.weights.initialize import filled
+from quintnet_compiler.weights.initialize import run_fill
 from quintnet_compiler.weights.own_values import OwnValues, values_of_build, values_of_reset
 
 
@@ -72,8 +72,8 @@ def test_functions_fill_whole_tensors() -> None:
     torch.manual_seed(3)
     expected = nn.init.xavier_uniform_(torch.empty(4, 6))
     torch.manual_seed(3)
-    assert torch.equal(filled("w", nn.init.xavier_uniform_, (4, 6), torch.float32), expected)
-    assert torch.equal(filled("w", lambda x: torch.ones(2), (2,), torch.float32), torch.ones(2))
+    assert torch.equal(run_fill("w", nn.init.xavier_uniform_, (4, 6), torch.float32), expected)
+    assert torch.equal(run_fill("w", lambda x: torch.ones(2), (2,), torch.float32), torch.ones(2))
     values: InitialValues = {"w": nn.init.zeros_}
     assert values
 
@@ -82,6 +82,6 @@ def test_functions_fill_whole_tensors() -> None:
 
     for fill in (lambda x: None, half, lambda x: x.log()):
         with pytest.raises(CompileError, match=r"QN604.*\n.*for w left elements without a number"):
-            filled("w", fill, (2, 2), torch.float32)
+            run_fill("w", fill, (2, 2), torch.float32)
     with pytest.raises(CompileError, match=r"gave \(1,\) torch.float64 on cpu"):
-        filled("w", lambda x: torch.ones(1, dtype=torch.float64), (2,), torch.float32)
+        run_fill("w", lambda x: torch.ones(1, dtype=torch.float64), (2,), torch.float32)

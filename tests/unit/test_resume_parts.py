@@ -19,7 +19,7 @@ from quintnet_compiler.core.errors import CheckpointError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.training.resume.position import Position
 from quintnet_compiler.training.resume.random_states import RandomStates
-from quintnet_compiler.training.resume.rank_states import RowReader, chosen, gathered
+from quintnet_compiler.training.resume.rank_states import RowReader, choose_state, gathered
 from quintnet_compiler.training.resume.resumable_loader import ResumableLoader
 
 
@@ -121,13 +121,13 @@ def test_what_ranks_say_is_kept_once_where_it_is_the_same() -> None:
 def test_a_rank_goes_on_with_what_a_rank_of_the_same_rows_said() -> None:
     said = [{"digest": 1, "loader": None}, {"digest": 2, "loader": None}]
     stored = {"states": said, "of": [0, 0, 1, 1], "data_ranks": 2, "data_rank_of": [0, 0, 1, 1], "batches": 3}
-    assert chosen(stored, RowReader(1, 1, 2), any_ranks=False) == (said[1], True)  # of dp=2, tp=2 to dp=2
-    assert chosen(stored, RowReader(3, 1, 2), any_ranks=False) == (said[1], True)
-    assert chosen(stored, RowReader(0, 0, 1), any_ranks=True) == (said[0], False)
+    assert choose_state(stored, RowReader(1, 1, 2), any_ranks=False) == (said[1], True)  # of dp=2, tp=2 to dp=2
+    assert choose_state(stored, RowReader(3, 1, 2), any_ranks=False) == (said[1], True)
+    assert choose_state(stored, RowReader(0, 0, 1), any_ranks=True) == (said[0], False)
     with pytest.raises(CheckpointError, match="each of 2 data ranks read rows of its own"):
-        chosen(stored, RowReader(0, 0, 1), any_ranks=False)
+        choose_state(stored, RowReader(0, 0, 1), any_ranks=False)
     fresh = {**stored, "states": said[:1], "of": [0] * 4, "batches": 0}
-    assert chosen(fresh, RowReader(0, 0, 1), any_ranks=False) == (said[0], False)
+    assert choose_state(fresh, RowReader(0, 0, 1), any_ranks=False) == (said[0], False)
 
 
 def test_data_ranks_are_numbered_along_dp_and_ep() -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from quintnet_compiler.core.errors import CompileError
-from quintnet_compiler.weights.initialize import Constant, Normal, Uniform, chosen, key_of
+from quintnet_compiler.weights.initialize import Constant, Normal, Uniform, key_of, match_names
 from quintnet_compiler.weights.meta_buffers import computed_buffers, with_buffers
 from quintnet_compiler.weights.safetensors_writer import TensorEntry, files_of, storable, write_weights
 
@@ -54,10 +54,10 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
 
 def test_later_patterns_win() -> None:
     names = ["a.weight", "a.bias", "b.weight"]
-    found = chosen({"*": Constant(1.0), "*.weight": Normal(0.02)}, names)
+    found = match_names({"*": Constant(1.0), "*.weight": Normal(0.02)}, names)
     assert found == {"a.weight": Normal(0.02), "a.bias": Constant(1.0), "b.weight": Normal(0.02)}
     with pytest.raises(CompileError, match=r"'c\.\*' matches no parameter"):
-        chosen({"c.*": Constant(0.0)}, names)
+        match_names({"c.*": Constant(0.0)}, names)
 
 
 def test_a_part_has_the_values_that_the_whole_has_there() -> None:

@@ -38,7 +38,7 @@ class RowReader:
     data_ranks: int
 
 
-def chosen(stored: Mapping[str, Any], reader: RowReader, *, any_ranks: bool) -> tuple[Mapping[str, Any], bool]:
+def choose_state(stored: Mapping[str, Any], reader: RowReader, *, any_ranks: bool) -> tuple[Mapping[str, Any], bool]:
     """Return the state from which ``reader`` resumes, and whether it is that of the same rows.
 
     Args:

@@ -23,7 +23,7 @@ from ..batches import BatchSampler
 from .loader_parts import begins_anew, parts_with_epochs, restores_itself
 from .position import Position
 from .random_states import RandomStates
-from .rank_states import RowReader, chosen, gathered
+from .rank_states import RowReader, choose_state, gathered
 from .stored_checks import require_data_state
 
 _END = object()
@@ -155,7 +155,7 @@ class ResumableLoader:
         comparable = False
         if "states" in state:  # else of an earlier version
             me = RowReader(own_rank(), self.program.data_rank if self.batch_is_local else 0, self._ways)
-            states, comparable = chosen(state, me, any_ranks=self._any_ranks)
+            states, comparable = choose_state(state, me, any_ranks=self._any_ranks)
         at = Position.from_json(state, states["digest"])
         if (sampler := self._sampler()) is not None:
             at = _of_these_samples(at, sampler)
