@@ -107,7 +107,7 @@ def compare_costs(
     for stage in program.stages:
         rank = priced.ranks[program.schedule.placement[stage.index]]
         for phase in stage.pieces:
-            for node in priced.nodes(stage, phase):
+            for node in priced.node_times(stage, phase):
                 taken = watches[rank].seconds.get((stage.index, phase, node.node.name))
                 if taken and collective_of(name := str(node.node.target)) is None and name != "wait":
                     source = priced.source.get(node.node.name)

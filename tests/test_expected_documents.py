@@ -118,7 +118,7 @@ def test_keys_travel_as_far_as_documents_reach() -> None:
         program = _program(quintnet.Mesh(cp=4), [size], **CONTEXTS["ring"])
         prices = ProgramPrices(program._primary().program, replace(ClusterCosts(Cluster("h100")), overlaps=False))
         stage = program.ranks[0].stages[0]
-        rings = [time for piece in stage.pieces for time in prices.nodes(stage, piece)
+        rings = [time for piece in stage.pieces for time in prices.node_times(stage, piece)
                  if "ring" in str(time.node.target)]  # fmt: skip
         steps = {ring_steps(node) for node in _attention(program) if _in_ring(node)}
         sent.append((*steps, sum(time.communication for time in rings)))

@@ -32,7 +32,7 @@ def _program(imbalance: float, axes: dict[str, int], **options: Any) -> quintnet
 def _times(program: quintnet.CompiledProgram) -> dict[str, NodeTime]:
     made = program.ranks[0].stages[0]
     prices = ProgramPrices(program._primary().program, ClusterCosts(Cluster("h100"), unknown="memory"))
-    return {time.node.name: time for name in made.pieces for time in prices.nodes(made, name)}
+    return {time.node.name: time for name in made.pieces for time in prices.node_times(made, name)}
 
 
 def test_what_rows_of_experts_take_grows_with_the_busiest_rank() -> None:

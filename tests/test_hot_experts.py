@@ -191,7 +191,7 @@ def test_what_stays_is_not_sent(imbalance: float, hot_rows: float | None) -> Non
         for a, b in ((1.0, 0.0), (imbalance, hot_rows))
     )
     times = [
-        {time.node.name: time for name in program.ranks[0].stages[0].pieces for time in prices.nodes(stage, name)}
+        {time.node.name: time for name in program.ranks[0].stages[0].pieces for time in prices.node_times(stage, name)}
         for program in (even, busy)
         for prices in [ProgramPrices(program._primary().program, ClusterCosts(Cluster("h100"), unknown="memory"))]
         for stage in [program.ranks[0].stages[0]]
@@ -217,7 +217,7 @@ def test_gathered_weights_are_priced_by_their_bytes() -> None:
     one = 8 * (2 * WIDTH * WIDTH + 2 * WIDTH + WIDTH * WIDTH)
     assert sum(num_bytes(values(n)[0]) for n in summed) == 2 * one
     prices = ProgramPrices(program, ClusterCosts(Cluster("h100"), unknown="memory"))
-    times = {time.node.name: time for time in prices.nodes(program.stages[0], "forward")}
+    times = {time.node.name: time for time in prices.node_times(program.stages[0], "forward")}
     assert all(times[n.name].communication > 0 for n in summed)
 
 

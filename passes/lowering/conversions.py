@@ -211,4 +211,4 @@ class Conversions:
         return self.builder.call(convert, node, axis.name, axis.size, str(old_type), str(new_type))
 
     def _local(self, size: Sequence[int], sharding: Sharding, axes: int | None = None) -> tuple[int, ...]:
-        return local_shape(size, sharding, self._sharded.ranks[:axes])
+        return local_shape(size, sharding, self._sharded.axis_sizes[:axes])

@@ -332,7 +332,7 @@ class _CommunicationLowering:
         return self._local(values(node)[index].shape, self.sharded.produced(node, index))
 
     def _local(self, size: Sequence[int], sharding: Sharding) -> tuple[int, ...]:
-        return local_shape(size, sharding, self.sharded.ranks)
+        return local_shape(size, sharding, self.sharded.axis_sizes)
 
     # -- nodes that run once a step
 

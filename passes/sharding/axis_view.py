@@ -90,7 +90,7 @@ class AxisView:
     repeats: Mapping[fx.Node, int]
 
     @property
-    def ranks(self) -> tuple[int, ...]:
+    def outer_sizes(self) -> tuple[int, ...]:
         """Return the sizes of the outer axes."""
         return tuple(axis.size for axis in self.outer)
 
@@ -147,7 +147,7 @@ class AxisView:
         """Return the fraction of a value that one rank holds under the outer axes."""
         sharding: Sharding = tuple(strategy.outputs[output] for strategy in self.chosen[node])
         shape = values(node)[output].shape
-        local = local_shape(shape, sharding, self.ranks)
+        local = local_shape(shape, sharding, self.outer_sizes)
         return math.prod(have / size for have, size in zip(local, shape, strict=True) if size)
 
     def local_bytes(self, node: fx.Node, output: int) -> float:

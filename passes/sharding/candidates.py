@@ -109,7 +109,7 @@ class Candidates:
             s for s in options if s.outputs[0] == fixed or forward_type(s.outputs[0]) == forward_type(fixed) is I
         )
         if not allowed:
-            local = local_shape(shape(node), tuple(s.outputs[0] for s in self.view.chosen[node]), self.view.ranks)
+            local = local_shape(shape(node), tuple(s.outputs[0] for s in self.view.chosen[node]), self.view.outer_sizes)
             raise CompileError(
                 "QN203",
                 f"{info.name} of shape {tuple(local)} cannot be {fixed} over {self.axis.name}={self.axis.size}",
@@ -208,7 +208,7 @@ class Candidates:
     def _indivisible(self) -> CompileError:
         """Return the error for a batch that the axis does not divide."""
         rows, size = self.view.program.batch_size, self.axis.size
-        outer_parts = math.prod(self.view.ranks)
+        outer_parts = math.prod(self.view.outer_sizes)
         multiple = size * outer_parts
         return CompileError(
             "QN106",

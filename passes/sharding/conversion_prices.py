@@ -35,7 +35,7 @@ class ConversionPrices:
         # conversion for a layout full of small ones.
         operators = [n for n in view.factors if leaf(n) is None and (needs_grad(n) or not self.trains)]
         sizes = sorted(num_bytes(v) for n in operators for v in values(n) if is_float(v) or self.trains)
-        typical = sizes[len(sizes) // 2] / math.prod(view.ranks) if sizes else 0.0
+        typical = sizes[len(sizes) // 2] / math.prod(view.outer_sizes) if sizes else 0.0
         self.least = MIN_COLLECTIVE_SHARE * self.cost.collective_seconds("all_gather", typical, self.axis.size)
 
     def __call__(self, edge: OperandEdge, a: AxisType, b: AxisType, size: float) -> float | None:

@@ -156,7 +156,7 @@ def _strategies(program: ShardedProgram, node: fx.Node, kinds: tuple[AxisType, .
             cuts = {n: [kind.parts, factors.sizes[n] // kind.unit] for n in factors.outputs[0][kind.dim]}
         options = [s for s in leaf_strategies(node, factors, cuts, axis.size) if s.outputs == (kind,)]
         if not options:
-            local = local_shape(shape(node), kinds[:position], program.ranks[:position])
+            local = local_shape(shape(node), kinds[:position], program.axis_sizes[:position])
             name = program.program.leaves[node].name
             raise CompileError(
                 "QN203",

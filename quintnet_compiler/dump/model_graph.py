@@ -100,7 +100,7 @@ def _operators(program: DistributedProgram) -> Iterator[Operator]:
             reads += [] if leaf is not None else [source.name]
             if leaf is not None and leaf.kind == "parameter":
                 kinds = sharded.produced(source)
-                local_size = local_shape(shape(source), kinds, sharded.ranks)
+                local_size = local_shape(shape(source), kinds, sharded.axis_sizes)
                 types = tuple((axis.name, str(kinds[index])) for index, axis in shown)
                 parameters.append(Parameter(leaf.name, shape(source), local_size, types))
             if position < len(read := local.reads.get(node, ())):

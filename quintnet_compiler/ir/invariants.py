@@ -88,7 +88,7 @@ def _(program: LocalProgram) -> None:
     ):
         assert isinstance(whole, fx.Node) and isinstance(node, fx.Node)
         source, index = origin(whole)
-        expected = local_shape(values(source)[index].shape, program.sharding[node], sharded.ranks)
+        expected = local_shape(values(source)[index].shape, program.sharding[node], sharded.axis_sizes)
         _require(shape(node) == expected, lambda: f"the output {whole} has the wrong shape", node)  # noqa: B023
 
 

@@ -262,7 +262,7 @@ class ShardedProgram:
     gathered: Mapping[fx.Node, Gathered] = field(default_factory=dict)
 
     @property
-    def ranks(self) -> tuple[int, ...]:
+    def axis_sizes(self) -> tuple[int, ...]:
         """Return the size of each axis."""
         return tuple(axis.size for axis in self.axes)
 

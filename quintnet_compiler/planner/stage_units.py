@@ -207,9 +207,9 @@ def _unit(
     return StageUnit(
         begin=begin,
         once=priced.begin(index).seconds,
-        forward=forward.device,
-        backward=backward.device + weight.device,
-        weight=weight.device,
+        forward=forward.device_seconds,
+        backward=backward.device_seconds + weight.device_seconds,
+        weight=weight.device_seconds,
         communication=_communication(works),
         saved=saved,
         received=traffic.received_bytes,

@@ -128,7 +128,7 @@ class Workload:
         mixed = tuple(kinds) if len({device for device, _ in kinds}) > 1 else ()
         return cls(folded.program.batch_size, tokens, float(flops.total()), dtype, kinds[0][0], goal, mixed)
 
-    def used(self, devices: int) -> list[tuple[Hardware, int]]:
+    def kinds_used(self, devices: int) -> list[tuple[Hardware, int]]:
         """Return the kinds of the first ``devices``, with their numbers."""
         counts, remaining = Counter[Hardware](), devices
         for device, count in self.mixed or ((self.device, devices),):
@@ -144,7 +144,7 @@ class Workload:
     def figures(self, seconds: float, devices: int) -> Figures:
         """Return the figures of a step that takes ``seconds`` on ``devices``."""
         unit, counted = self.counted
-        goal, used = self.goal, self.used(devices)
+        goal, used = self.goal, self.kinds_used(devices)
         flops = self.flops or None
         peak = sum(count * device.flops_per_second(self.dtype) for device, count in used)
         watts = [count * device.watts for device, count in used]
@@ -173,14 +173,13 @@ class Workload:
         speed = f"{four_digits(figures.per_second)} {unit}s/s, {four_digits(figures.per_second_per_device)} per device"
         lines = [f"a step is {size}: {speed}"]
         if figures.utilisation:
-            peaks = [
-                f"{n} x {device.flops_per_second(self.dtype) / 1e12:.4g}" for device, n in self.used(figures.devices)
-            ]
+            kinds = self.kinds_used(figures.devices)
+            peaks = [f"{count} x {device.flops_per_second(self.dtype) / 1e12:.4g}" for device, count in kinds]
             said = f"{self.flops:.3g} FLOP a step, {' + '.join(peaks)} TFLOP/s ({self.dtype})"
             lines.append(f"model FLOP utilisation {figures.share}: {said}")
         if figures.joules:
             energy = f"{figures.joules / counted:.3g} J a {unit}"
-            watts = ", ".join(dict.fromkeys(f"{device.watts:g}" for device, _ in self.used(figures.devices)))
+            watts = ", ".join(dict.fromkeys(f"{device.watts:g}" for device, _ in self.kinds_used(figures.devices)))
             lines.append(f"energy {energy}, with devices at {watts} W and nothing else")
         if figures.cost_per_million:
             cost = four_digits(figures.cost_per_million)

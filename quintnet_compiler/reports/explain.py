@@ -181,7 +181,7 @@ class Explain:
                 leaf = sharded.program.leaves.get(origin(source)[0])
                 if leaf is not None and leaf.kind == "parameter":
                     kinds = sharded.produced(source)
-                    part = list(local_shape(shape(source), kinds, sharded.ranks))
+                    part = list(local_shape(shape(source), kinds, sharded.axis_sizes))
                     lines.append(f"    {leaf.name} {list(shape(source))}, on a rank {part}: {self._kinds(kinds)}")
             for axis, strategy in zip(sharded.axes, sharded.strategies[node], strict=True):
                 lines.append(f"    {axis.name}={axis.size}: {strategy.label}: {strategy.signature}")
@@ -197,7 +197,7 @@ class Explain:
         moved: list[str] = []
         for stage in self.program.stages:
             for label in stage.pieces:
-                for time in priced.nodes(stage, label):
+                for time in priced.node_times(stage, label):
                     source = priced.source.get(time.node.name)
                     if source is None or facts(source).where.module not in modules:
                         continue

@@ -37,7 +37,7 @@ def prove_gradients(program: DistributedProgram, name: str) -> str:
     node = named[name]
     kinds = sharded.produced(node)
     lines = [f"Why the gradient of {name} is that of the unsplit model", ""]
-    part = local_shape(shape(node), kinds, sharded.ranks)
+    part = local_shape(shape(node), kinds, sharded.axis_sizes)
     lines.append(f"{name} is {list(shape(node))}, on each rank {list(part)}: {_types(sharded, kinds)}")
     lines += [f"  {line}" for line in _settling(program, name, kinds)]
     uses = [(user, i) for user in _users(node) for i, n in enumerate(tensor_inputs(user)) if origin(n)[0] is node]

@@ -89,7 +89,7 @@ class ProgramPrices:
         return self._works[key]
 
     def _host(self, stage: StageProgram, name: str) -> float:
-        return sum(time.host for time in self.nodes(stage, name)) if name in stage.pieces else 0.0
+        return sum(time.host for time in self.node_times(stage, name)) if name in stage.pieces else 0.0
 
     def _at(self, stage: StageProgram) -> RankCosts:
         """Return the prices of the ranks that run a stage."""
@@ -115,11 +115,11 @@ class ProgramPrices:
         if name not in stage.pieces:
             return []
         parts = PieceParts(self.overlaps, ends)
-        for time in self.nodes(stage, name):
+        for time in self.node_times(stage, name):
             parts.add_node(time)
         return parts.take_parts()
 
-    def nodes(self, stage: StageProgram, name: str) -> list[NodeTime]:
+    def node_times(self, stage: StageProgram, name: str) -> list[NodeTime]:
         """Return the price of each node of a function that the stage has."""
         key = stage.index, name
         if key not in self._nodes:

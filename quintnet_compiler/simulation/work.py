@@ -49,10 +49,10 @@ class ActionWork:
     @cached_property
     def seconds(self) -> float:
         """Return how long the action takes."""
-        return with_host(self.device, self.host) if self.host else self.device
+        return with_host(self.device_seconds, self.host) if self.host else self.device_seconds
 
     @cached_property
-    def device(self) -> float:
+    def device_seconds(self) -> float:
         """Return the seconds without waits for the host."""
         return sum(part.seconds for part in self._timed[0])
 
@@ -60,7 +60,7 @@ class ActionWork:
     def waited(self) -> tuple[WorkPart, ...]:
         """Return the parts with the seconds that computing waits for them; last, the wait for the host."""
         parts = self._timed[0]
-        waits = self.seconds - self.device
+        waits = self.seconds - self.device_seconds
         return (*parts, WorkPart(waits)) if waits > 0 else parts
 
     @property

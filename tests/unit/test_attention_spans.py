@@ -48,7 +48,7 @@ def test_spans_are_what_is_seen(sight: Sight) -> None:
         expected = visible(torch.arange(row, row + rows), torch.arange(col, col + cols), sight)
         found = torch.zeros(rows, cols, dtype=torch.int64)
         for span in sight.spans(block):
-            queries, keys = block.places(span.block)
+            queries, keys = block.slices_of(span.block)
             count, many = span.block.rows, span.block.cols
             ahead = torch.arange(many) - torch.arange(count)[:, None] - (many - count)
             seen = (ahead >= -span.left) if span.left >= 0 else torch.ones_like(ahead, dtype=torch.bool)

@@ -199,7 +199,7 @@ def test_stages_are_priced_before_there_is_a_backward_as_after(kind: str) -> Non
     program = _compiled(kind, 4, *names)
     for stage, found in enumerate(stage_times(program._primary().program.source.local.staged, Roofline())):
         for op in (Op.FORWARD, Op.BACKWARD):
-            simulated = _prices(program).work(Action(op, stage, 0)).device
+            simulated = _prices(program).work(Action(op, stage, 0)).device_seconds
             assert found.time_of(op) == pytest.approx(simulated, rel=0.08 if stage < 3 else 0.2), (stage, op)
 
 

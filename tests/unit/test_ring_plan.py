@@ -72,7 +72,7 @@ def test_work_is_what_a_mask_shows(seed: int) -> None:
     for first, count in ((0, LENGTH), (LENGTH // 4, 17)):
         exact = int(mask[:, first : first + count].sum())
         own = int(mask.diagonal(dim1=1, dim2=2)[:, first : first + count].sum())
-        found = ids.work(sight, Block(first, count, 0, LENGTH))
+        found = ids.computed_pairs(sight, Block(first, count, 0, LENGTH))
         assert exact - own / 2 <= found + 1e-9 and found <= exact + 1e-9 if groups is None else found >= exact - own / 2
         if groups is None and sight.causal:
             assert found == exact - own / 2

@@ -67,7 +67,7 @@ def test_a_collective_that_was_started_ahead_is_waited_for_in_part() -> None:
 def test_an_action_takes_the_time_of_the_device_beside_the_host() -> None:
     """The host starts kernels while the device computes: much the longer of the two decides, also on a slow rank."""
     work = ActionWork((WorkPart(2.0), WorkPart(1.0, "tp", "gather")), host=30.0)
-    assert work.device == 3.0 and work.seconds == pytest.approx(30.0, rel=1e-6)
+    assert work.device_seconds == 3.0 and work.seconds == pytest.approx(30.0, rel=1e-6)
     assert [part.seconds for part in work.waited] == [2.0, 1.0, pytest.approx(27.0)] and work.waited[-1].axis == ""
     assert work.scaled(3.0, {}).seconds == pytest.approx(90.0)
     assert work.scaled(1.0, {"tp": 298.0}).seconds == pytest.approx(300.0)

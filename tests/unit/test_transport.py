@@ -101,7 +101,7 @@ def test_positions_of_a_ring(balance: bool) -> None:
     owned = [{at + i for at, count in ring.runs[ring.index] for i in range(count)} for ring in rings]
     assert owned[0] | owned[1] == set(range(8)) and not owned[0] & owned[1]
     work = [
-        sum(Ids().work(tiles.sight, b) for owner in range(2) for *_, b in ring.unmasked_blocks(owner, Ids()))
+        sum(Ids().computed_pairs(tiles.sight, b) for owner in range(2) for *_, b in ring.unmasked_blocks(owner, Ids()))
         for ring in rings
     ]
     assert (work[0] == work[1]) is balance  # mirrored halves see equally many keys

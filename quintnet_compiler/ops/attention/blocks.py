@@ -29,10 +29,10 @@ class Block:
         """Return the positions after the last query, and after the last key."""
         return self.row + self.rows, self.col + self.cols
 
-    def places(self, part: Block) -> tuple[slice, slice]:
+    def slices_of(self, part: Block) -> tuple[slice, slice]:
         """Return the slices of this block's queries and keys that are those of ``part``.
 
-        >>> Block(4, 4, 0, 8).places(Block(6, 2, 0, 4))
+        >>> Block(4, 4, 0, 8).slices_of(Block(6, 2, 0, 4))
         (slice(2, 4, None), slice(0, 4, None))
         """
         row, col = part.row - self.row, part.col - self.col

@@ -91,7 +91,7 @@ def _plan(
     padding: Tensor | None, segments: Tensor | None, groups: Tensor | None, mask: str, whole: int, ranks: int, runs: int
 ) -> Tensor:
     ids, sight, count = Ids(padding, segments, groups), Sight.parse(mask), whole // (ranks * runs)
-    work = [ids.work(sight, Block(run * count, count, 0, whole)) for run in range(ranks * runs)]
+    work = [ids.computed_pairs(sight, Block(run * count, count, 0, whole)) for run in range(ranks * runs)]
     return torch.tensor(assign_runs(work, ranks))
 
 

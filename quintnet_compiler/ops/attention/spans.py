@@ -144,7 +144,7 @@ class Calls:
 
     def add(self, row: int, spans: Iterable[AttentionSpan]) -> None:
         for span in spans:
-            queries, keys = ((row, at.start, at.stop) for at in self.block.places(span.block))
+            queries, keys = ((row, at.start, at.stop) for at in self.block.slices_of(span.block))
             calls = self._by_window.setdefault((span.left, span.right), [])
             call = next((earlier for earlier in calls if earlier.takes(queries, keys)), None)
             if call is None:

@@ -77,12 +77,12 @@ class Ids:
             self._shown[key] = calls.made, pairs
         return self._shown[key]
 
-    def work(self, sight: Sight, block: Block) -> float:
+    def computed_pairs(self, sight: Sight, block: Block) -> float:
         """Return the pairs of a query and a key of a block that kernels compute, in all rows of the batch.
 
         A tile up to its diagonal counts half.
 
-        >>> Ids().work(Sight(causal=True), Block(4, 4, 0, 8))
+        >>> Ids().computed_pairs(Sight(causal=True), Block(4, 4, 0, 8))
         24.0
         """
         pairs = [pair for row in self.rows for pair in row.pairs(sight, block)] if self.rows else [Pair(block, sight)]
@@ -263,7 +263,7 @@ class AttentionTiles:
         # what takes memory is the mask of a fused kernel, which has no rows of the batch, or the scores
         cell_bytes = q.element_size() if fused else q[batch].shape[0] * q.shape[1] * widened(q.dtype).itemsize
         for tile, seen in pair.tiles(self.tile_bytes // cell_bytes, tiled=not fused):
-            places = block.places(tile)
+            places = block.slices_of(tile)
             if seen == "some":
                 hiding = ids if pair.hidden else Ids()
                 yield _Part(batch, *places, False, hiding.mask(self.sight, row or 0, tile, q.device))

@@ -9,7 +9,7 @@ from torch import fx
 
 from ...core.annotations import shape, tensor_inputs
 from ..attention.operator import IDS
-from .node_factors import Named, aligned, argument, named, opaque
+from .node_factors import Named, aligned, argument, name_dims, opaque
 from .notation import Dims, Factors, Notation, SpecFn
 
 
@@ -19,7 +19,7 @@ def matmul(node: fx.Node) -> Factors:
     out = shape(node)
     sizes: dict[str, int] = {"k": a[-1]}
     lead = out[: len(out) - (len(a) > 1) - (len(b) > 1)]
-    names, more = named(lead, "b")
+    names, more = name_dims(lead, "b")
     sizes |= more
     left, right, tail = list(aligned(names, sizes, a[:-2])), list(aligned(names, sizes, b[:-2])), list(names)
     if len(a) > 1:
@@ -134,7 +134,7 @@ def convolution(node: fx.Node) -> Factors:
         whole |= {"i", "o"}
     places: dict[str, Named] = {}
     for label, dims in (("x", x[-space:]), ("w", weight[2:]), ("y", out[-space:])):
-        places[label], more = named(dims, f"{label}_")
+        places[label], more = name_dims(dims, f"{label}_")
         sizes |= more
         whole |= set(more)
     ins: list[Dims] = [(*batch, ("i",), *places["x"]), ((first,), (second,), *places["w"])]
@@ -172,7 +172,7 @@ def _grouped(
     sizes = {"n": x[0], "g": x[1], "i": x[2], "o": out[2]}
     places: dict[str, Named] = {}
     for label, dims in (("x", x[3:]), ("w", weight[3:]), ("y", out[3:])):
-        places[label], more = named(dims, f"{label}_")
+        places[label], more = name_dims(dims, f"{label}_")
         sizes |= more
     filters: Named = [("i",), ("o",)] if transposed else [("o",), ("i",)]
     images = (("n",), ("g",), ("i",), *places["x"])
@@ -185,7 +185,7 @@ def attention(node: fx.Node) -> Factors:
     q, k, v, *mask = tensor_inputs(node)
     qs, ks, vs = shape(q), shape(k), shape(v)
     out, rank = shape(node), len(qs)
-    batch, sizes = named(out[: max(rank - 3, 0)], "b")
+    batch, sizes = name_dims(out[: max(rank - 3, 0)], "b")
     sizes |= {"s": qs[-2], "t": ks[-2], "d": qs[-1], "e": vs[-1]}
     whole = {"t", "d"} | ({"s"} if argument(node, "is_causal") else set())
     heads: Named = []

@@ -9,7 +9,7 @@ from torch import fx
 
 from ...core.annotations import is_float, shape, tensor_inputs, value
 from ...ops.catalog import op_spec
-from .node_factors import Named, aligned, argument, chosen_dims, named, opaque
+from .node_factors import Named, aligned, argument, chosen_dims, name_dims, opaque
 from .notation import Dims, Factors, Notation
 
 _ROWS = Notation.parse("n v, n -> n", contiguous="v")
@@ -41,8 +41,8 @@ def expert_linear(node: fx.Node) -> Factors:
 def fill_rows(node: fx.Node) -> Factors:
     """Rows, of which each takes its share of the values."""
     x, _, source = map(shape, tensor_inputs(node))
-    dims, sizes = named(x)
-    rest, more = named(source, "v")
+    dims, sizes = name_dims(x)
+    rest, more = name_dims(source, "v")
     share = source[0] // x[0]
     rest[0] = ("d0",) if share == 1 else ("d0", "v0")
     sizes |= {name: size for name, size in more.items() if name != "v0"} | ({"v0": share} if share > 1 else {})
@@ -56,7 +56,7 @@ def label_loss(node: fx.Node) -> Factors:
     reduction = argument(node, "reduction")
     if reduction == 1 or len(scores) == 1:
         return opaque(node)
-    rows, sizes = named((scores[0], *scores[2:]))
+    rows, sizes = name_dims((scores[0], *scores[2:]))
     sizes["v"] = scores[1]
     ins: list[Dims] = [(rows[0], ("v",), *rows[1:]), tuple(rows), (("v",),)]
     losses = tuple(rows) if reduction == 0 else ()
@@ -69,9 +69,9 @@ def index(node: fx.Node) -> Factors:
     used = [d for d, pick in enumerate(argument(node, "indices")) if pick is not None]
     if used != list(range(used[0], used[-1] + 1)):
         return opaque(node)
-    dims, sizes = named(shape(source))
+    dims, sizes = name_dims(shape(source))
     count = max(len(shape(pick)) for pick in indices)
-    names, more = named(shape(node)[used[0] : used[0] + count], "p")
+    names, more = name_dims(shape(node)[used[0] : used[0] + count], "p")
     sizes |= more
     picks = (aligned(names, sizes, shape(pick)) for pick in indices)
     out = (*dims[: used[0]], *names, *dims[used[-1] + 1 :])
@@ -83,7 +83,7 @@ def index_select(node: fx.Node) -> Factors:
     source, picks = tensor_inputs(node)
     if not shape(source) or not shape(picks):
         return opaque(node)
-    dims, sizes = named(shape(source))
+    dims, sizes = name_dims(shape(source))
     (along,) = chosen_dims(argument(node, "dim"), len(dims))
     sizes["p"] = shape(node)[along]
     out = tuple(("p",) if d == along else f for d, f in enumerate(dims))
@@ -96,7 +96,7 @@ def index_add(node: fx.Node) -> Factors:
     x, picks, *source = tensor_inputs(node)
     if not shape(x) or not shape(picks):
         return opaque(node)
-    dims, sizes = named(shape(x))
+    dims, sizes = name_dims(shape(x))
     (along,) = chosen_dims(argument(node, "dim"), len(dims))
     sizes["p"] = shape(picks)[0]
     other = tuple(("p",) if d == along else f for d, f in enumerate(dims))
@@ -115,7 +115,7 @@ def gather(node: fx.Node) -> Factors:
     if not shape(x) or not shape(picks):
         return opaque(node)
     (along,) = chosen_dims(argument(node, "dim"), len(shape(x)))
-    dims, sizes = named(shape(picks))
+    dims, sizes = name_dims(shape(picks))
     whole = {f"d{along}"}
     ins: Named = []
     for d, size in enumerate(shape(x)):
@@ -138,7 +138,7 @@ def scatter(node: fx.Node) -> Factors:
     if not shape(x) or not all(map(shape, others)):
         return opaque(node)
     (along,) = chosen_dims(argument(node, "dim"), len(shape(x)))
-    dims, sizes = named(shape(x))
+    dims, sizes = name_dims(shape(x))
     unlike = [d for d, size in enumerate(shape(x)) if d == along or any(shape(other)[d] != size for other in others)]
     inputs: list[list[tuple[str, ...]]] = [list(dims) for _ in (x, *others)]
     whole: set[str] = set()
@@ -170,7 +170,7 @@ def histc(node: fx.Node) -> Factors:
     (x,) = tensor_inputs(node)
     if not argument(node, "min") < argument(node, "max"):
         return opaque(node)
-    dims, sizes = named(shape(x))
+    dims, sizes = name_dims(shape(x))
     sizes["bins"] = shape(node)[0]
     return Factors((tuple(dims),), ((("bins",),),), sizes, frozenset({"bins"}))
 
@@ -180,7 +180,7 @@ def searchsorted(node: fx.Node) -> Factors:
     ordered, *others = tensor_inputs(node)
     if len(others) != 1 or not shape(others[0]):
         return opaque(node)
-    dims, sizes = named(shape(others[0]))
+    dims, sizes = name_dims(shape(others[0]))
     rows = dims[: len(shape(ordered)) - 1]
     sizes["n"] = shape(ordered)[-1]
     return Factors(((*rows, ("n",)), tuple(dims)), (tuple(dims),), sizes, frozenset({"n"}))

@@ -33,10 +33,10 @@ def arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> di
     return defaults | dict(zip(defaults, args, strict=False)) | dict(kwargs)
 
 
-def named(sizes: Sequence[int], prefix: str = "d") -> tuple[Named, dict[str, int]]:
+def name_dims(sizes: Sequence[int], prefix: str = "d") -> tuple[Named, dict[str, int]]:
     """Return one factor per dim, and its size.
 
-    >>> named((4, 6))
+    >>> name_dims((4, 6))
     ([('d0',), ('d1',)], {'d0': 4, 'd1': 6})
     """
     return [(f"{prefix}{i}",) for i in range(len(sizes))], {f"{prefix}{i}": s for i, s in enumerate(sizes)}
@@ -61,7 +61,7 @@ def aligned(full: Sequence[tuple[str, ...]], sizes: Mapping[str, int], dims: Seq
 
 def blocked(node: fx.Node, dims: Iterable[int], *, linear: bool = False) -> Factors:
     """Return the factors of one input where ``dims`` are whole and may change size; the others pass."""
-    input_dims, sizes = named(shape(tensor_inputs(node)[0]))
+    input_dims, sizes = name_dims(shape(tensor_inputs(node)[0]))
     whole, outs = {f"d{d}" for d in dims}, []
     for k, v in enumerate(values(node)):
         out = list(input_dims)
@@ -96,13 +96,13 @@ def leading(count: int, *, linear: bool = False) -> SpecFn:
 
     def factors(node: fx.Node) -> Factors:
         first, *others = tensor_inputs(node)
-        dims, sizes = named(shape(first))
+        dims, sizes = name_dims(shape(first))
         rows = count if count > 0 else len(dims) + count
         whole = {f"d{d}" for d in range(rows, len(dims))}
         sides: list[list[Dims]] = [[tuple(dims)], []]
         for side, label, tensors in ((0, "i", map(shape, others)), (1, "o", [v.shape for v in values(node)])):
             for k, size in enumerate(tensors):
-                names, more = named(size, f"{label}{k}_")
+                names, more = name_dims(size, f"{label}{k}_")
                 if side:
                     assert tuple(size[:rows]) == shape(first)[:rows], "the leading dims change"
                     names[:rows] = dims[:rows]
@@ -145,7 +145,7 @@ def opaque(node: fx.Node) -> Factors:
     sides: list[list[Dims]] = [[], []]
     for side, label, tensors in ((0, "i", [facts(n).value for n in tensor_inputs(node)]), (1, "o", values(node))):
         for k, tensor in enumerate(tensors):
-            names, more = named(tuple(tensor.shape), f"{label}{k}_")  # type: ignore[union-attr]
+            names, more = name_dims(tuple(tensor.shape), f"{label}{k}_")  # type: ignore[union-attr]
             sides[side].append(tuple(names))
             sizes |= more
     return Factors(tuple(sides[0]), tuple(sides[1]), sizes, frozenset(sizes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from ...core.annotations import shape, tensor_inputs, values
-from .node_factors import aligned, argument, chosen_dims, leading, named, opaque
+from .node_factors import aligned, argument, chosen_dims, leading, name_dims, opaque
 from .notation import Dims, Factors, SpecFn
 
 
@@ -13,7 +13,7 @@ def reduction(*, sums: bool = False, linear: bool = False) -> SpecFn:
     """Return a rule for operators that reduce ``dim``, or all dims: whole, unless partial results add up (``sums``)."""
 
     def factors(node: fx.Node) -> Factors:
-        dims, sizes = named(shape(tensor_inputs(node)[0]))
+        dims, sizes = name_dims(shape(tensor_inputs(node)[0]))
         gone = chosen_dims(argument(node, "dim"), len(dims))
         keep = bool(argument(node, "keepdim"))
         out = tuple(() if d in gone else f for d, f in enumerate(dims) if keep or d not in gone)
@@ -25,7 +25,7 @@ def reduction(*, sums: bool = False, linear: bool = False) -> SpecFn:
 
 def norm_last(node: fx.Node) -> Factors:
     """layer_norm, rms_norm: the normalized dims are whole; weight, bias and statistics lack the others, or them."""
-    dims, sizes = named(shape(tensor_inputs(node)[0]))
+    dims, sizes = name_dims(shape(tensor_inputs(node)[0]))
     count = len(argument(node, "normalized_shape"))
     whole = frozenset(f"d{d}" for d in range(len(dims) - count, len(dims)))
     weights = (tuple(dims[-count:]),) * (len(tensor_inputs(node)) - 1)
@@ -42,7 +42,7 @@ def instance_norm(node: fx.Node) -> Factors:
 def batch_norm(node: fx.Node) -> Factors:
     """Channels; with frozen statistics every dim. The other inputs and outputs are per channel (or empty)."""
     x, *others = tensor_inputs(node)
-    dims, sizes = named(shape(x))
+    dims, sizes = name_dims(shape(x))
     frozen = "no_training" in str(node.target)
     whole = set() if frozen else {name for name in sizes if name != "d1"}
     outs: list[Dims] = [tuple(dims)]
@@ -59,7 +59,7 @@ def batch_norm(node: fx.Node) -> Factors:
 def weight_norm(node: fx.Node) -> Factors:
     """Each row along ``dim`` has a norm of its own; the other dims are whole."""
     (v, g), dim = tensor_inputs(node), argument(node, "dim")
-    dims, sizes = named(shape(v))
+    dims, sizes = name_dims(shape(v))
     if dim == -1:
         return opaque(node)
     rows = aligned(dims, sizes, shape(g))
@@ -69,7 +69,7 @@ def weight_norm(node: fx.Node) -> Factors:
 def prelu(node: fx.Node) -> Factors:
     """One slope for all, or one per channel."""
     x, weight = tensor_inputs(node)
-    dims, sizes = named(shape(x))
+    dims, sizes = name_dims(shape(x))
     slope: Dims = (dims[1],) if len(dims) > 1 and shape(weight) == shape(x)[1:2] else ((),) * len(shape(weight))
     return Factors((tuple(dims), slope), (tuple(dims),), sizes)
 
@@ -78,5 +78,5 @@ def renorm(node: fx.Node) -> Factors:
     """Return factors where each place of ``dim`` has a norm of its own; the other dims are whole."""
     (x,) = tensor_inputs(node)
     kept = chosen_dims(argument(node, "dim"), len(shape(x)))
-    dims, sizes = named(shape(x))
+    dims, sizes = name_dims(shape(x))
     return Factors((tuple(dims),), (tuple(dims),), sizes, frozenset(f"d{d}" for d in range(len(dims)) if d not in kept))

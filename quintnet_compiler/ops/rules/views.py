@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from ...core.annotations import shape, tensor_inputs, values
-from .node_factors import aligned, argument, blocked, chosen_dims, named, opaque
+from .node_factors import aligned, argument, blocked, chosen_dims, name_dims, opaque
 from .notation import Dims, Factors
 
 
@@ -71,13 +71,13 @@ def _freeze(dims: Sequence[Sequence[str]]) -> Dims:
 
 def expand(node: fx.Node) -> Factors:
     """Give a dim of size 1 that grows a new factor; the others keep theirs."""
-    out, sizes = named(shape(node))
+    out, sizes = name_dims(shape(node))
     return Factors((aligned(out, sizes, shape(tensor_inputs(node)[0])),), (tuple(out),), sizes, linear=((0,),))
 
 
 def permute(node: fx.Node) -> Factors:
     """transpose, permute, t."""
-    dims, sizes = named(shape(tensor_inputs(node)[0]))
+    dims, sizes = name_dims(shape(tensor_inputs(node)[0]))
     rank = len(dims)
     order = list(range(rank))
     if "permute" in str(node.target):
@@ -99,7 +99,7 @@ def pad(node: fx.Node) -> Factors:
 
 def select(node: fx.Node) -> Factors:
     """select, unbind: the dim is whole and gone from the outputs."""
-    dims, sizes = named(shape(tensor_inputs(node)[0]))
+    dims, sizes = name_dims(shape(tensor_inputs(node)[0]))
     (gone,) = chosen_dims(argument(node, "dim"), len(dims))
     kept = tuple(d for i, d in enumerate(dims) if i != gone)
     return Factors((tuple(dims),), (kept,) * len(values(node)), sizes, frozenset({f"d{gone}"}), linear=((0,),))
@@ -107,7 +107,7 @@ def select(node: fx.Node) -> Factors:
 
 def diagonal(node: fx.Node) -> Factors:
     """Keep the two dims whole; their diagonal becomes the last dim."""
-    dims, sizes = named(shape(tensor_inputs(node)[0]))
+    dims, sizes = name_dims(shape(tensor_inputs(node)[0]))
     gone = chosen_dims([argument(node, "dim1"), argument(node, "dim2")], len(dims))
     kept = [d for i, d in enumerate(dims) if i not in gone]
     sizes["diagonal"] = shape(node)[-1]
@@ -118,7 +118,7 @@ def diagonal(node: fx.Node) -> Factors:
 def diagonal_scatter(node: fx.Node) -> Factors:
     """Keep the two dims whole of the diagonal of the first input that the second replaces."""
     x, part = tensor_inputs(node)
-    dims, sizes = named(shape(x))
+    dims, sizes = name_dims(shape(x))
     gone = chosen_dims([argument(node, "dim1"), argument(node, "dim2")], len(dims))
     kept = [d for i, d in enumerate(dims) if i not in gone]
     sizes["diagonal"] = shape(part)[-1]
@@ -128,7 +128,7 @@ def diagonal_scatter(node: fx.Node) -> Factors:
 
 def unfold(node: fx.Node) -> Factors:
     """Windows along a dim, which is whole; the window becomes the last dim."""
-    dims, sizes = named(shape(tensor_inputs(node)[0]))
+    dims, sizes = name_dims(shape(tensor_inputs(node)[0]))
     (along,) = chosen_dims(argument(node, "dimension"), len(dims))
     out = [("windows",) if d == along else f for d, f in enumerate(dims)]
     sizes |= {"windows": shape(node)[along], "window": shape(node)[-1]}
@@ -139,7 +139,7 @@ def unfold(node: fx.Node) -> Factors:
 def cat(node: fx.Node) -> Factors:
     """Each part's piece of the dim is whole."""
     parts = tensor_inputs(node)
-    dims, sizes = named(shape(node))
+    dims, sizes = name_dims(shape(node))
     (along,) = chosen_dims(argument(node, "dim"), len(dims))
     whole = {f"d{along}"}
     ins = []
@@ -153,7 +153,7 @@ def cat(node: fx.Node) -> Factors:
 
 def stack(node: fx.Node) -> Factors:
     parts = tensor_inputs(node)
-    dims, sizes = named(shape(node))
+    dims, sizes = name_dims(shape(node))
     (along,) = chosen_dims(argument(node, "dim"), len(dims))
     part_dims = tuple(f for d, f in enumerate(dims) if d != along)
     everyone = tuple(range(len(parts)))
@@ -162,7 +162,7 @@ def stack(node: fx.Node) -> Factors:
 
 def split(node: fx.Node) -> Factors:
     """Equal pieces: the dim is (parts, piece) and a piece may be sharded, which gives ``S(dim, parts)``."""
-    dims, sizes = named(shape(tensor_inputs(node)[0]))
+    dims, sizes = name_dims(shape(tensor_inputs(node)[0]))
     (along,) = chosen_dims(argument(node, "dim"), len(dims))
     lengths = [v.shape[along] for v in values(node)]
     if len(set(lengths)) > 1:
@@ -178,7 +178,7 @@ def repeat_interleave(node: fx.Node) -> Factors:
     dim = argument(node, "dim")
     if dim is None or argument(node, "output_size") is not None:
         return opaque(node)
-    dims, sizes = named(shape(tensor_inputs(node)[0]))
+    dims, sizes = name_dims(shape(tensor_inputs(node)[0]))
     (along,) = chosen_dims(dim, len(dims))
     sizes["r"] = argument(node, "repeats")
     out = tuple((*f, "r") if d == along else f for d, f in enumerate(dims))
@@ -188,7 +188,7 @@ def repeat_interleave(node: fx.Node) -> Factors:
 def scatter_view(node: fx.Node) -> Factors:
     """select_scatter, slice_scatter: the second input replaces a part of the first along a dim, which is whole."""
     x, part = tensor_inputs(node)
-    dims, sizes = named(shape(x))
+    dims, sizes = name_dims(shape(x))
     (along,) = chosen_dims(argument(node, "dim"), len(dims))
     piece: list[tuple[str, ...]] = []
     if len(shape(part)) == len(dims):
@@ -199,11 +199,11 @@ def scatter_view(node: fx.Node) -> Factors:
 
 def factory(node: fx.Node) -> Factors:
     """new_ones, full, ...: every dim of the result may be sharded; inputs only give dtype and device."""
-    dims, sizes = named(shape(node))
+    dims, sizes = name_dims(shape(node))
     ins: list[Dims] = []
     whole: set[str] = set()
     for i, source in enumerate(tensor_inputs(node)):
-        names, more = named(shape(source), f"i{i}_")
+        names, more = name_dims(shape(source), f"i{i}_")
         ins.append(tuple(names))
         sizes |= more
         whole |= set(more)
