@@ -69,7 +69,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     made: list[bool] = []
 
     def counted(*args: Any, **options: Any) -> Any:
-        made.append(options["form"].lengths)
+        made.append(options["form"].has_lengths)
         return capture(*args, **options)
 
     capture = variants.capture

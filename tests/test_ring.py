@@ -117,7 +117,7 @@ def test_work_of_a_rank_is_what_documents_leave_it(sizes: tuple[int, ...], balan
 def test_keys_travel_as_far_as_a_document_reaches(sizes: tuple[int, ...], steps: int) -> None:
     """Over ranks of 8 positions: a document that lies on n neighbours needs n steps."""
     ids = _documents(*sizes)
-    assert [_ring(4, 8, i, balance=False).steps(ids) for i in range(4)] == [steps] * 4
+    assert [_ring(4, 8, i, balance=False).count_steps(ids) for i in range(4)] == [steps] * 4
 
 
 class _Packed(torch.nn.Module):
@@ -223,8 +223,8 @@ def test_a_window_ends_the_journey() -> None:
     for window in range(1, 40):
         rings = [_ring(8, 4, i, balance=False, window=window) for i in range(8)]
         seen = [any(True for r in rings for _ in r.unmasked_blocks((r.index - step) % 8, Ids())) for step in range(8)]
-        assert rings[0].steps(Ids()) == sum(seen) and all(seen[: sum(seen)])
-    assert ring.steps(Ids()) == 8
+        assert rings[0].count_steps(Ids()) == sum(seen) and all(seen[: sum(seen)])
+    assert ring.count_steps(Ids()) == 8
 
 
 def test_packed_documents_equal_separate_ones() -> None:

@@ -174,7 +174,7 @@ class CompiledProgram(ProgramGeneration):
         """Return what the loss of a batch is computed from, the loss and the values of that, and the batch's sizes."""
         results = self._run("parts", batch, False)
         captured = self._programs.captured["parts"]
-        sizes = captured.form.sizes(self._programs.flat(batch))
+        sizes = captured.form.varying_sizes(self._programs.flat(batch))
         assert captured.parts is not None and sizes is not None
         return captured.parts, results, sizes
 
@@ -183,7 +183,7 @@ class CompiledProgram(ProgramGeneration):
         """Return outputs for global inputs, whole and the same on every rank; evaluation mode, no gradients."""
         batch = kwargs if kwargs else inputs
         tensors, captured = self._run("outputs", batch, False), self._programs.captured["outputs"]
-        sizes = captured.form.sizes(self._programs.flat(batch)) or {}
+        sizes = captured.form.varying_sizes(self._programs.flat(batch)) or {}
         return captured.output_spec.result(tensors, captured.symbols, sizes)
 
     # -- proof

@@ -277,7 +277,7 @@ class ProgramCheckpoints(ProgramState):
         if self._saving is not None:
             self._saving.wait()  # it has failed, if it still waited for others
         path = write(snapshot.copy_to_host(), Destination(folder_at(folder), step, keep, self._locks), alone=True)
-        pulse.saved(step)
+        pulse.announce_checkpoint(step)
         return path
 
     def _agree(

@@ -254,10 +254,10 @@ class _Tracer:
         ``error``: of the export for any number of rows.
         """
         request, form = self.request, self.request.form
-        elsewhere = None if form.lengths else self._rows_elsewhere(error)
+        elsewhere = None if form.has_lengths else self._rows_elsewhere(error)
         if elsewhere is not None:
             raise RowsElsewhere(form.structure, *elsewhere, place_of_error(error)) from error
-        if form.lengths or not fixes_the_batch(error):
+        if form.has_lengths or not fixes_the_batch(error):
             raise untraceable(error) from error
         sample = pytree.tree_map_only(Tensor, lambda x: zeros_of(x, tuple(x.shape), request.device), request.batch)
         try:

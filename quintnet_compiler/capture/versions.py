@@ -28,7 +28,7 @@ class Version:
     gradients: frozenset[bool] = field(default_factory=lambda: frozenset([torch.is_grad_enabled()]))  # around the call
 
     @property
-    def holds(self) -> bool:
+    def is_valid(self) -> bool:
         """Return whether the module is as it was captured, and gradients are, unless it trains: a step has them on."""
         is_mode = self.captured.training or torch.is_grad_enabled() in self.gradients
         return is_mode and (self.captured.guards is None or self.captured.guards.hold())
@@ -41,7 +41,7 @@ class Version:
 
     def sizes(self, batch: FlatBatch, size: int) -> Mapping[str, int] | None:
         """Return the sizes of ``batch`` that vary, with ``size`` rows on all data ranks; None if its form differs."""
-        sizes = self.captured.form.sizes(batch) if self.captured.only_rows in (None, batch.rows) else None
+        sizes = self.captured.form.varying_sizes(batch) if self.captured.only_rows in (None, batch.rows) else None
         return None if sizes is None else {**sizes, ROWS: size}
 
     def get(self, sizes: Mapping[str, int]) -> DistributedProgram | None:
@@ -83,7 +83,7 @@ class CapturedVersions:
         fits: tuple[Version, Mapping[str, int]] | None = None
         for version in kept:
             sizes = version.sizes(batch, size)
-            if sizes is None or (fits is not None and tuple(sizes.items()) not in version.made) or not version.holds:
+            if sizes is None or (fits is not None and tuple(sizes.items()) not in version.made) or not version.is_valid:
                 continue
             fits = version, sizes
             if tuple(sizes.items()) in version.made:
@@ -97,9 +97,9 @@ class CapturedVersions:
         for version in self._kept.get(kind, []):
             form = version.captured.form
             wider = form.widened(BatchForm.of_batch(batch.batch, batch.rows, form))
-            if wider is None or wider.sizes(batch) is None:
+            if wider is None or wider.varying_sizes(batch) is None:
                 continue
-            if not version.fixed and version.captured.only_rows is None and version.holds:
+            if not version.fixed and version.captured.only_rows is None and version.is_valid:
                 return version, wider
         return None
 
@@ -149,6 +149,6 @@ class CapturedVersions:
     def changes_since_capture(self, kind: str) -> str:
         """Return a text about what of the module differs from the first capture; empty if nothing does."""
         first = self._first.get(kind)
-        if first is None or first.holds or first.captured.guards is None:
+        if first is None or first.is_valid or first.captured.guards is None:
             return ""
         return "; ".join(first.captured.guards.broken())

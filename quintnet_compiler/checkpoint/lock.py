@@ -59,7 +59,7 @@ class Holder:
         return self.host == socket.gethostname() and _start_of(self.process) != self.started
 
     @property
-    def named(self) -> str:
+    def description(self) -> str:
         """Return what errors call it."""
         return f"process {self.process} on {shown(self.host)}"
 

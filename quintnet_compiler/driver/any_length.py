@@ -59,7 +59,9 @@ class AnyLength:
             sizes, numbers = expressions(program, symbols)
         except Exception:  # of whatever kind
             return None
-        return cls(setting, program, symbols, tuple(sizes | symbols.keys()), numbers) if symbols.open else None
+        if not symbols.open:
+            return None
+        return cls(setting, program, symbols, tuple(sizes | symbols.hashed_expressions()), numbers)
 
     def program_for(self, lengths: Sizes) -> DistributedProgram | None:
         """The program for these; None if they do not meet the conditions, or if anything fails: the usual way tells."""

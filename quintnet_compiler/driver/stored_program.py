@@ -44,7 +44,7 @@ def read_program(data: Mapping[str, Any], captured: Captured, key: str, compile:
     again, kinds = _CompiledAgain(compile, str(data["digest"])), types_of(DistributedProgram)
     fields = {name: restored(data[name], kind) for name, kind in kinds.items() if name not in _GIVEN}
     stages = tuple(_stage(position, stage, again) for position, stage in enumerate(data["stages"]))
-    end = None if data["end"] is None else _piece("the end of a step", data["end"], again.end)
+    end = None if data["end"] is None else _piece("the end of a step", data["end"], again.end_module)
     program = DistributedProgram(
         captured=captured, stages=stages, made_from=lambda: again.source, key=key, end=end, **fields
     )
@@ -78,7 +78,7 @@ class _CompiledAgain:
     def module(self, stage: int, name: str) -> GeneratedModule:
         return self.program.stages[stage].pieces[name].module
 
-    def end(self) -> GeneratedModule:
+    def end_module(self) -> GeneratedModule:
         assert self.program.end is not None
         return self.program.end.module
 

@@ -147,7 +147,7 @@ class Programs:
         """Return the program of further sizes; one compilation serves all lengths that it can be shown to serve."""
         size = sizes[ROWS]
         request = self._request(size, lengths=sizes, similar=self.latest(kind))
-        if self.task.cache is not None or not version.captured.form.lengths:
+        if self.task.cache is not None or not version.captured.form.has_lengths:
             return self._followed(version.captured, request, training=training)
         programs = self._any_length.setdefault(version, {}).setdefault(size, LengthPrograms())
         program = programs.program_for(sizes)
@@ -288,7 +288,7 @@ class Programs:
         if other is not None:
             with contextlib.suppress(CompileError):
                 captured = self._traced(kind, batch, other[1])
-                if captured.form.sizes(flat) is not None:
+                if captured.form.varying_sizes(flat) is not None:
                     return self._versions.add(kind, captured)
         first = self._versions.first_capture(kind)
         like = first or self._versions.first_capture(self.task.primary_kind)

@@ -261,7 +261,7 @@ class BatchForm:
         ]
         return as_lists(pytree.tree_unflatten(leaves, self.structure))
 
-    def sizes(self, batch: FlatBatch) -> Mapping[str, int] | None:
+    def varying_sizes(self, batch: FlatBatch) -> Mapping[str, int] | None:
         """Return the sizes that vary, by name; None if the batch does not have this form."""
         if batch.structure != self.structure:
             return None
@@ -318,7 +318,7 @@ class BatchForm:
         return str(pytree.tree_unflatten([_Shown(_shown(leaf)) for leaf in self.leaves], self.structure))
 
     @property
-    def lengths(self) -> bool:
+    def has_lengths(self) -> bool:
         """Return whether more varies than the number of rows."""
         return len(self.limits) > 1
 

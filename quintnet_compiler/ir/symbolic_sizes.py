@@ -83,7 +83,7 @@ class SymbolicSizes:
         """Return the conditions, with the answers for the example."""
         return tuple(guard.expr for guard in self._env.guards)
 
-    def keys(self) -> frozenset[Any]:
+    def hashed_expressions(self) -> frozenset[Any]:
         """Return the expressions that were keys."""
         return frozenset(self._hashed)
 

@@ -61,7 +61,7 @@ class SaveInterval:
             return step - self.last >= self.steps
         return self.every is not None and step % self.every == 0
 
-    def saved(self, step: int, stall: float, saving: Future[Any]) -> None:
+    def note_save(self, step: int, stall: float, saving: Future[Any]) -> None:
         """Record a save after ``step`` that stalled training for ``stall`` seconds. Every rank calls this."""
         self.last, began = step, self.clock()
 

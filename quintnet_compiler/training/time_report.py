@@ -180,7 +180,7 @@ class Stopwatch:
         if self.clock() - self.written > self.every:
             self.write()
 
-    def saved(self, step: int) -> None:
+    def note_save(self, step: int) -> None:
         """Record that a checkpoint of ``step`` was begun."""
         self._other()
         self.start.marks = [*self.start.marks, (step, dict(self.start.spent))][-_MAX_MARKS:]

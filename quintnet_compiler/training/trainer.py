@@ -348,8 +348,8 @@ class Trainer:
         start = time.perf_counter()
         with self.watch.on("save"):
             self.saving = self._begin_save()
-        self.interval.saved(self.saved, time.perf_counter() - start, self.saving)
-        self.watch.saved(self.saved)
+        self.interval.note_save(self.saved, time.perf_counter() - start, self.saving)
+        self.watch.note_save(self.saved)
         self._tell("on_save", self.saving)
 
     def _begin_save(self) -> Future[Path | str]:
@@ -367,7 +367,7 @@ class Trainer:
         try:
             with self.watch.on("save"):
                 if self.program.rescue(self.checkpoint_folder, **self._saved_now(position)) is not None:
-                    self.watch.saved(self.history.step)
+                    self.watch.note_save(self.history.step)
         except CheckpointError as error:
             warnings.warn(CheckpointWarning(f"after a fault: {error}"), stacklevel=2)
 

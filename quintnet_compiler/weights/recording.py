@@ -217,7 +217,7 @@ class _RecorderOfValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return self.into.tape.number(self.into.place(args[0]))
+            return self.into.tape.read_number(self.into.place(args[0]))
         originals: dict[int, Tensor] = {}  # the code's tensors, by the identity of their stand-ins
 
         def without_values(x: Any) -> Any:

@@ -95,7 +95,7 @@ class Tape:
         """Memory that is read before anything is written to it, where these are wanted."""
         return needed(self.calls, memories, all_draws=False)[1]
 
-    def number(self, place: MemoryPlace) -> Any:
+    def read_number(self, place: MemoryPlace) -> Any:
         """A number that recorded code asks for.
 
         Raises:

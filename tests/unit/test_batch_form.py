@@ -22,15 +22,15 @@ def _batch(rows: int = 4, length: int = 6, **more: Any) -> dict[str, Any]:
 
 def test_only_rows_vary_at_first() -> None:
     form = BatchForm.of_batch(_batch(), 4)
-    assert form.sizes(FlatBatch.flatten(_batch(8))) == {ROWS: 8} and not form.lengths
-    assert form.sizes(FlatBatch.flatten(_batch(length=7))) is None
+    assert form.varying_sizes(FlatBatch.flatten(_batch(8))) == {ROWS: 8} and not form.has_lengths
+    assert form.varying_sizes(FlatBatch.flatten(_batch(length=7))) is None
     assert (
-        form.sizes(FlatBatch.flatten(_batch(deep=False))) is None
-        and form.sizes(FlatBatch.flatten(_batch(deep=1))) is None
+        form.varying_sizes(FlatBatch.flatten(_batch(deep=False))) is None
+        and form.varying_sizes(FlatBatch.flatten(_batch(deep=1))) is None
     )
-    assert form.sizes(FlatBatch.flatten(_batch(scale=torch.ones(4)))) is None
-    assert form.sizes(FlatBatch.flatten(_batch(scale=torch.ones(3).double()))) is None
-    assert form.sizes(FlatBatch.flatten(tuple(_batch().values()))) is None
+    assert form.varying_sizes(FlatBatch.flatten(_batch(scale=torch.ones(4)))) is None
+    assert form.varying_sizes(FlatBatch.flatten(_batch(scale=torch.ones(3).double()))) is None
+    assert form.varying_sizes(FlatBatch.flatten(tuple(_batch().values()))) is None
 
 
 @pytest.mark.parametrize(
@@ -54,24 +54,26 @@ def test_rows_where_a_trace_found_them() -> None:
 def test_a_tensor_has_rows_as_in_the_first_batch() -> None:
     first = BatchForm.of_batch(_batch(scale=torch.ones(8)), 4)
     later = BatchForm.of_batch(_batch(8, scale=torch.ones(8)), 8, first)
-    assert later == first and first.sizes(FlatBatch.flatten(_batch(8, scale=torch.ones(8)))) == {ROWS: 8}
+    assert later == first and first.varying_sizes(FlatBatch.flatten(_batch(8, scale=torch.ones(8)))) == {ROWS: 8}
     assert BatchForm.of_batch(_batch(8, scale=torch.ones(8)), 8) != first
 
 
 def test_one_name_for_lengths_that_change_together() -> None:
     form = BatchForm.of_batch(_batch(), 4)
     wider = form.widened(BatchForm.of_batch(_batch(length=9), 4))
-    assert wider is not None and wider.lengths
-    assert wider.sizes(FlatBatch.flatten(_batch(2, 5))) == {ROWS: 2, "length0": 5}
-    assert wider.sizes(FlatBatch.flatten(_batch(2, 5, labels=torch.zeros(2, 6, dtype=torch.int64)))) is None
-    assert wider.sizes(FlatBatch.flatten(_batch(2, 1))) is None  # code often does something else with one position
+    assert wider is not None and wider.has_lengths
+    assert wider.varying_sizes(FlatBatch.flatten(_batch(2, 5))) == {ROWS: 2, "length0": 5}
+    assert wider.varying_sizes(FlatBatch.flatten(_batch(2, 5, labels=torch.zeros(2, 6, dtype=torch.int64)))) is None
+    # code often does something else with one position
+    assert wider.varying_sizes(FlatBatch.flatten(_batch(2, 1))) is None
     limited = BatchForm(wider.structure, wider.leaves, {**wider.limits, "length0": (2, 16)})
-    assert limited.sizes(FlatBatch.flatten(_batch(4, 16))) and limited.sizes(FlatBatch.flatten(_batch(4, 17))) is None
+    assert limited.varying_sizes(FlatBatch.flatten(_batch(4, 16)))
+    assert limited.varying_sizes(FlatBatch.flatten(_batch(4, 17))) is None
     assert form.widened(form) is None
     assert form.widened(BatchForm.of_batch(_batch(deep=False), 4)) is None
     assert form.widened(BatchForm.of_batch(_batch(scale=torch.ones(3, 1)), 4)) is None
     further = wider.widened(BatchForm.of_batch(_batch(length=9, scale=torch.ones(5)), 4))
-    assert further is not None and further.sizes(FlatBatch.flatten(_batch(4, 8, scale=torch.ones(7)))) == {
+    assert further is not None and further.varying_sizes(FlatBatch.flatten(_batch(4, 8, scale=torch.ones(7)))) == {
         ROWS: 4, "length0": 8, "length1": 7,
     }  # fmt: skip
 
@@ -157,8 +159,8 @@ def test_what_is_a_sequence_is_told() -> None:
 )
 def test_numbers_are_the_same_if_code_cannot_tell_them_apart(one: Any, two: Any, same: bool) -> None:
     form, other = BatchForm.of_batch(_batch(scale=one), 4), _batch(scale=two)
-    assert form.sizes(FlatBatch.flatten(_batch(scale=one))) == {ROWS: 4}
-    assert form.sizes(FlatBatch.flatten(other)) == ({ROWS: 4} if same else None)
+    assert form.varying_sizes(FlatBatch.flatten(_batch(scale=one))) == {ROWS: 4}
+    assert form.varying_sizes(FlatBatch.flatten(other)) == ({ROWS: 4} if same else None)
     assert bool(BatchForm.of_batch(other, 4).difference_from(form)) is not same
     assert (form.widened(BatchForm.of_batch(_batch(length=9, scale=two), 4)) is not None) is same
 

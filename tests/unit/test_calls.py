@@ -203,7 +203,7 @@ def test_one_of_the_ranks_that_could_save_is_chosen(tmp_path: Path) -> None:
     store.set(SAVES, "1")  # by the launching process
     assert not one.chosen() and other.chosen() and other.saves
     assert all(row.offers for row in read_rows(store, range(2)).values())
-    other.saved(7)
+    other.announce_checkpoint(7)
     assert store.get(SAVED) == b"7"
     watched = Heartbeat(lambda: store, 1, 2, tmp_path, 1.0, SimpleNamespace(look=lambda store: None))
     assert not watched.chosen()  # by its neighbours: no process sees to the end of all others

@@ -225,9 +225,8 @@ def test_the_version_of_the_module_as_it_is_now() -> None:
     assert kept.look("train", flat, 4) == (first, {"rows": 4}) and kept.changes_since_capture("train") == ""
     assert kept.look("train", FlatBatch.flatten((torch.zeros(4, 5),)), 4) is None
     other = kept.alike("train", FlatBatch.flatten((torch.zeros(2, 5),)))
-    assert other is not None and other[0] is first and other[1].sizes(FlatBatch.flatten((torch.zeros(8, 9),))) == {
-        "rows": 8, "length0": 9,
-    }  # fmt: skip
+    assert other is not None and other[0] is first
+    assert other[1].varying_sizes(FlatBatch.flatten((torch.zeros(8, 9),))) == {"rows": 8, "length0": 9}
     switches[0].on = False
     assert kept.look("train", flat, 4) is None and kept.changes_since_capture("train") == "scale is 2 and was 1"
     assert kept.alike("train", FlatBatch.flatten((torch.zeros(2, 5),))) is None
@@ -238,15 +237,15 @@ def test_what_does_not_train_is_for_the_modes_of_gradients_in_which_it_was_trace
     trained, evaluated = (Captured(None, {}, {}, form, None, x, guards=switch) for x in (True, False))  # type: ignore[arg-type]
     version, step = Version(evaluated), Version(trained)
     with torch.no_grad():
-        assert step.holds and not version.holds
+        assert step.is_valid and not version.is_valid
         version.replace_capture(evaluated)
-        assert version.holds
-    assert version.holds
+        assert version.is_valid
+    assert version.is_valid
     switch.on = False
     version.replace_capture(evaluated)
     switch.on = True
     with torch.no_grad():
-        assert not version.holds
+        assert not version.is_valid
 
 
 def test_the_programs_that_were_used_last_are_kept() -> None:
@@ -421,7 +420,7 @@ def test_a_hook_of_a_tensor_stands_between_it_and_its_users() -> None:
 
 def test_hooks_of_modules_and_finders_count_derivatives() -> None:
     finder = DerivativeFinder(StepModule(nn.Linear(2, 2), None, "loss", None), InnerGradients())
-    numbers = [finder.number() for _ in range(2)]
+    numbers = [finder.next_number() for _ in range(2)]
     assert numbers[0] != numbers[1]
     hooks = ModuleHooks(finder, nn.Linear(2, 2), [], [])
     given = (torch.ones(1, 2),)

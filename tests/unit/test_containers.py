@@ -61,10 +61,10 @@ def test_a_result_is_put_together_again() -> None:
 
 def test_objects_of_two_classes_differ_in_form() -> None:
     first = BatchForm.of_batch(FlatBatch.flatten((Point(X),)).batch, 4)
-    assert first.sizes(FlatBatch.flatten((Point(X[:2]),))) == {"rows": 2}
+    assert first.varying_sizes(FlatBatch.flatten((Point(X[:2]),))) == {"rows": 2}
     assert (
-        first.sizes(FlatBatch.flatten((Pair(X, None),))) is None
-        and first.sizes(FlatBatch.flatten((Point(X, 1),))) is None
+        first.varying_sizes(FlatBatch.flatten((Pair(X, None),))) is None
+        and first.varying_sizes(FlatBatch.flatten((Point(X, 1),))) is None
     )
 
 

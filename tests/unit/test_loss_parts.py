@@ -49,7 +49,7 @@ def test_the_parts_of_a_loss() -> None:
     assert ends[by_kind["mean"].output or 0].target is aten.cross_entropy_loss.default
     assert ends[by_kind["mean"].count_output or 0].target is aten.sum.default
     assert len(outputs(captured.graph)) == 1  # as it was
-    sizes = captured.form.sizes(FlatBatch.flatten(batch))
+    sizes = captured.form.varying_sizes(FlatBatch.flatten(batch))
     assert sizes is not None and number_at(by_kind["additive size"].size, sizes, captured.symbols) == 6
     (symbol,) = (symbol for symbol, name in captured.symbols.items() if name == "rows")
     assert depends_on(by_kind["additive size"].size, symbol) and not depends_on(6, symbol)

@@ -184,4 +184,4 @@ def test_a_number_is_computed_when_it_is_asked_for() -> None:
         x = torch.zeros(3)
         x[1] = 4.0
         assert x.sum().item() == 4.0 and bool(x[1] > 3) and x.tolist() == [0.0, 4.0, 0.0]
-    assert recording.tape.number(recording.place(x[1])) == 4.0
+    assert recording.tape.read_number(recording.place(x[1])) == 4.0

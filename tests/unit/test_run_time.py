@@ -62,7 +62,7 @@ def test_a_stopwatch_counts_compiling_apart_and_is_kept_over_starts(tmp_path: Pa
     with watch.on("data"):
         now[0] += 4
     watch.step(2)  # 9 s later
-    watch.saved(2)
+    watch.note_save(2)
     (start,) = RunTime.read(tmp_path).starts
     assert {"compile": 10.0, "step": 2.0, "data": 4.0}.items() <= start.spent.items()
     assert (start.step, start.end, [step for step, _ in start.marks]) == (2, "", [2])
@@ -108,12 +108,12 @@ def test_steps_between_saves_by_what_steps_and_saves_take_on_the_slowest_rank() 
     due = [interval.due(100 + step, 1.5) for step in range(1, FIRST_STEPS + 1)]
     assert due == [False] * (FIRST_STEPS - 1) + [True]
     saving: Future[Path] = Future()
-    interval.saved(110, 20.0, saving)
+    interval.note_save(110, 20.0, saving)
     assert interval.steps == round(daly_interval(30.0, 5 * 3600.0) / 2.0)
     assert not interval.due(110 + interval.steps - 1, 2.0) and interval.due(110 + interval.steps, 2.0)
     now[0] = 4000.0
     saving.set_result(Path())
-    interval.saved(1000, 20.0, Future())
+    interval.note_save(1000, 20.0, Future())
     assert interval.steps == 4020 / 2  # another save cannot begin before this one is written
 
 

@@ -66,7 +66,7 @@ def test_rings_end_when_nobody_sees_more(seed: int) -> None:
         ring = Ring(None, "cp", size, 0, 0, AttentionTiles(1.0, sight, 1), ranks)  # type: ignore[arg-type]
         row = SeenRow(sight, LENGTH, tuple(accumulate(sizes)))
         known = Ids(None, ids, None, few=1)
-        assert row.steps(ranks) == ring.steps(known)
+        assert row.steps(ranks) == ring.count_steps(known)
         for rank in range(size):
             found = sum(1 for owner in range(size) for _ in ring.unmasked_blocks(owner, known, rank))
             assert found == sum(mine == rank for mine, _ in row.blocks(ranks))

@@ -26,7 +26,7 @@ class Trace(Protocol):
 
     inner: InnerGradients
 
-    def number(self) -> int:
+    def next_number(self) -> int:
         """Return a new number for a derivative."""
 
     def absent(self, number: int, place: int) -> bool | None:

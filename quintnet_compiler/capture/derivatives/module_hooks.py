@@ -36,7 +36,7 @@ class ModuleHooks:
     def setup_output_hook(self, result: Any) -> Any:
         """Return the module's results for those of forward."""
         outputs = result if isinstance(result, tuple) else (result,)
-        number = self.trace.number()
+        number = self.trace.next_number()
         grown = [i for i, x in enumerate(outputs) if torch.is_grad_enabled() and needs_gradient(x)]
         absent = {i: len(grown) > 1 and self.trace.absent(number, i) for i in grown}
         ends = {i: outputs[i].detach() for i in grown}
@@ -66,7 +66,7 @@ class ModuleHooks:
         done = {i: self._declared(self.inputs[i], gradients[i]) for i in values}
         for i, x in values.items():
             others = [token for j, token in done.items() if j != i]
-            hooked(x, [done[i], *others], self.trace.number())
+            hooked(x, [done[i], *others], self.trace.next_number())
         return {i: after_gradients(x, list(done.values())) for i, (x, _) in sent.items()}
 
     def _inputs_with_tangents(self) -> tuple[dict[int, Tensor], Gradients]:

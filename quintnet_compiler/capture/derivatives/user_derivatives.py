@@ -68,7 +68,7 @@ def user_derivatives(step: StepModule, inner: InnerGradients, *, trained: bool) 
     hooks = [(p, tuple(own.values())) for p in (*step.parameters(), *brought) if (own := backward_hooks(p))]
     step.seen.begin = functools.partial(finder.begin, hooks)
     step.seen.done = finder.done
-    end = step.register_forward_hook(lambda module, inputs, result: finder.end(result))
+    end = step.register_forward_hook(lambda module, inputs, result: finder.record_result(result))
     enter = torch.autograd.graph.saved_tensors_hooks.__enter__
     leave = torch.autograd.graph.saved_tensors_hooks.__exit__
 
@@ -142,13 +142,13 @@ class DerivativeFinder:
             for hook in parameter_hooks:
                 self.watch(hook)
                 what = f"a hook of the parameter {_path(names[id(parameter)])}"
-                follow_hook(parameter, hook, self.number(), what, self.refuse)
+                follow_hook(parameter, hook, self.next_number(), what, self.refuse)
 
     def done(self) -> None:
         """Record the end of forward; later nodes of the trace replace buffers."""
         self.operators = len(nodes_of_trace())
 
-    def end(self, result: Any) -> None:
+    def record_result(self, result: Any) -> None:
         """Record where gradients of forward's result arrive.
 
         Raises:
@@ -188,7 +188,7 @@ class DerivativeFinder:
         if self.step.seen.trace is not None:
             self.step.seen.trace.follow(*code)
 
-    def number(self) -> int:
+    def next_number(self) -> int:
         self.found += 1
         return self.found - 1
 
@@ -199,7 +199,7 @@ class DerivativeFinder:
     def hook(self, x: Tensor, hook: Any) -> _Handle:
         if getattr(hook, "__module__", "") == "torch.autograd.graph":  # of register_multi_grad_hook
             self.refuse("Tensor.register_hook")
-        number = self.number()
+        number = self.next_number()
         if torch.is_grad_enabled():
             self.watch(hook)
             follow_hook(x, hook, number, "Tensor.register_hook", self.refuse)
@@ -219,7 +219,7 @@ class DerivativeFinder:
         author = author_of(function)
         self.watch(author, author.forward, author.setup_context, author.backward, author.vjp)
         self.checkpoints.function()
-        return trace_function(function, args, kwargs, self.number(), self)
+        return trace_function(function, args, kwargs, self.next_number(), self)
 
     def _checkpointed(self, function: Any, preserve: bool, *args: Any) -> Any:
         """Return what a reentrant checkpoint computes; if no argument needs a gradient, nothing inside gets one."""

@@ -67,7 +67,7 @@ class FolderLock:
         while not self._try():
             holder = Holder.read(self.path)
             if holder is not None and holder != Holder.here() and not holder.ended():
-                raise refused(str(self.path.parent), holder.named)
+                raise refused(str(self.path.parent), holder.description)
             if time.monotonic() > until or holder is None:
                 raise refused(str(self.path.parent), self._nameless(holder))
             time.sleep(0.1)
@@ -109,7 +109,7 @@ class FolderLock:
         who = f"process {others[0]}" if others else "another process"
         if holder is None or holder == Holder.here():
             return who
-        return f"{holder.named}, which {NAME} names, has ended; {who}, perhaps one that it had forked,"
+        return f"{holder.description}, which {NAME} names, has ended; {who}, perhaps one that it had forked,"
 
     def _processes(self) -> set[int]:
         """Return the processes that have the file open, as far as this user may see them."""

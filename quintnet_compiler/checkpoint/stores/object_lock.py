@@ -100,7 +100,7 @@ class ObjectLock:
                 self._writer.write(0)
                 return
             if last_state is not None and state != last_state:
-                raise refused(where, holder.named if holder else "another process")
+                raise refused(where, holder.description if holder else "another process")
             last_state = state
             if time.monotonic() < until and (holder is None or not holder.ended()):
                 time.sleep(LOOK)

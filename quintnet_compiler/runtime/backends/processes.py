@@ -257,7 +257,7 @@ class ProcessBackend:
             if key in too_many_gradients(stores) or self.ready[key].handover.kept:
                 del self.ready[key]  # the caller holds them: the program gets new ones when it runs next
             else:
-                store.release()
+                store.free_memory()
 
     def _write(self, program: DistributedProgram, new: Mapping[str, Tensor]) -> None:
         """Keep the new values of buffers and parameters, of which this rank has parts."""

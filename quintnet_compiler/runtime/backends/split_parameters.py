@@ -135,7 +135,7 @@ def attach_split_parameters(slots: Slots, primary: Any, backend: Backend) -> Non
         return
     home = Home(primary, backend, slots, [])
     by_owner: dict[int, dict[str, StoredPart]] = {}
-    for name, owner, key in slots.places():
+    for name, owner, key in slots.entries():
         if name in cuts:
             by_owner.setdefault(id(owner), {})[key] = cuts[name]
     for root in slots.modules.values():

@@ -191,7 +191,7 @@ class Heartbeat:
             time.sleep(PERIOD / 2)
         return False
 
-    def saved(self, step: int) -> None:
+    def announce_checkpoint(self, step: int) -> None:
         """This rank, which was chosen, has written its checkpoint."""
         with self.lock:
             self.store.set(SAVED, str(step))

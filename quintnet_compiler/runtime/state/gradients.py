@@ -202,7 +202,7 @@ class GradientStore:
             bucket.allocate()
             bucket.buffer.zero_()
 
-    def release(self) -> None:
+    def free_memory(self) -> None:
         """Free all memory until the next step, after the last use of the gradients."""
         for bucket in self.buckets:
             bucket.free_buffer()

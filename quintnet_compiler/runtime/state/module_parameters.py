@@ -183,8 +183,8 @@ class Slots:
 
     def _add_ties(self) -> None:
         """Add the further slots of tied parameters."""
-        names = {id(owner[key]): name for name, owner, key in self.places() if isinstance(owner[key], nn.Parameter)}
-        places = {(id(owner), key) for _, owner, key in self.places()}
+        names = {id(owner[key]): name for name, owner, key in self.entries() if isinstance(owner[key], nn.Parameter)}
+        places = {(id(owner), key) for _, owner, key in self.entries()}
         for root in self.modules.values():
             for module in root.modules():
                 for key, x in module._parameters.items():
@@ -258,7 +258,7 @@ class Slots:
                 changed[name] = x
         return changed
 
-    def places(self) -> Iterator[tuple[str, dict[str, Tensor], str]]:
+    def entries(self) -> Iterator[tuple[str, dict[str, Tensor], str]]:
         """Yield each tensor's name, and its dict and key in its module."""
         yield from zip(self.names, self._owners, self._keys, strict=True)
 
@@ -266,7 +266,7 @@ class Slots:
     def current_tensors(self) -> dict[str, Tensor]:
         """Return the present tensors by name."""
         self._find_dicts()
-        return {name: owner[key] for name, owner, key in self.places() if owner.get(key) is not None}
+        return {name: owner[key] for name, owner, key in self.entries() if owner.get(key) is not None}
 
     @property
     def tensors(self) -> dict[str, Tensor]:

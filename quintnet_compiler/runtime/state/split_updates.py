@@ -23,8 +23,8 @@ def watch_optimizers() -> None:
     """Register :func:`refuse_split_update` and :class:`RandomDraws` as hooks of every optimizer's step."""
     draws = RandomDraws()
     register_optimizer_step_pre_hook(refuse_split_update)
-    register_optimizer_step_pre_hook(draws.before)
-    register_optimizer_step_post_hook(draws.after)
+    register_optimizer_step_pre_hook(draws.record_state)
+    register_optimizer_step_post_hook(draws.compare_state)
 
 
 class RandomDraws:
@@ -34,13 +34,13 @@ class RandomDraws:
         """Begin without states of random numbers."""
         self._states: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def record_state(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Remember the state of random numbers before the step of an optimizer of split parameters."""
         closure = len(args) > 1 or kwargs  # a closure runs the program, which may draw numbers
         if not closure and any(_is_split(p) for group in optimizer.param_groups for p in group["params"]):
             self._states[optimizer] = torch.get_rng_state()
 
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def compare_state(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Compare the state after the step.
 
         Raises:

@@ -60,13 +60,13 @@ class Ring(Circle):
                 if ids.sees(self.tiles.sight, block):
                     yield i, j, block
 
-    def steps(self, ids: Ids) -> int:
+    def count_steps(self, ids: Ids) -> int:
         """Return the number of steps in which some rank has a block, the same on all ranks.
 
         It is the size of the ring, and less where a window or documents are short.
 
         >>> from quintnet_compiler.ops.attention.blocks import Sight
-        >>> Ring(None, "cp", 8, 0, 0, AttentionTiles(1.0, Sight(True, 5), 1), runs_of(None, 8, 4)).steps(Ids())
+        >>> Ring(None, "cp", 8, 0, 0, AttentionTiles(1.0, Sight(True, 5), 1), runs_of(None, 8, 4)).count_steps(Ids())
         2
         """
         for step in reversed(range(1, self.size)):
@@ -93,7 +93,7 @@ def ring_forward(ring: Ring, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     travelling = [k, v]
     queries = ring.split_runs(q)
     totals = [Total(x, v.shape[3]) for x in queries]
-    steps = ring.steps(ids)
+    steps = ring.count_steps(ids)
     for step in range(steps):
         coming = ring.passed(travelling) if step < steps - 1 else None
         owner = (ring.index - step) % ring.size
@@ -115,7 +115,7 @@ def ring_backward(
     query_parts = list(zip(*(ring.split_runs(x) for x in (grad, q, out, lse)), strict=True))
     query_grads = _zeros(ring.split_runs(q), widened(q.dtype))
     arriving: Callable[[], list[Tensor]] | None = None
-    steps = ring.steps(inputs.ids)
+    steps = ring.count_steps(inputs.ids)
     for step in range(steps):
         coming = ring.passed(travelling) if step < steps - 1 else None
         owner = (ring.index - step) % ring.size
