@@ -238,7 +238,7 @@ def _run(node: fx.Node, env: dict[fx.Node, Any], absent: AbsentGpu | None) -> An
         return args[0]
     if target in TWICE_DIFFERENTIABLE:
         return TWICE_DIFFERENTIABLE[target](*args, **kwargs)
-    if target is dropout:  # linear: its result for ones is the mask
+    if op_spec(node).random == "mask":  # linear: its result for ones is the mask
         return args[0] * dropout(torch.ones_like(args[0].detach()), *args[1:], **kwargs)
     if absent is not None and not is_getitem(node):
         target, (args, kwargs) = on_gpu(target, absent), on_device((args, kwargs), CPU)

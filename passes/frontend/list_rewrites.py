@@ -10,6 +10,7 @@ from torch import fx
 
 from ...core.annotations import is_getitem, leaf, origin, shape, tensor_inputs, values
 from ...ir.builder import GraphBuilder
+from ...ops.catalog import op_spec
 from ...ops.filled_rows import alike, fill_rows
 from ...ops.rules.node_factors import argument, chosen_dims
 
@@ -25,7 +26,7 @@ def cat(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str,
         size = shape(source)
         (cut,) = chosen_dims(argument(whole, "dim"), len(size))
         if dim % max(len(shape(parts[0])), 1) == cut:
-            if whole.target is aten.split_with_sizes.default:
+            if op_spec(whole).splits == "sizes":
                 return source
             if cut + 1 < len(size):
                 return builder.reshape(source, [*size[:cut], size[cut] * size[cut + 1], *size[cut + 2 :]])
@@ -38,8 +39,7 @@ def _whole(parts: list[fx.Node]) -> fx.Node | None:
         return None
     first = origin(parts[0])[0]
     every = [(first, index) for index in range(len(values(first)))]
-    splits = first.target in (aten.unbind.int, aten.split_with_sizes.default)
-    return first if splits and [origin(part) for part in parts] == every else None
+    return first if op_spec(first).splits and [origin(part) for part in parts] == every else None
 
 
 def row_by_row(builder: GraphBuilder, rows: int, args: list[Any]) -> fx.Node | None:

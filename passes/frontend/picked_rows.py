@@ -137,7 +137,7 @@ class PickedRows:
             return positions if flat_view else None
         if node.target is aten.select.int and args[1] in (1, -1):
             return Positions(picked, args[2] % len(picked.axes))
-        if node.target is aten.unbind.int and args[1:] in ([1], [-1]):
+        if op_spec(node).splits == "each" and args[1:] in ([1], [-1]):
             return [Positions(picked, axis) for axis in picked.axes]
         return Positions(picked, 0) if flat_view and len(picked.axes) == 1 else None
 

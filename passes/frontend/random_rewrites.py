@@ -21,7 +21,7 @@ from ...core.annotations import shape, value
 from ...core.errors import CompileError
 from ...ir.builder import GraphBuilder
 from ...ops.catalog import op_spec
-from ...ops.rank_local import dropout, noise
+from ...ops.rank_local import noise
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ Spelling = Callable[[GraphBuilder, _Drawn, Mapping[str, Any]], fx.Node]  # with 
 def random_calls(builder: GraphBuilder) -> int:
     """Return the number of random operators so far, which are in the order of the model's calls."""
     drawn = (node for node in builder.graph.nodes if op_spec(node).random)
-    return len({node.kwargs["op"] if node.target is dropout else node.args[2] for node in drawn})
+    return len({node.kwargs["op"] if op_spec(node).random == "mask" else node.args[2] for node in drawn})
 
 
 def _rewrite(spell: Spelling) -> Rewrite:

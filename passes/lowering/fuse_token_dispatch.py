@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import fx
 
 from ...core.annotations import is_getitem, shape, tensor_inputs, values
 from ...ir.program import LocalProgram
 from ...ops.catalog import op_spec
-from ...ops.collectives import combine, dispatch
-from ...ops.experts.grouped_rows import group_rows, ungroup_rows
 from ...ops.rules.notation import Factors, Rule
-
-aten = torch.ops.aten
-UNDONE_BY: Mapping[Any, Any] = MappingProxyType({dispatch: combine, group_rows: ungroup_rows})
 
 
 @dataclass(frozen=True)
@@ -42,7 +35,7 @@ class FuseTokenDispatch:
 
     def _inside(self, program: LocalProgram) -> dict[fx.Node, fx.Node]:
         """Return the operators between a ``combine`` and a ``dispatch`` of one plan, each with that ``dispatch``."""
-        ends = [node for node in program.graph.nodes if node.target in UNDONE_BY and len(shape(node)) > 1]
+        ends = [node for node in program.graph.nodes if op_spec(node).reorders_rows and len(shape(node)) > 1]
         return {node: end for end in ends for node in self._between(end) or ()}
 
     def _between(self, end: fx.Node) -> set[fx.Node] | None:
@@ -70,7 +63,7 @@ class FuseTokenDispatch:
         rule = self.rules.get(node.target)
         if rule is None or not all(len(shape(n)) == 2 for n in tensor_inputs(node)):
             return False
-        if node.target is aten.split_with_sizes.default:
+        if op_spec(node).splits == "sizes":
             dim = node.args[2] if len(node.args) > 2 else 0
             used = {user.args[1] for user in node.users}
             # the gradient of an unused part would be zeros of a fixed size
@@ -79,7 +72,7 @@ class FuseTokenDispatch:
 
 
 def _undoes(node: fx.Node, end: fx.Node) -> bool:
-    return node.target is UNDONE_BY[end.target] and node.args[1:] == end.args[1:]
+    return node.target is op_spec(end).transpose and node.args[1:] == end.args[1:]
 
 
 def _pointwise(factors: Factors) -> bool:
@@ -102,7 +95,7 @@ def _rewritten(program: LocalProgram, inside: Mapping[fx.Node, fx.Node]) -> Loca
         else:
             new[node] = graph.node_copy(node, lambda n, user=node: new_source(user, n))  # type: ignore[misc]
     for node in reversed(list(graph.nodes)):
-        if node.target in UNDONE_BY.values() and not node.users:
+        if op_spec(node).restores_rows and not node.users:
             graph.erase_node(node)
     graph.lint()
     nodes = set(graph.nodes)

@@ -10,7 +10,6 @@ from torch import fx
 from ...core.annotations import is_getitem, leaf, origin
 from ...ir.program import Program, StepEnd, outputs
 from ...ops.catalog import op_spec
-from ...ops.rank_local import RANDOM
 from ...strategies.rule_book import RuleBook
 from .coupled_rows import couplings
 
@@ -91,7 +90,7 @@ def _movable_nodes(result: fx.Node, coupled: Set[fx.Node], constant: Set[fx.Node
     sources = {source for node in nodes for source in node.all_input_nodes}
     if any(leaf(source) is not None and not _is_state(source) for source in sources):
         return set()
-    if not RANDOM.isdisjoint(node.target for node in nodes) or nodes.isdisjoint(coupled):
+    if any(op_spec(node).random for node in nodes) or nodes.isdisjoint(coupled):
         return set()
     return nodes
 

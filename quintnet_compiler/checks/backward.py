@@ -212,7 +212,7 @@ class _BackwardCheck:
         if result is None:
             return
         passed = result if op_spec(node).user_derivative == "tangent" else result.args[0]
-        is_alias = passed is result or result.target is aten.alias.default
+        is_alias = passed is result or op_spec(result).aliases
         if not is_alias or not isinstance(passed, fx.Node) or self._original(passed) is not self._value(source):
             raise _fail(f"{result.name} is not what {node.name} passes on", node)
 

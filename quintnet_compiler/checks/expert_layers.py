@@ -11,20 +11,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..core.annotations import is_getitem, needs_grad, origin, shape, tensor_inputs
 from ..core.sharding import AxisType, I, P, R, Shard, parse_type
 from ..ir.program import Axis, Strategy
 from ..ops.catalog import op_spec
-from ..ops.collectives import combine, dispatch, dispatch_plan
-from ..ops.experts.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
+from ..ops.experts.grouped_rows import grouped_linear
 from ..ops.extensions import extension
+from ..ops.op_spec import Routing
 from ..ops.rank_local import local_experts
 from .extensions import ExpertCopiesCheck, LayerError
 
-aten = torch.ops.aten
 PlanParts = tuple[fx.Node, fx.Node]  # the two results of a plan
 Move = tuple[str, AxisType, AxisType]  # an axis, and the types before and after
 ReadProduct = Callable[[fx.Node], tuple[fx.Node, fx.Node]]  # of a product: its rows, and the end of each expert's
@@ -126,7 +124,7 @@ def check_expert_layer(
     """
     dispatches = _follow_dispatches(reads[1], reads[0], route)
     ungrouped = _undo_combines(result, dispatches)
-    if ungrouped.target is not ungroup_rows or not isinstance(ungrouped.args[0], fx.Node):
+    if not _routes(ungrouped, "ungroup") or not isinstance(ungrouped.args[0], fx.Node):
         raise LayerError(f"{ungrouped.name} is no product of grouped rows")
     product, leaving = _undo_moves(ungrouped.args[0])
     if leaving != route.leaving or (read is None and product.target is not grouped_linear):
@@ -145,12 +143,12 @@ def check_expert_layer(
 
 def _check_grouping(product: fx.Node, grouped: fx.Node, ends: fx.Node, ungrouped: fx.Node, rows: fx.Node) -> fx.Node:
     """Return the plan by which ``rows`` are grouped for ``product``, and its result is put back in order."""
-    if grouped.target is not group_rows or grouped.args != (rows, *ungrouped.args[1:]):
+    if not _routes(grouped, "group") or grouped.args != (rows, *ungrouped.args[1:]):
         raise LayerError(f"{product.name} reads rows in another order than {ungrouped.name} gives back")
     if ends is not ungrouped.args[2]:
         raise LayerError(f"{product.name} ends the rows of experts elsewhere than {ungrouped.name}")
     plan = origin(ends)[0]
-    if plan.target is not group_plan or _parts(plan) != ungrouped.args[1:]:
+    if not _routes(plan, "group plan") or _parts(plan) != ungrouped.args[1:]:
         raise LayerError(f"{ungrouped.name} is not grouped by a plan")
     return plan
 
@@ -160,7 +158,7 @@ def _follow_dispatches(ids: fx.Node, rows: fx.Node, route: ExpertRoute) -> _Disp
     plans = list[tuple[fx.Node, PlanParts]]()
     hot: Any = None  # of the first plan; the others must have the same
     for axis, parts_before in route.travel:
-        for plan in (n for n in ids.users if n.target is dispatch_plan and n.args[1:3] == (axis.name, axis.size)):
+        for plan in (n for n in ids.users if _routes(n, "plan") and n.args[1:3] == (axis.name, axis.size)):
             parts = _parts(plan)
             if parts is None or plan.args[3:5] != (route.experts, parts_before) or hot not in (None, plan.args[5]):
                 continue
@@ -177,7 +175,7 @@ def _follow_dispatches(ids: fx.Node, rows: fx.Node, route: ExpertRoute) -> _Disp
 def _undo_combines(node: fx.Node, dispatches: _Dispatches) -> fx.Node:
     """Return the value whose rows ``node`` returns, by the same plans, to the ranks from which they came."""
     for plan, parts in dispatches.plans:
-        if node.target is not combine or node.args[1:] != (*plan.args[1:3], *parts):
+        if not _routes(node, "combine") or node.args[1:] != (*plan.args[1:3], *parts):
             raise LayerError(f"rows do not return over {plan.args[1]} as they went")
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -196,7 +194,7 @@ def _is_weight(node: fx.Node, stored: fx.Node, hot: Sequence[int], route: Expert
     """Return whether ``node`` is ``stored``, a rank's experts, followed by the ``hot`` ones of all ranks."""
     if not hot:
         return node is stored
-    parts: Any = node.args[0] if node.target is aten.cat.default and node.args[1:] == (0,) else ()
+    parts: Any = node.args[0] if op_spec(node).joins and node.args[1:] == (0,) else ()
     if len(parts) != 2 or parts[0] is not stored:
         return False
     part, moves = _undo_moves(parts[1])
@@ -234,6 +232,12 @@ def _undo_moves(node: fx.Node) -> tuple[fx.Node, list[Move]]:
     return node, moves[::-1]
 
 
+def _routes(node: fx.Node, step: Routing) -> bool:
+    """Return whether ``node`` takes this step with the rows of a layer, and does not only begin it."""
+    spec = op_spec(node)
+    return spec.routing == step and not spec.under_way
+
+
 def _parts(plan: fx.Node) -> PlanParts | None:
     parts = {int(n.args[1]): n for n in plan.users if is_getitem(n)}  # type: ignore[arg-type]
     return (parts[0], parts[1]) if len(parts) == 2 else None
@@ -241,4 +245,4 @@ def _parts(plan: fx.Node) -> PlanParts | None:
 
 def _dispatched(x: fx.Node, plan: fx.Node, parts: PlanParts) -> fx.Node | None:
     """Return ``x`` as sent by ``plan``."""
-    return next((n for n in x.users if n.target is dispatch and n.args == (x, *plan.args[1:3], *parts)), None)
+    return next((n for n in x.users if _routes(n, "dispatch") and n.args == (x, *plan.args[1:3], *parts)), None)

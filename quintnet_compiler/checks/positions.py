@@ -17,7 +17,7 @@ from ..ops.attention.operator import IDS
 from ..ops.attention.ring_plan import ring_plan
 from ..ops.catalog import op_spec
 from ..ops.collectives import return_runs, send_runs
-from ..ops.rank_local import keep_mask, local_noise, noise
+from ..ops.rank_local import keep_mask, local_noise
 from .failure import check_failure
 
 _fail = partial(check_failure, "positions check")
@@ -105,7 +105,7 @@ def _check_ring_plan(local: LocalProgram, node: fx.Node, plan: Any, axis: Axis) 
 
 def _check_random(local: LocalProgram, node: fx.Node, call: fx.Node) -> None:
     arguments, layout = _arguments(node), {"whole": list(shape(node)), **_layout(local, node)}
-    if node.target is noise:
+    if op_spec(node).random == "numbers":
         _check_target(node, call, local_noise)
         draw = {"kind": arguments["kind"], "op": arguments["op"], "dtype": value(node).dtype}
         _compare(node, call, draw | layout)

@@ -15,6 +15,7 @@ from .derivatives.user_derivatives import End
 from .rules.notation import Work
 
 CastStep = Literal["largest", "scale", "cast"]
+Routing = Literal["plan", "dispatch", "combine", "group plan", "group", "ungroup"]
 FusedAs = Literal["pointwise", "reduction"]
 FUSED: tuple[FusedAs, ...] = get_args(FusedAs)
 
@@ -111,21 +112,26 @@ class OpSpec:
         exchanges: whether its ranks communicate wherever an axis splits it.
         unpadded: whether a rank's part of its inputs may have no padding.
         routing: what it does with the rows of such layers: ``"plan"`` says to which ranks they go, ``"dispatch"`` sends
-            them (or begins to), ``"combine"`` returns them.
+            them (or begins to), ``"combine"`` returns them; ``"group plan"``, ``"group"`` and ``"ungroup"`` do the same
+            with the order in which a rank has them.
         product: where its operands are, if it multiplies rows by a matrix.
         permutes: whether it permutes the dims of its input: ``"two"`` of them, or ``"any"``.
         accumulates: whether generated code adds to a gradient with it: a ``"value"``, or the ``"product"`` of two.
         adds: whether it adds two tensors, or a tensor and a number.
         reshapes: whether its result is its input in another shape, of as many elements in the same order.
         slices: whether it takes a range of one dim: (x, dim, start, end, step).
+        splits: what it takes apart along a dim: parts of certain ``"sizes"``, or ``"each"`` index.
+        joins: whether it concatenates values along a dim.
         relayouts: whether it returns its input in a memory format, and copies only where that is another.
         clones: whether it copies its input, as it is or in another memory format.
+        aliases: whether its result is its input, in the same memory.
         detaches: whether no gradient flows through it: its result is a value ``"of its own"``, or ``"in place"``.
         new_memory: whether no result ever lies in an input's memory; others may return an input with nothing to do.
         contiguous: whether its result is contiguous, whatever it reads.
         attention: what kind of attention it is, if any.
         plans_ring: whether it plans which rank of a ring has which positions.
-        random: whether it draws random numbers, which are those of the unsplit model.
+        random: what it draws, if it draws random numbers, which are those of the unsplit model: the ``"mask"`` of a
+            dropout, or ``"numbers"``.
         looks_up: whether it reads the rows of a table (its first input) that ids name: the gradient of the table is a
             sum of gradients of rows.
         caches: the positions of the caches that it writes to.
@@ -171,21 +177,24 @@ class OpSpec:
     no_copies: str = ""
     exchanges: bool = False
     unpadded: bool = False
-    routing: Literal["plan", "dispatch", "combine"] | None = None
+    routing: Routing | None = None
     product: Product | None = None
     permutes: Literal["two", "any"] | None = None
     accumulates: Literal["value", "product"] | None = None
     adds: bool = False
     reshapes: bool = False
     slices: bool = False
+    splits: Literal["sizes", "each"] | None = None
+    joins: bool = False
     relayouts: bool = False
     clones: bool = False
+    aliases: bool = False
     detaches: Literal["of its own", "in place"] | None = None
     new_memory: bool = False
     contiguous: bool = False
     attention: Attention | None = None
     plans_ring: bool = False
-    random: bool = False
+    random: Literal["mask", "numbers"] | None = None
     looks_up: bool = False
     caches: tuple[int, ...] = ()
     finds: bool = False
@@ -214,6 +223,16 @@ class OpSpec:
     def is_typed_move(self) -> bool:
         """Return whether it changes only the type of a value over an axis: what a rank has of it."""
         return self.converts or self.cuts_microbatch or self.shares
+
+    @property
+    def reorders_rows(self) -> bool:
+        """Return whether it sends or groups the rows of a layer, which its transpose undoes."""
+        return self.routing in ("dispatch", "group") and not self.under_way
+
+    @property
+    def restores_rows(self) -> bool:
+        """Return whether it undoes what another one has done with the rows of a layer."""
+        return self.routing in ("combine", "ungroup") and not self.under_way
 
     @property
     def communicates(self) -> bool:

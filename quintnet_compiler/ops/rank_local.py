@@ -65,8 +65,6 @@ local_noise = define_operator(
     "int[] dims, int[] parts, int[] units) -> Tensor",
     lambda size, kind, op, dtype, device, *_: torch.empty(size, dtype=dtype, device=device),
 )
-RANDOM = frozenset({dropout, noise})  # of a captured model: a program draws the same numbers on every layout
-DRAWS = frozenset({keep_mask, local_noise})  # the same, of a rank's program
 # a result of ``gather_early``, once it is there
 arrived = define_operator("arrived(Tensor x) -> Tensor", lambda x: SHIPPED.empty_like(x))
 # one microbatch's slice of a value of the whole batch: the runtime cuts it, in time instead of space

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..ops.rank_local import DRAWS, LOOKUPS, RANDOM, embedding_rows, embedding_rows_backward
+from ..ops.rank_local import LOOKUPS, dropout, embedding_rows, embedding_rows_backward, keep_mask, local_noise, noise
 from .attention.operator import attention
 from .attention.ring_plan import ring_plan
 from .attention.tiled import tiled_attention, tiled_attention_backward
@@ -29,7 +29,7 @@ from .copies import WAY_OF
 from .derivatives.inner_gradients import gradient, start
 from .derivatives.user_derivatives import ENDS
 from .experts.expert_linear import expert_linear
-from .experts.grouped_rows import group_rows, ungroup_rows
+from .experts.grouped_rows import group_plan, group_rows, ungroup_rows
 from .filled_rows import fill_rows
 from .op_spec import Attention, Decomposition, Product
 from .pointwise_losses import nll_loss_backward
@@ -63,8 +63,10 @@ _FLAGS: Mapping[str, Iterable[Any]] = {
     "adds": [aten.add.Tensor],
     "reshapes": [aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default],
     "slices": [aten.slice.Tensor],
+    "joins": [aten.cat.default],
     "relayouts": [aten.contiguous.default],
     "clones": [aten.clone.default],
+    "aliases": [aten.alias.default],  # traces below autograd have it for detach since torch 2.14
     "new_memory": [
         aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
         aten.add.Tensor, aten.sum.dim_IntList, aten.sum.default, aten.embedding.default,
@@ -75,7 +77,6 @@ _FLAGS: Mapping[str, Iterable[Any]] = {
         aten.native_layer_norm.default,
     ],
     "plans_ring": [ring_plan],
-    "random": DRAWS | RANDOM,
     "looks_up": LOOKUPS,
     "finds": [aten.where.default, aten.nonzero_numpy.default, aten.nonzero.default],
     "convolves": CONVOLUTIONS,
@@ -107,7 +108,10 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
     "routing": {
         dispatch_plan: "plan", **dict.fromkeys((dispatch, STARTS[dispatch]), "dispatch"),
         **dict.fromkeys((combine, STARTS[combine]), "combine"),
+        group_plan: "group plan", group_rows: "group", ungroup_rows: "ungroup",
     },
+    "random": {dropout: "mask", keep_mask: "mask", noise: "numbers", local_noise: "numbers"},
+    "splits": {aten.split_with_sizes.default: "sizes", aten.unbind.int: "each"},
     "product": {
         aten.linear.default: Product(bias=2, transposed=True),
         aten.mm.default: Product(),

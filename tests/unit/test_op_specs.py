@@ -68,6 +68,8 @@ def test_what_is_declared_of_collectives_follows_from_their_schemas() -> None:
             assert spec.collective.op is target
             assert (spec.collective.together is not None) <= (not _takes_several(target))
         assert (spec.routing == "plan") == (name == "dispatch_plan")
+        assert not spec.reorders_rows or (spec.transpose is not None and spec_of(spec.transpose).restores_rows)
+        assert not spec.restores_rows or (spec.transpose is not None and spec_of(spec.transpose).reorders_rows)
 
 
 def _takes_several(target: Any) -> bool:
@@ -155,8 +157,29 @@ def test_what_keeps_values_keeps_them() -> None:
     )
     (cast,) = _all("casts")
     assert torch.equal(cast(x, dtype=torch.float64), x.double())
+    (alias,) = _all("aliases")
+    assert torch.equal(alias(x), x) and alias(x).data_ptr() == x.data_ptr()
     (slices,) = _all("slices")
     assert torch.equal(slices(x, 1, 1, 4, 2), x[:, 1:4:2])
+
+
+def test_what_is_taken_apart_is_joined_again() -> None:
+    x = torch.rand(4, 6)
+    (join,) = _all("joins")
+    parts = {"sizes": ([1, 5], 1), "each": (1,)}
+    for target in _all("splits"):
+        results = target(x, *parts[spec_of(target).splits or ""])
+        columns = [part if part.dim() == 2 else part[:, None] for part in results]
+        assert torch.equal(join(columns, 1), x) and (len(results) == 6) == (spec_of(target).splits == "each")
+
+
+def test_rows_are_in_their_order_again_once_ungrouped() -> None:
+    named = {spec_of(target).routing: target for target in _own()}
+    ids, rows = torch.tensor([2, 0, 1, 0]), torch.rand(4, 3)
+    order, ends = named["group plan"](ids, 3, None, True)
+    grouped = named["group"](rows, order, ends)
+    assert torch.equal(grouped, rows[ids.argsort(stable=True)])
+    assert torch.equal(named["ungroup"](grouped, order, ends), rows)
 
 
 def test_sums_of_two() -> None:
@@ -217,7 +240,9 @@ def test_all_attention_says_what_kind_it_is() -> None:
 def test_draws_have_the_number_of_a_random_operator() -> None:
     assert {target for target in _own() if spec_of(target).random} == _all("random")
     for target in _own():
-        assert spec_of(target).random == ("op" in {name for name, _ in _arguments(target)})
+        names = {name for name, _ in _arguments(target)}
+        assert (spec_of(target).random is not None) == ("op" in names)
+        assert (spec_of(target).random == "numbers") == ("kind" in names)
 
 
 def test_operators_write_to_the_caches_that_they_say() -> None:

@@ -36,13 +36,14 @@ def place_data(graph: fx.Graph) -> None:
         CompileError: QN110 if a view of the old memory, or another value in the new memory, would differ.
     """
     nodes = list(graph.nodes)
-    if not any(node.target is _put_data for node in nodes):
+    assignments = [(place, node) for place, node in enumerate(nodes) if node.target is _put_data]
+    if not assignments:
         return
     memory: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         source = same_memory(node)
         memory[node] = memory[source] if source is not None else node
-    for place, node in [(i, n) for i, n in enumerate(nodes) if n.target is _put_data]:
+    for place, node in assignments:
         x, value = node.args
         assert isinstance(x, fx.Node) and isinstance(value, fx.Node)
         if _whole(value) is not _whole(x):

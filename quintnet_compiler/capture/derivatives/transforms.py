@@ -27,7 +27,6 @@ from ..places import OWN
 
 aten = torch.ops.aten
 _OURS = __name__.partition(".")[0]
-_DETACHED = (aten.detach.default, aten.alias.default)  # below autograd: torch 2.14 says alias
 # autograd cannot differentiate these again
 _WRITTEN_OUT: Any = get_decompositions([aten.nll_loss_backward.default, aten.nll_loss2d_backward.default])
 _DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
@@ -99,7 +98,7 @@ class _TransformCall:
 
 def _drop_detaches(graph: fx.Graph, meant: Collection[str]) -> None:
     """Remove autograd's own detaches of values that a backward reads, but those that the user's code ``meant``."""
-    for node in [node for node in graph.nodes if node.target in _DETACHED]:
+    for node in [node for node in graph.nodes if op_spec(node).detaches == "of its own" or op_spec(node).aliases]:
         if node.name in meant:
             node.target = aten.detach.default
         else:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx
 
 from ...core.annotations import facts
@@ -23,7 +22,6 @@ from .numbered_values import NumberedValues
 from .results import check_results
 
 _fail = partial(check_failure, "slices check")
-aten = torch.ops.aten
 
 
 def check_joined(original: DifferentiatedProgram, rewritten: DifferentiatedProgram) -> None:
@@ -53,7 +51,7 @@ class _Sums(NumberedValues):
         if op_spec(node).adds and not node.kwargs and all(isinstance(x, fx.Node) for x in args):
             terms = [term for x in args for term in self._terms(self.of[x], place)]
             return self._sum(place, terms)
-        if node.target is aten.cat.default:
+        if op_spec(node).joins:
             return self._join(place, args[1] if len(args) > 1 else 0, (self.of[x] for x in args[0]))
         number = self.numbers.call(place, node.target, (args, node.kwargs), self.of.__getitem__)
         if op_spec(node).slice_gradient and args[5] == 1:

@@ -10,21 +10,17 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
 from ...core.annotations import is_getitem, tensor_inputs
 from ...ir.program import LocalProgram
 from ...ir.value_numbers import ValueNumbers
-from ...ops.collectives import combine, dispatch
-from ...ops.experts.grouped_rows import group_rows, ungroup_rows
+from ...ops.catalog import op_spec
 from ...ops.rules.notation import Rule
 from ..failure import check_failure
 
-aten = torch.ops.aten
 Order = tuple[tuple[Any, int], ...]  # the calls that would restore the order of rows, the last one first
 Number = tuple[int, Order]
-_INVERSE = {dispatch: combine, group_rows: ungroup_rows}
 
 
 def check_token_dispatch(original: LocalProgram, rewritten: LocalProgram, rules: Mapping[Any, Rule]) -> None:
@@ -65,12 +61,13 @@ class _OrderedRows:
             self.of[node] = self._number(node)
 
     def _number(self, node: fx.Node) -> Number:
-        if node.target in _INVERSE.values():
+        spec = op_spec(node)
+        if spec.restores_rows:
             number, order = self.of[node.all_input_nodes[0]]
             return number, (self._reordering(node.target, node), *order)
-        if node.target in _INVERSE:
+        if spec.reorders_rows:
             number, order = self.of[node.all_input_nodes[0]]
-            if order and order[0] == self._reordering(_INVERSE[node.target], node):
+            if order and order[0] == self._reordering(spec.transpose, node):
                 return number, order[1:]
         order = self._order_of_inputs(node)
         number = self._call(node, order)

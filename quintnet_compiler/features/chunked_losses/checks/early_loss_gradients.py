@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx
 
 from ....checks.failure import check_failure
@@ -18,7 +17,6 @@ from ....ir.value_numbers import ValueNumbers
 from ....ops.catalog import op_spec
 
 _fail = partial(check_failure, "early gradients check")
-aten = torch.ops.aten
 
 
 def check_early_loss_gradients(old: DifferentiatedProgram, new: DifferentiatedProgram) -> None:
@@ -52,7 +50,7 @@ class _Numbered(NumberedValues):
 
     def _call(self, node: fx.Node) -> int:
         args: Any = node.args
-        if node.target is aten.alias.default:
+        if op_spec(node).aliases:
             return self.of[args[0]]
         if op_spec(node).adds and not node.kwargs and all(isinstance(x, fx.Node) for x in args):
             added = tuple(sorted(term for x in args for term in self.terms.get(self.of[x], (self.of[x],))))
