@@ -12,7 +12,7 @@ from torch import SymInt, Tensor, fx
 
 from ...capture.places import LEAF, WHERE
 from ...capture.sizes_by_value import shape_by_value
-from ...compat.torch import FakeTensorMode, OpOverload, pytree, schema
+from ...compat.torch import FakeTensorMode, OpOverload, draws_random_numbers, pytree, schema
 from ...core.absent_gpu import AbsentGpu
 from ...core.annotations import Leaf, facts, is_getitem, needs_grad, shape, value
 from ...core.errors import CompileError, Where
@@ -31,7 +31,7 @@ from .inner_gradients import inner_gradient, without_starts
 from .list_rewrites import row_by_row
 from .picked_rows import PickedRows
 from .picked_values import picks
-from .rewrites import REWRITES, draws
+from .rewrites import REWRITES
 
 aten = torch.ops.aten
 # arithmetic on sizes, which are numbers here
@@ -202,10 +202,10 @@ class Normalize:
         rewrite = REWRITES.get(target)
         if rewrite is not None:
             return rewrite(builder, node, args, kwargs)
-        random = draws(target) and not _drops_nothing(target, args, kwargs)
+        random = draws_random_numbers(target) and not _drops_nothing(target, args, kwargs)
         if target not in RULES and has_parts(target):
             graph, inputs = decompose(builder.mode, target, args, kwargs)
-            drawn = {part.target for part in graph.nodes if draws(part.target)}
+            drawn = {part.target for part in graph.nodes if draws_random_numbers(part.target)}
             # else the error names the operator that the user wrote, not its parts
             if drawn <= REWRITES.keys() and all(map(_is_supported, graph.nodes)):
                 return self._parts(builder, graph, inputs)

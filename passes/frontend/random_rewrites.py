@@ -18,7 +18,7 @@ from torch import fx
 from ...compat.torch import OpOverload, schema
 from ...core.absent_gpu import CPU
 from ...core.annotations import shape, value
-from ...core.errors import CompileError
+from ...guards.seeded_generators import own_generator
 from ...ir.builder import GraphBuilder
 from ...ops.catalog import op_spec
 from ...ops.rank_local import noise
@@ -64,12 +64,7 @@ def _rewrite(spell: Spelling) -> Rewrite:
         arguments = {parameter.name: parameter.default_value for parameter in parameters}
         arguments |= dict(zip((parameter.name for parameter in parameters), args, strict=False)) | kwargs
         if arguments.get("generator") is not None:
-            raise CompileError(
-                "QN105",
-                f"{node.target} draws from a generator of its own, whose numbers would differ between layouts",
-                where=builder.where,
-                fix="generator=None: numbers are a function of the plan's seed, the step and the position",
-            )
+            raise own_generator(builder.where)
         return spell(builder, _Drawn.from_node(node, arguments), arguments)
 
     return rewrite

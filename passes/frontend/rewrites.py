@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...compat.torch import OpOverload, operator_name
+from ...compat.torch import operator_name
 from ...core.absent_gpu import call_fake
 from ...core.annotations import is_float, shape, value
 from ...core.errors import CompileError
@@ -179,11 +179,6 @@ def _dropout(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict
     if dropped is not args[0]:  # its mask is where ones remain
         ones = builder.call(dropout, ones, probability, op=dropped.kwargs["op"])
     return [dropped, builder.call(aten.ne.Scalar, ones, 0)]
-
-
-def draws(target: Any) -> bool:
-    """Return whether an operator draws from torch's random generator, which differs on every rank."""
-    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _renormalized(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:

@@ -82,7 +82,7 @@ def modes_left() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         if saved_tensors_hooked():
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         if torch.is_anomaly_enabled():
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
         yield
@@ -103,10 +103,6 @@ def outside_of_modes() -> Iterator[None]:
 def is_users_mode(mode: TorchFunctionMode | TorchDispatchMode) -> bool:
     """Return whether a mode is neither torch's nor this package's."""
     return type(mode).__module__.partition(".")[0] not in ("torch", "quintnet", "quintnet_compiler")
-
-
-def _itself(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 @contextlib.contextmanager

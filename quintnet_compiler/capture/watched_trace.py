@@ -7,10 +7,11 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..compat.torch import FakeTensor, FunctionalTensor, is_functional, pytree, version
@@ -27,6 +28,7 @@ from ..guards.guards import Roots, TraceReads
 from ..guards.namespaces import Cell
 from ..guards.python_state import FORWARD, AttributeSnapshot, Change, Generators
 from ..guards.reach import is_observable
+from ..guards.seeded_generators import GeneratorWrites, own_generator
 from ..guards.tensor_attributes import (
     GET_GRADIENT,
     OriginalTensor,
@@ -41,7 +43,7 @@ from .block_reuse import Unseen, UnseenUsed
 from .changes.assigned_data import put_data
 from .changes.refused_changes import changed_by_trace, refused
 from .changes.tables_by_type import tables_by_type
-from .changes.user_frames import line_of_change, user_line
+from .changes.user_frames import line_of_change, user_frame, user_line
 from .modes import refuse_replaced, uncompiled
 from .raising_checks import checks_pass
 from .traced_as import TRACED_AS
@@ -110,6 +112,7 @@ class WatchedTrace:
         self.state, self.walk = AttributeSnapshot(), Walk()
         self.reads = Reads(self.state, self.walk.follow, self._meet_by_name)
         generators = Generators.now()
+        writes = GeneratorWrites(partial(user_frame, own=self.own), partial(user_line, own=self.own))
         tensors, stand_ins = (dict(self.constants), dict(self.foreign)), stand_ins_of(self.originals)
 
         def watched() -> Any:
@@ -118,6 +121,7 @@ class WatchedTrace:
                 attributes_of(stand_ins, self.reads),
                 _Tensors(self, stands_for, stand_ins),
                 checks_pass(_is_real, self.own),
+                writes.recorded(),
                 uncompiled(self.own),
                 made_in_calls(self.of_calls, lambda: self.reads.missing),
             ):
@@ -140,6 +144,7 @@ class WatchedTrace:
             refused = changes if refuse else [change for change in changes if change.put is None]
             self._refuse_iterators()
             self._refuse_pointers()
+            writes.refuse_first()
             by_others = tries > 1 and threading.active_count() > 1 and all(change.of_process for change in refused)
             if refused and not by_others:
                 restore()
@@ -313,6 +318,8 @@ class _Tensors(TorchFunctionMode):
     def _refuse(self, func: Any, args: Any, kwargs: Any, frame: types.FrameType) -> None:
         """Raise CompileError QN110 for what a program could not do with a tensor that is there before forward."""
         original = self.stand_ins.get(id(args[0])) if args else None
+        if isinstance((kwargs or {}).get("generator"), Generator):
+            raise own_generator(Where("", user_line(frame, self.trace.own)))
         if func == _SET_DATA:
             raise refused(
                 "assigns the .data of a tensor that is neither a parameter, nor a buffer, nor made in "

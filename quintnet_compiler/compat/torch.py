@@ -48,7 +48,7 @@ __all__ = [
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
     "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "needs_values",
     "runs_on", "writing_operators", "OLD_CHOLESKY", "custom_operator", "free_unbacked_symbols", "unwritten_guard",
-    "views_untracked",
+    "views_untracked", "draws_random_numbers",
 ]  # fmt: skip
 
 
@@ -207,6 +207,11 @@ def writing_operators() -> tuple[Any, ...]:
     names = [(name, *overload) for space, name, *overload in parts if space == "aten" and not name.startswith("__")]
     writing = [name for name in names if name[0].endswith("_") or name[-1].endswith("out")]
     return tuple(getattr(getattr(torch.ops.aten, name), *overload or ["default"]) for name, *overload in writing)
+
+
+def draws_random_numbers(target: object) -> bool:
+    """Return whether an operator draws from torch's random generator; instead: a list of their names."""
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def operator_name(target: object) -> str:

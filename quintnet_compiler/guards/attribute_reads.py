@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, default_generator, nn
 
 from .by_name import constructors, is_users, special_methods
 from .compiled_state import IterationState, is_compiled, is_iterator, is_pointer
@@ -277,6 +277,8 @@ class Reads:
 
 def _has_position(value: Any) -> bool:
     """Return whether something may be taken of a value that is no container."""
+    if isinstance(value, Generator):
+        return value is not default_generator  # of which other threads may draw
     return is_iterator(value) or (reading_of(value) is None and is_compiled(value))
 
 

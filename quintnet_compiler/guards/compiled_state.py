@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 from torch import Generator
 
+from ..compat.torch import without_torch_function
 from .python_state import PLAIN, Change, is_simple
 
 MAX_BYTES = 1 << 16  # of data that is compared; what is larger, as a tokenizer, counts by its identity
@@ -49,7 +50,9 @@ def compiled_data(value: Any) -> tuple[Any, ...]:
     """Return the plain data of which ``pickle`` would make a compiled object again; () if there is none."""
     kind = type(value)
     if isinstance(value, Generator):
-        return value.initial_seed(), value.get_state().numpy().tobytes()
+        with without_torch_function():
+            state = value.get_state().untyped_storage()  # as modes of a trace would see an operator
+        return value.initial_seed(), ctypes.string_at(state.data_ptr(), state.nbytes())
     methods = [getattr(kind, name, None) for name in ("__reduce__", "__reduce_ex__", "__getstate__")]
     if methods == _METHODS_OF_OBJECT:
         return ()
@@ -161,7 +164,9 @@ class IterationState:
     def of(cls, label: str, owner: Any) -> IterationState:
         """Return the position of now."""
         state = None
-        if not is_iterator(owner) and hasattr(owner, "__setstate__") and compiled_data(owner):
+        if isinstance(owner, Generator):
+            state = owner.get_state()
+        elif not is_iterator(owner) and hasattr(owner, "__setstate__") and compiled_data(owner):
             parts = owner.__reduce_ex__(2)
             state = parts[2] if len(parts) > 2 else None
         return cls(label, owner, iteration_state(owner), state)
@@ -176,5 +181,7 @@ class IterationState:
 
     def restore(self) -> None:
         """Put a generator of random numbers back; iterators cannot be."""
-        if self.state is not None and self.has_moved():
-            self.owner.__setstate__(self.state)
+        if self.state is None or not self.has_moved():
+            return
+        put = self.owner.set_state if isinstance(self.owner, Generator) else self.owner.__setstate__
+        put(self.state)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from ...compat.torch import OpOverload, pytree
+from ...compat.torch import draws_random_numbers, pytree
 from ...core.errors import CompileError
 from ...ops.catalog import op_spec
 from ..derivatives.checkpoints import ASSIGNED, CHECKPOINTS, Checkpoint, Checkpoints, bodies
@@ -167,15 +167,15 @@ class _SecondRun:
 
     def _check_values(self, node: fx.Node, differs: Collection[fx.Node]) -> None:
         """Refuse gradients and random numbers that would not be those of the first run, due to ``differs``."""
-        if differs and (node in self.grown or _draws(node)):
+        if differs and (node in self.grown or draws_random_numbers(node.target)):
             names = self._names(differs)
             self._refuse(f"the second run's gradients are computed with {names} as the whole forward leaves it")
-        if _draws(node) and not self.checkpoint.options.same_numbers:
+        if draws_random_numbers(node.target) and not self.checkpoint.options.same_numbers:
             self._refuse("with preserve_rng_state=False the second run draws other random numbers than the first")
 
     def _repeat(self, node: fx.Node, place: fx.Node) -> fx.Node:
         """Insert the second run of ``node`` after ``place``; return the last node that was inserted."""
-        if _draws(node):
+        if draws_random_numbers(node.target):
             return self._repeat_draw(node, place)
         with self.graph.inserting_after(place):
             copy = self.graph.node_copy(node, self._second)
@@ -219,10 +219,6 @@ class _SecondRun:
             where=self.checkpoint.where,
             fix=fix or 'call the part without torch.utils.checkpoint, and give quintnet.compile recompute="full"',
         )
-
-
-def _draws(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _grown(memory: _TracedMemory, trained: Collection[fx.Node]) -> set[fx.Node]:
