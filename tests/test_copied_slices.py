@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import quintnet
+from quintnet_compiler.compat.distributed import dtensor_operators, handled_by_torch
 from quintnet_compiler.dtensors.whole_dtensors import use_whole_dtensors
 
 
@@ -78,6 +82,34 @@ def _written() -> dict[str, tuple[Tensor, Tensor]]:
                 write(x)
             written[f"{write.__name__} dim {dim}"] = x.full_tensor().detach(), expected
     return written
+
+
+def _written_meanwhile() -> Tensor:
+    """Return what another thread writes into slices of a tensor while torch computes the same operators in this one."""
+    use_whole_dtensors()
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0)])
+    x[0].add_(1)
+    operators = torch.ops.aten.add_.Tensor, torch.ops.aten.slice.Tensor, torch.ops.aten.select.int
+
+    def write() -> None:
+        x[1:3].add_(2)
+        x[3].add_(3)
+
+    with contextlib.ExitStack() as stack:
+        for operator in operators:
+            stack.enter_context(handled_by_torch(operator))
+        assert not dtensor_operators().keys() & set(operators)
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+    assert set(operators) <= dtensor_operators().keys()
+    return x.full_tensor()
+
+
+def test_another_threads_writes_reach_the_whole_tensor() -> None:
+    for written in quintnet.launch(_written_meanwhile, 2, timeout=60):
+        assert written[:, 0].tolist() == [1, 2, 2, 3, 0, 0]
 
 
 def test_writes_reach_the_whole_tensor() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from operator import attrgetter
@@ -26,7 +28,7 @@ __all__ = [
     "TCPStore",  # likewise
     "all_gather", "checkpoint_parts_by", "dtensor_operators", "dtensor_over", "flight_record", "interleaved_shard",
     "is_interleaved", "local_tensor", "positions_of", "reduce_scatter", "replace_local_tensor",
-    "save_state_dict",
+    "handle_dtensor_operators", "handled_by_torch", "save_state_dict",
     "store_of_world", "symmetric_matmuls", "timeout_of", "use_symmetric_memory",
     "wait_as_long",
 ]  # fmt: skip
@@ -197,6 +199,57 @@ def dtensor_operators() -> dict[Any, Callable[..., Any]]:
     """Return what computes operators of DTensors, by operator; instead: nothing, DTensors are torch's own."""
     handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
     return handlers
+
+
+class _LeftOut(threading.local):
+    """The operators that a thread computes as torch does at the moment."""
+
+    operators: frozenset[Any] = frozenset()
+
+
+class _DispatcherOfThreads(type(DTensor._op_dispatcher)):  # type: ignore[misc]
+    """Is torch's dispatcher of operators of DTensors, whose handlers each thread may leave out for itself."""
+
+    handlers: dict[Any, Callable[..., Any]]
+    left_out: _LeftOut
+    remaining: dict[tuple[Any, ...], dict[Any, Callable[..., Any]]]
+
+    @property
+    def _custom_op_handlers(self) -> dict[Any, Callable[..., Any]]:
+        """Return the handlers of this thread; torch asks for them, and for a dict, at each operator."""
+        operators, handlers = self.left_out.operators, self.handlers
+        if not operators:
+            return handlers
+        key = (id(handlers), len(handlers), operators)
+        if key not in self.remaining:
+            self.remaining[key] = {name: handler for name, handler in handlers.items() if name not in operators}
+        return self.remaining[key]
+
+    @_custom_op_handlers.setter
+    def _custom_op_handlers(self, handlers: dict[Any, Callable[..., Any]]) -> None:
+        self.handlers = handlers
+
+
+def handle_dtensor_operators(handlers: Mapping[Any, Callable[..., Any]]) -> None:
+    """Let functions compute operators of DTensors from now on; instead: a subclass of DTensor."""
+    dispatcher: Any = DTensor._op_dispatcher
+    if not isinstance(dispatcher, _DispatcherOfThreads):
+        current = dispatcher.__dict__.pop("_custom_op_handlers")
+        vars(dispatcher).update(handlers=current, left_out=_LeftOut(), remaining={})
+        dispatcher.__class__ = _DispatcherOfThreads
+    dispatcher.handlers.update(handlers)
+    dispatcher.remaining.clear()
+
+
+@contextlib.contextmanager
+def handled_by_torch(operator: Any) -> Iterator[None]:
+    """Let torch compute an operator of DTensors in this thread, while inside; instead: no handler for any thread."""
+    left_out = DTensor._op_dispatcher.left_out  # type: ignore[attr-defined]
+    outside, left_out.operators = left_out.operators, left_out.operators | {operator}
+    try:
+        yield
+    finally:
+        left_out.operators = outside
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..compat.distributed import dtensor_operators, local_tensor
+from ..compat.distributed import dtensor_operators, handle_dtensor_operators, handled_by_torch, local_tensor
 from ..compat.interpreter import call_once
 from ..compat.torch import pytree, version, writing_operators
 from .local_values import part_like
@@ -19,6 +21,7 @@ from .local_values import part_like
 aten = torch.ops.aten
 _CUTS = (aten.diagonal, aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.squeeze, aten.view)
 _OTHER_VIEWS = (aten.alias, aten.detach, aten.expand, aten.permute, aten.t, aten.transpose, aten.unbind, aten.unsqueeze)
+_WRITES = threading.RLock()  # a tensor is read as a whole, changed and written: by one thread at a time
 Usual = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 
@@ -58,21 +61,16 @@ def _overloads(packets: Sequence[Any]) -> tuple[Any, ...]:
 def _wrap(functions: Sequence[Any], around: Callable[..., Any]) -> None:
     """Let ``around(usual, function, args, kwargs)`` compute these operators of DTensors, from now on."""
     handlers = dtensor_operators()
-    for function in functions:
-        handlers[function] = partial(around, partial(_usual, handlers.get(function)))
+    usual = {function: partial(_usual, handlers.get(function)) for function in functions}
+    handle_dtensor_operators({function: partial(around, computes) for function, computes in usual.items()})
 
 
 def _usual(handler: Callable[..., Any] | None, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return an operator's result as it was before :func:`_wrap`."""
     if handler is not None:
         return handler(function, args, kwargs)
-    handlers = dtensor_operators()
-    wrapped = handlers.pop(function, None)
-    try:
+    with handled_by_torch(function):
         return function(*args, **kwargs)
-    finally:
-        if wrapped is not None:
-            handlers[function] = wrapped
 
 
 def _take(usual: Usual, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -104,11 +102,12 @@ def _write(usual: Usual, function: Any, args: Sequence[Any], kwargs: Mapping[str
     """Run an in-place operator, and give what it has written into copied slices to their sources."""
     written = [value for name, value in kwargs.items() if name == "out"] or args[0]
     slices = [x for x in pytree.tree_leaves(written) if hasattr(x, "source_of_slice")]
-    for x in slices:
-        _read(x)
-    result = usual(function, args, kwargs)
-    for x in slices:
-        _write_back(x)
+    with _WRITES if slices else nullcontext():
+        for x in slices:
+            _read(x)
+        result = usual(function, args, kwargs)
+        for x in slices:
+            _write_back(x)
     return result
 
 
