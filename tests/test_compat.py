@@ -91,6 +91,8 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_tp_plan": _LLAMA,
         "_experts_implementation": transformers.MixtralConfig(),
         "_vjp_with_argnums": torch._functorch.eager_transforms,
+        **dict.fromkeys(["_ff_block", "_sa_block"], nn.TransformerEncoderLayer),
+        "_qkv_same_embed_dim": nn.MultiheadAttention(1, 1),
     }
 )
 # Those that only a model or a process group makes: tests that would fail without them.

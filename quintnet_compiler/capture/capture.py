@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from ..compat.torch import OpOverload, pytree, schema
+from ..compat.torch import OpOverload, draws_random_numbers, pytree, schema
 from ..compat.torch_codegen import forgotten_texts
 from ..compat.torch_constants import constants_have_values
 from ..compat.torch_export import free, kernels_alone, switches_by
@@ -97,7 +97,7 @@ def capture(
     check_batch_names(batch)  # before anything else: export writes names into code, and runs it
     modules = [part for part in (model, loss_fn) if isinstance(part, nn.Module)]
     for module in modules:
-        check_parts(module)
+        check_parts(module, training=training)
         check_names(module)
     form = form or BatchForm.of_batch(batch, batch_size_of(batch))
     rows = form.rows_in(batch)
@@ -366,9 +366,8 @@ def _only_makes(node: fx.Node) -> bool:
     """Return whether a torch operator only returns a result. Random numbers are an effect; ours may mark hooks."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return is_getitem(node)
-    counted = torch.Tag.nondeterministic_seeded in node.target.tags
     returns = node.target.namespace == "aten" and bool(schema(node.target).returns)
-    return returns and not counted and not writes(node)
+    return returns and not draws_random_numbers(node.target) and not writes(node)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch._functorch import config as functorch_config
 from torch.backends import mha, opt_einsum
 from torch.fx.experimental import _config as shapes_config
@@ -22,6 +23,7 @@ __all__ = [
     "QUESTIONS",
     "active_modes",
     "files_of_kernels",
+    "part_left_out",  # the part that a kernel takes for another; instead: comparing results
     "questions_answered",
     "root_of_build",
     "settings_named",
@@ -159,3 +161,62 @@ def questions_answered(answer: Callable[[bool], bool], replace: Any) -> Iterator
             stack.enter_context(mock.patch.object(torch.compiler, flag, False))
             stack.enter_context(mock.patch.object(torch.compiler, name, replace(partial(answer, truth), theirs)))
         yield
+
+
+# -- what an encoder layer evaluates by one kernel, whatever its parts say
+
+_BLOCKS = ("_sa_block", "_ff_block")
+
+
+def part_left_out(module: nn.Module, *, training: bool) -> str:
+    """Return the part that torch's kernel of an encoder layer takes for another, or "".
+
+    In evaluation, without gradients, ``nn.TransformerEncoderLayer`` calls one kernel, which reads the weights of its
+    parts, and decides about the activation when the layer is made. ``training``: whether gradients are on. Instead: the
+    layer's public attributes alone, which do not tell whether it calls the kernel.
+    """
+    if not isinstance(module, nn.TransformerEncoderLayer) or not _calls_kernel(module, training):
+        return ""
+    if not _has_activation(module):
+        return "activation"
+    types = {"linear1": nn.Linear, "linear2": nn.Linear, "norm1": nn.LayerNorm, "norm2": nn.LayerNorm}
+    types |= {"self_attn": nn.MultiheadAttention}
+    changed = [name for name, kind in types.items() if not _is_plain(getattr(module, name), kind)]
+    layer = type(module)
+    blocks = [
+        name
+        for name in _BLOCKS
+        if name in vars(module) or getattr(layer, name) is not getattr(nn.TransformerEncoderLayer, name)
+    ]
+    return (changed + blocks + [""])[0]
+
+
+def _calls_kernel(layer: nn.TransformerEncoderLayer, training: bool) -> bool:
+    """Return whether a layer, outside of autocast, calls the kernel for a batch of three dims."""
+    attention = layer.self_attn
+    conditions = (
+        mha.get_fastpath_enabled(),
+        type(layer).forward is nn.TransformerEncoderLayer.forward and "forward" not in vars(layer),
+        not training or not (layer.training or any(x.requires_grad for x in layer.parameters())),
+        layer.activation_relu_or_gelu,
+        isinstance(attention, nn.MultiheadAttention) and attention.batch_first and attention._qkv_same_embed_dim,
+        getattr(attention, "in_proj_bias", None) is not None and attention.num_heads % 2 == 0,
+        getattr(layer.norm1, "eps", None) == getattr(layer.norm2, "eps", 0),
+        not any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()),
+    )
+    return all(conditions)
+
+
+def _has_activation(layer: nn.TransformerEncoderLayer) -> bool:
+    """Return whether the activation is the one that the kernel computes."""
+    activation: Any = layer.activation
+    function, kind = (
+        (nn.functional.gelu, nn.GELU) if layer.activation_relu_or_gelu == 2 else (nn.functional.relu, nn.ReLU)
+    )
+    return activation is function or (isinstance(activation, kind) and _is_plain(activation, kind))
+
+
+def _is_plain(part: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether a part computes what one of its kind does, from the same weights."""
+    own = "forward" not in vars(part) and getattr(part, "approximate", "none") == "none"
+    return own and type(part).forward is kind.forward
