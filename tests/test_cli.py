@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+import torch
+import torch.nn.functional as F
 from typer.testing import CliRunner, Result
 
 import quintnet
@@ -27,6 +31,7 @@ from quintnet_compiler.core.errors import (
     QuintNetError,
     RunError,
 )
+from quintnet_compiler.core.files import save_text
 from quintnet_compiler.reports import doctor as examining
 
 ROOT = Path(__file__).parent.parent
@@ -201,6 +206,62 @@ def test_every_verb_has_an_example_that_is_in_the_docs() -> None:
         said = _run(name, "--help").stdout
         assert f"Example: quintnet {name}" in said and "--json" in said
         assert f"`{name}`" in table
+
+
+OUTPUTS = {
+    "simulate": ("--html", "--trace"), "measure": ("--out", "--html"), "plan": ("--out",), "calibrate": ("--out",),
+    "dump": ("--out",), "watch": ("--out",),
+}  # fmt: skip
+WRITTEN_OPTIONS = [(verb, option) for verb, options in OUTPUTS.items() for option in options]
+READ_OPTIONS = {"plan", "calibration", "measured", "config"}
+
+
+def test_every_option_that_is_a_path_is_known() -> None:
+    """One that is new is read, or is in ``OUTPUTS``, whose errors are tested."""
+    for name in VERBS:
+        hints = get_type_hints(getattr(importlib.import_module(f"quintnet_compiler.cli.{name}"), name))
+        paths = {option for option, kind in hints.items() if kind == Path | None or (kind is Path and option == "out")}
+        assert {f"--{option}" for option in paths - READ_OPTIONS} == set(OUTPUTS.get(name, ())), name
+
+
+@pytest.mark.parametrize(("verb", "option"), WRITTEN_OPTIONS)
+def test_a_file_that_cannot_be_written_is_one_message(
+    verb: str, option: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), ".temporary")
+
+    def launch(*_: object) -> list[Any]:
+        batch = torch.ones(2, 4), torch.ones(2, 4)
+        program = quintnet.compile(torch.nn.Linear(4, 4), quintnet.Mesh(dp=1), batch, loss_fn=F.mse_loss, check="off")
+        return [program.simulate()]
+
+    monkeypatch.setattr("quintnet_compiler.runtime.launch.launch.launch", launch)
+    calibration = types.SimpleNamespace(save=lambda path: save_text(path, ""))
+    monkeypatch.setattr("quintnet_compiler.reports.calibrate.calibrate", lambda *_: calibration)
+    monkeypatch.setattr("os.replace", full)
+    arguments = {
+        "watch": (str(folder), "--once"),
+        "calibrate": (),
+        "plan": ("cli_target:build", "--gpus-per-node", "1"),
+    }
+    done = _run(verb, *arguments.get(verb, PLAIN), option, "written")
+    path = "written/plan.json" if verb == "dump" else "written"
+    assert (done.exit_code, done.exception.__class__) == (2, SystemExit)
+    message = f"quintnet {verb}: Invalid value for {option}: {path} cannot be written: No space left on device"
+    assert message in done.stderr and ".temporary" not in done.stderr
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_an_answer_that_cannot_be_written_is_one_message() -> None:
+    """And what is left in a buffer does not fail at the end of the process."""
+    command = [sys.executable, "-m", "quintnet_compiler.cli", "explain", "QN203"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert (
+        done.stderr == "quintnet explain: Invalid value for stdout: stdout cannot be written: No space left on device\n"
+    )
 
 
 def test_no_colour_reaches_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

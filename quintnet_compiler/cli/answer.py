@@ -12,12 +12,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ParamSpec, Protocol
 
 import typer
 
 from ..core import errors, progress
 from ..core.errors import CheckpointError, QuintNetError, RunError
+from ..core.files import print_text
 
 USAGE, NO_PLAN, UNSUPPORTED, NOT_EQUAL, RANK_FAULT, CHECKPOINT, NOT_FINITE = 2, 3, 4, 5, 6, 7, 8
 P = ParamSpec("P")
@@ -54,6 +56,16 @@ USUAL = Volume()
 volume: ContextVar[Volume] = ContextVar("quintnet_volume", default=USUAL)  # of the verb that runs
 
 
+def write_output(option: str, path: Path | None, write: Callable[[Path], object]) -> None:
+    """Write what an option names, if it was given; errors of the system are raised as typer.BadParameter."""
+    try:
+        if path is not None:
+            write(path)
+    except OSError as error:
+        text = f"{error.filename or path} cannot be written: {error.strerror or error}"
+        raise typer.BadParameter(text, param_hint=option) from error
+
+
 def exit_code(error: QuintNetError) -> int:
     """The exit code that an error ends the command with; docs/cli.md has the table."""
     if error.code == "QN212":
@@ -76,6 +88,8 @@ def verb(function: Callable[P, Answer]) -> Callable[P, None]:
         try:
             with _aside() if as_json else contextlib.nullcontext(), _plain_warnings(volume.get().quiet):
                 answer = function(*args, **kwargs)
+            if text := answer.document if as_json else answer.text:
+                write_output("stdout", Path("stdout"), lambda _: print_text(text.rstrip("\n")))
         except QuintNetError as error:
             if volume.get().verbose:
                 traceback.print_exc()
@@ -86,8 +100,6 @@ def verb(function: Callable[P, Answer]) -> Callable[P, None]:
             message = error.format_message()
             typer.echo(f"quintnet {function.__name__}: {message}", err=True)
             raise _end({"id": "usage", "message": message}, USAGE, as_json) from None
-        if text := answer.document if as_json else answer.text:
-            typer.echo(text.rstrip("\n"))
         raise typer.Exit(answer.code)
 
     return run

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..core.progress import working
-from .answer import Answer
+from .answer import Answer, write_output
 from .inputs.options import Json
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -47,6 +47,5 @@ def calibrate(
         effort = replace(effort, sides=(*effort.sides, largest), most_flops=2.0 * largest**3)
     with working("measuring"):
         calibration = measure_machine(tuple(ranks or (2,)), effort)
-    if out:
-        calibration.save(out)
+    write_output("--out", out, calibration.save)
     return Answer(calibration.summary(), calibration.model_dump_json(indent=1))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..core.progress import working
-from .answer import Answer
+from .answer import Answer, write_output
 from .inputs.options import (
     CalibrationOption,
     DeviceOption,
@@ -52,7 +52,7 @@ def dump(
     costs, real = costs_of(calibration), Timeline.load(measured) if measured else None
     program = build_program(target, ProgramOptions.from_arguments(mesh, plan, microbatches, settings), device)
     with working("writing"):
-        folder = program.dump(out, costs=costs, measured=real)
-    manifest = json_module.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    text = f"{len(manifest['files'])} files in {folder}; open {folder / 'index.html'}"
-    return Answer(text, json_module.dumps({"folder": str(folder), **manifest}, indent=2))
+        write_output("--out", out, lambda folder: program.dump(folder, costs=costs, measured=real))
+    manifest = json_module.loads((out / "manifest.json").read_text(encoding="utf-8"))
+    text = f"{len(manifest['files'])} files in {out}; open {out / 'index.html'}"
+    return Answer(text, json_module.dumps({"folder": str(out), **manifest}, indent=2))

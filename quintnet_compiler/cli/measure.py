@@ -9,7 +9,7 @@ import typer
 
 from ..core.files import save_text
 from ..core.progress import working
-from .answer import Answer
+from .answer import Answer, write_output
 from .inputs.options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, Target, build_program
 from .inputs.targets import load_target
 
@@ -44,10 +44,8 @@ def measure(
     with working(f"running {steps + 1} steps on {size} ranks"):
         timelines: list[Timeline | None] = launch(_rank, size, (target, options, steps))
     timeline = next(timeline for timeline in timelines if timeline is not None)
-    if out:
-        timeline.save(out)
-    if html:
-        save_text(html, timeline.html())
+    write_output("--out", out, timeline.save)
+    write_output("--html", html, lambda path: save_text(path, timeline.html()))
     return Answer.from_report(timeline)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from ..planner.search import RESERVED_SHARE, Objective, SearchEffort
-from .answer import Answer
+from .answer import Answer, write_output
 from .inputs.options import Gpu, GpusPerNode, Json, Nodes, PrecisionOption, Price, Set, Target, Tokens, settings_of
 from .inputs.targets import load_target
 
@@ -91,8 +91,7 @@ def plan(
         model, cluster, batch, loss_fn=loss_fn, plan=pinned, top_k=top, objective=objective, work=work,
         seconds=seconds, tokens=tokens, price=price, reserve=reserve, among=alternatives,
     )  # fmt: skip
-    if out:
-        report.best.save(out)
+    write_output("--out", out, report.best.save)
     more: dict[str, ParetoFront | ScalingCurve | Versus | Sweep] = {}
     if front:
         more["front"] = report.front()
@@ -107,10 +106,7 @@ def plan(
 
 
 def _sweep(text: str) -> tuple[str, list[float]]:
-    """
-    Raises:
-        typer.BadParameter: if the text has another form.
-    """
+    """Read the name and the amounts of ``NAME=VALUE,...``, or raise typer.BadParameter."""
     name, _, amounts = text.partition("=")
     try:
         return name, [float(amount) for amount in amounts.split(",")]
@@ -119,20 +115,13 @@ def _sweep(text: str) -> tuple[str, list[float]]:
 
 
 def _listed(text: str) -> tuple[str, list[Any]]:
-    """
-    Raises:
-        typer.BadParameter: for a value that no plan has.
-    """
+    """Read the name and the values of ``NAME=VALUE,...``, or raise typer.BadParameter."""
     name, _, values = text.partition("=")
     return name, [settings_of([f"{name}={value}"])[name] for value in values.split(",")]
 
 
 def _beside(text: str) -> tuple[Cluster, float | None]:
-    """
-    Raises:
-        typer.BadParameter: if the text has another form.
-        CompileError: QN210 for a device that is not known.
-    """
+    """Read ``GPU[:NODES[:PRICE]]``, or raise typer.BadParameter, or CompileError QN210 for an unknown device."""
     from ..cost_models.cluster import Cluster
 
     name, *rest = text.split(":")

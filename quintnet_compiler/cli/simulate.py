@@ -9,7 +9,7 @@ import typer
 
 from ..core.files import save_text
 from ..core.progress import working
-from .answer import Answer
+from .answer import Answer, write_output
 from .inputs.options import (
     CalibrationOption,
     DeviceOption,
@@ -47,8 +47,6 @@ def simulate(
     program = build_program(target, ProgramOptions.from_arguments(mesh, plan, microbatches, settings), device)
     with working("simulating"):
         report = program.simulate(costs)
-    if html:
-        save_text(html, report.html())
-    if trace:
-        save_text(trace, report.chrome_trace())
+    write_output("--html", html, lambda path: save_text(path, report.html()))
+    write_output("--trace", trace, lambda path: save_text(path, report.chrome_trace()))
     return Answer.from_report(report)

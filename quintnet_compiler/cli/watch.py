@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .answer import Answer
+from .answer import Answer, write_output
 from .inputs.options import Json
 
 
@@ -37,12 +37,13 @@ def watch(
     page = out or folder / PAGE
     if not once:
         typer.echo(f"open {page.resolve().as_uri()}", err=True)
+    run_page = RunPage(folder)
     try:
-        run_page = watch_run(folder, page, every, once=once)
+        write_output("--out", page, lambda path: watch_run(folder, path, every, once=once))
     except KeyboardInterrupt:
-        run_page = RunPage(folder)
         run_page.update()
-        run_page.write(page)
+        write_output("--out", page, run_page.write)
+    run_page.update()
     metrics = run_page.metrics
     loss = metrics.newest.get(("train", "loss"))
     document = {

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,8 +145,17 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         CompileError: QN701 if a folder has that name, or the file's folder is none.
     """
-    with open_folder(path.parent) as folder:
+    with naming(path), open_folder(path.parent) as folder:
         write_file(folder, path.name, text)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let errors of the system name ``path``, which a person gave, and not a temporary file or a name in a folder."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def save_text(path: Path, text: str) -> None:
@@ -154,16 +165,36 @@ def save_text(path: Path, text: str) -> None:
         CompileError: QN701 if it is a folder, or its own folder is none.
         OSError: naming the path, if it cannot be written.
     """
-    if path.is_dir():
-        raise _is_a_folder(path)
-    try:
-        if _is_stream(path):
-            with path.open("w", encoding="utf-8", newline="") as stream:
-                stream.write(text)
-        else:
+    with naming(path):
+        if path.is_dir():
+            raise _is_a_folder(path)
+        if not _is_stream(path):
             replace_file(path, text)
+            return
+        with path.open("w", encoding="utf-8", newline="") as stream:
+            stream.write(text)
+
+
+def print_text(text: str) -> None:
+    r"""Print a line to stdout, unless its reader has gone. Bytes of paths that are no characters become ``\udcff``.
+
+    Raises:
+        OSError: if it cannot be written: it is dropped, and the process does not fail at its end.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        print(text, flush=True)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error  # and not the name of a temporary file
+        drop_output()
+        if not isinstance(error, BrokenPipeError):
+            raise
+
+
+def drop_output() -> None:
+    """Let whatever is still to be written to stdout go nowhere."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or replaced
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_stream(path: Path) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.code_origin import version_of
-from ..core.files import open_folder, write_file
+from ..core.files import naming, open_folder, write_file
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
 from ..ir.printer import code_text, program_text
@@ -33,6 +33,7 @@ def dump_program(
 
     Raises:
         CompileError: QN701 if something else is where a folder or a file should be.
+        OSError: naming what cannot be written.
     """
     write_files(folder, dump_files(program, plan, passes, extras))
     return folder
@@ -90,11 +91,14 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
     Raises:
         CompileError: QN701, see :func:`dump_program`.
+        OSError: naming what cannot be written.
     """
     with ExitStack() as stack:
-        opened = {"": stack.enter_context(open_folder(folder))}
+        with naming(folder):
+            opened = {"": stack.enter_context(open_folder(folder))}
         for path, text in files.items():
             inner, _, name = path.rpartition("/")
-            if inner not in opened:
-                opened[inner] = stack.enter_context(open_folder(Path(inner), opened[""]))
-            write_file(opened[inner], name, text)
+            with naming(folder / path):
+                if inner not in opened:
+                    opened[inner] = stack.enter_context(open_folder(Path(inner), opened[""]))
+                write_file(opened[inner], name, text)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
 import os
-import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CompileError, LogWarning
-from ..core.files import open_to_append, path_of, replace_file
+from ..core.files import drop_output, open_to_append, path_of, replace_file
 from .callbacks import Callback
 
 if TYPE_CHECKING:
@@ -97,8 +95,7 @@ class ConsoleLogger(Logger):
 
     def fail(self, error: Exception) -> None:
         if isinstance(error, BrokenPipeError):  # the reader has gone: the process must not fail at its end
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            drop_output()
         super().fail(error)
 
     def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:

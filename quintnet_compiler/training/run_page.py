@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from ..core import html
 from ..core.errors import CompileError, LogWarning
-from ..core.files import replace_file
+from ..core.files import naming, replace_file
 from ..reports.line_chart import Line, line_chart, short
 from ..simulation.chart import figure_svg
 from ..simulation.timeline import Timeline, duration
@@ -82,7 +82,8 @@ class RunPage:
 
     def write(self, path: Path, refresh: int = 0) -> None:
         """Replace ``path`` by the page at once, so that no browser reads a half of it. No link is written through."""
-        path.parent.stat()  # it may be gone: folders are not made here
+        with naming(path):
+            path.parent.stat()  # it may be gone: folders are not made here
         replace_file(path, self.html(refresh))
 
     def _values(self) -> dict[str, Any]:
