@@ -104,7 +104,8 @@ def test_every_kind_of_tensor_comes_back(kind: str, place: str) -> None:
     saved.save(place, step=1, extra={"kept": KINDS[kind]})
     other = _program(_Keeping(torch.zeros_like(KINDS[kind], memory_format=torch.contiguous_format)), check="off")
     restored = other.load(place)
-    for found in (other.state_dict()["kept"], restored.extra["kept"]):
+    saved.load(place)
+    for found in (other.state_dict()["kept"], restored.extra["kept"], saved.state_dict()["kept"]):
         assert found.dtype == KINDS[kind].dtype and found.shape == KINDS[kind].shape
         assert _bits(found) == _bits(KINDS[kind])
 
@@ -163,6 +164,41 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_name(kind: str) -> None:
     assert raised.value.code == "QN603"
     with pytest.raises(quintnet.CheckpointError, match=f"extra:odd is torch.{kind}, which"):
         stored_extra({"odd": REFUSED[kind]()})
+
+
+class _Labelled(Tensor):
+    """A class that its users want back."""
+
+
+def _without_memory() -> Tensor:
+    x = torch.ones(3)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+OF_ANOTHER_CLASS = {
+    "nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]),
+    "NestedTensor": lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged),
+    "MaskedTensor": lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])),
+    "_Labelled": lambda: torch.ones(3).as_subclass(_Labelled),
+    "UninitializedParameter": nn.UninitializedParameter,
+    "Tensor without memory": _without_memory,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of")
+@pytest.mark.parametrize("kind", OF_ANOTHER_CLASS)
+def test_a_tensor_of_another_class_is_refused_by_name_before_anything_is_written(
+    kind: str, program: CompiledProgram, tmp_path: Path
+) -> None:
+    """Its numbers alone would come back as another thing."""
+    optimizer = torch.optim.SGD(program.parameters(), lr=0.1)
+    optimizer.state[next(iter(program.parameters()))]["mean"] = OF_ANOTHER_CLASS[kind]()
+    for options in ({"extra": {"odd": [OF_ANOTHER_CLASS[kind]()]}}, {"optimizer": optimizer}):
+        for save in (program.save, program.save_async):
+            with pytest.raises(quintnet.CheckpointError, match=f"(odd|mean).* is a .*{kind}") as raised:
+                save(tmp_path / "run", step=1, **options)
+            assert raised.value.code == "QN603" and not (tmp_path / "run").exists()
 
 
 def test_a_state_without_values_is_refused_by_name(tmp_path: Path) -> None:

@@ -70,9 +70,8 @@ def encoded_state(name: str, state: Mapping[Any, Any], put: Callable[[str, str, 
     values = {}
     for key, x in state.items():
         if not isinstance(key, str):
-            raise CheckpointError(
-                "QN603", f"the optimizer's state of {name} has the key {key!r}", fix="use texts as keys"
-            )
+            text = f"the optimizer's state of {name} has the key {key!r}"
+            raise CheckpointError("QN603", text, fix="use texts as keys")
 
         def give(path: str, x: Tensor, key: str = key) -> None:
             put(path, key, x)

@@ -76,17 +76,16 @@ class SavedPart:
         """Raises: CheckpointError: QN603 for a kind of tensor that a checkpoint cannot hold."""
         x = self.local
         if x.is_meta:
-            raise CheckpointError(
-                "QN603", f"{shown(name)} is on the device meta: it has no values", fix="give it some, or remove it"
-            )
-        if x.layout is torch.strided and x.dtype in TYPE_NAMES:
+            text = f"{shown(name)} is on the device meta: it has no values"
+            raise CheckpointError("QN603", text, fix="give it some, or remove it")
+        if x.layout is not torch.strided or x.dtype not in TYPE_NAMES:
+            kind = str(x.dtype if x.layout is torch.strided else x.layout)
+        elif x.numel() and not x.data_ptr():
+            kind = f"a {type(x).__qualname__} without memory of its own"
+        else:
             return
-        kind = x.dtype if x.layout is torch.strided else x.layout
-        raise CheckpointError(
-            "QN603",
-            f"{shown(name)} is {kind}, which a checkpoint cannot hold",
-            fix="keep it as another dtype, such as torch.uint8, or in a buffer that is not persistent",
-        )
+        fix = "keep it as another plain tensor, such as one of torch.uint8, or in a buffer that is not persistent"
+        raise CheckpointError("QN603", f"{shown(name)} is {kind}, which a checkpoint cannot hold", fix=fix)
 
     def box(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None

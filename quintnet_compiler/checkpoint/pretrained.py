@@ -17,6 +17,7 @@ from ..ir.distributed_program import DistributedProgram
 from ..runtime.backends.backend import Backend
 from ..weights.adapters import base_of, is_peft
 from ..weights.files import Weights, open_weights, refuse_all, shown
+from ..weights.folded_buffers import unfold_buffers
 from ..weights.meta_buffers import computed_buffers
 from ..weights.names import Assignment, assign, is_hugging_face
 from ..weights.sources import Source, runs_of
@@ -60,6 +61,7 @@ def load_weights(subject: WeightsSubject, folder: Path, allowed: Allowed) -> Non
 def read_parts(subject: WeightsSubject, sources: Mapping[str, Sequence[Source]]) -> None:
     """Read this rank's parts. ``sources``: of each tensor, by its name."""
     backend = subject.backend
+    unfold_buffers(subject.model)
     names = {name for name in sources if name in subject.program.state}
     with everywhere(backend, "QN601"), torch.no_grad():
         backend.unset |= names  # until all are read: what fails half-way must not run

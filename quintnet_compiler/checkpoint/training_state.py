@@ -20,6 +20,7 @@ from ..compat.distributed import save_state_dict
 from ..core.empty_storage import is_of_other_ranks
 from ..core.errors import CheckpointError
 from ..weights.files import refuse_all, shown
+from ..weights.folded_buffers import unfold_buffers
 from .folder import CheckpointFolder, PublishedError, name_of
 from .lock import FolderLocks
 from .optimizer_state import merged, restored, tensors_and_note
@@ -277,6 +278,7 @@ class _Restoring:
             CheckpointError: QN602 if the model is another.
         """
         saved = self._saved
+        unfold_buffers(self.subject.model)
         parts, places = _parts(self.subject)
         targets = under_stored_names(parts, self._aliases, saved)
         targets = {n: part for n, part in targets.items() if n in saved or not _left_out(n, part, self.subject)}

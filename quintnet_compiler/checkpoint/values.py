@@ -14,7 +14,9 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from ..core.errors import CheckpointError
 from ..weights.files import shown
@@ -51,11 +53,8 @@ def plain(x: Any, what: str) -> Any:
         return [plain(part, what) for part in x]
     if isinstance(x, Mapping) and all(isinstance(key, str) for key in x):
         return {key: plain(part, what) for key, part in x.items()}
-    raise CheckpointError(
-        "QN603",
-        f"{what} is a {type(x).__name__}, which JSON cannot hold",
-        fix="keep numbers, texts, lists and dicts with texts as keys",
-    )
+    text = f"{what} is a {type(x).__name__}, which JSON cannot hold"
+    raise CheckpointError("QN603", text, fix="keep numbers, texts, lists and dicts with texts as keys")
 
 
 def path_of(key: str) -> str:
@@ -88,7 +87,7 @@ class _Encoder:
         self.what, self.put, self.put_other = what, put, put_other
 
     def encode(self, x: Any, path: str) -> Any:
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor) and _is_storable(x):
             self.put(path, x)
             return {"tensor": path}
         if type(x) in _PLAIN:
@@ -134,11 +133,18 @@ class _Encoder:
     def _refuse(self, x: Any, path: str) -> NoReturn:
         keys = ".".join(unquote(part.removeprefix("#")) for part in path.split(":")[1:])
         what = f"{self.what}: {keys}" if keys else self.what
+        kind = "nested tensor" if type(x) is Tensor else type(x).__qualname__
         raise CheckpointError(
             "QN603",
-            f"{what} is a {type(x).__qualname__}, which a checkpoint cannot hold",
-            fix="keep tensors, numbers, texts, members of an Enum, and lists, tuples, sets or dicts of them",
+            f"{what} is a {kind}, which a checkpoint cannot hold",
+            fix="keep plain tensors, numbers, texts, members of an Enum, and lists, tuples, sets or dicts of them",
         )
+
+
+def _is_storable(x: Tensor) -> bool:
+    """Return whether numbers and a shape say what a tensor is; those of other classes would lose theirs."""
+    kind = type(x)
+    return (kind is Tensor or issubclass(kind, (nn.Parameter, DTensor))) and not is_lazy(x) and not x.is_nested
 
 
 def _leaf(x: Any) -> tuple[str, Any] | None:
@@ -245,19 +251,9 @@ def extra_of(note: Mapping[str, Any]) -> dict[str, Any]:
         return dict(note.get("extra", {}))
     try:
         extra = from_json(note["typed_extra"])
-    except (
-        AttributeError,
-        LookupError,
-        OverflowError,
-        RecursionError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         text = f"state.json: typed_extra cannot be read: {type(error).__name__}: {shown(str(error))}"
-        raise CheckpointError(
-            "QN602", text, fix="import the modules of its classes first, or load another one"
-        ) from None
+        raise CheckpointError("QN602", text, fix="import the modules of its classes, or load another one") from None
     if not isinstance(extra, dict) or not all(isinstance(name, str) for name in extra):
         raise CheckpointError("QN602", "state.json: typed_extra is no dict of names", fix="load another checkpoint")
     return extra
