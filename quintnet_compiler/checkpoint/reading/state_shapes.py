@@ -82,11 +82,8 @@ class StateShapes:
         lacking = self._of_torch(saved.options, saved.shape).keys() - set(keys)
         if keys and lacking:
             names = ", ".join(sorted(lacking))
-            raise CheckpointError(
-                "QN602",
-                f"{names} of {saved.name} is missing in the checkpoint, and {type(self.optimizer).__name__} keeps it",
-                fix="load a checkpoint that has not been changed",
-            )
+            text = f"{names} of {saved.name} is missing in the checkpoint, and {type(self.optimizer).__name__} keeps it"
+            raise CheckpointError("QN602", text, fix="load a checkpoint that has not been changed")
 
     def note_unknown(self, saved: SavedState, state: Mapping[str, Any]) -> None:
         """Note tensors whose shapes nothing says, neither torch nor the optimizer's ``state`` of the parameter."""

@@ -55,11 +55,8 @@ class FolderLock:
             return open_plain(self.path), False
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO):
-                raise CheckpointError(
-                    "QN603",
-                    f"{shown(str(self.path))} is a link, or not a plain file: {shown(str(error.strerror))}",
-                    fix="remove it, or give another folder",
-                ) from None
+                text = f"{shown(str(self.path))} is a link, or not a plain file: {shown(str(error.strerror))}"
+                raise CheckpointError("QN603", text, fix="remove it, or give another folder") from None
             raise
 
     def _held(self, until: float, writable: bool) -> bool:

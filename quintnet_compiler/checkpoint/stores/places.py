@@ -38,11 +38,8 @@ def folder_at(place: str | os.PathLike[str], code: str = "QN603") -> CheckpointF
     try:
         store, root = url_to_fs(place.rstrip("/"), use_listings_cache=False)
     except (ImportError, ValueError) as error:
-        raise CheckpointError(
-            code,
-            f"{shown(place)}: {shown(str(error))}",
-            fix="pip install the package that it names (s3fs for s3://)",
-        ) from None
+        text = f"{shown(place)}: {shown(str(error))}"
+        raise CheckpointError(code, text, fix="pip install the package that it names (s3fs for s3://)") from None
     return ObjectFolder(store, root)
 
 
@@ -51,11 +48,8 @@ def _absolute(path: Path, code: str) -> Path:
     try:
         return path.absolute()
     except OSError as error:
-        raise CheckpointError(
-            code,
-            f"{shown(str(path))} is in the working directory, which is not there any more: {shown(str(error))}",
-            fix="give an absolute path",
-        ) from None
+        text = f"{shown(str(path))} is in the working directory, which is not there any more: {shown(str(error))}"
+        raise CheckpointError(code, text, fix="give an absolute path") from None
 
 
 def _path_of_url(url: str, code: str) -> Path:
