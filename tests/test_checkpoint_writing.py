@@ -379,7 +379,7 @@ def test_a_save_without_its_name_changes_nothing(
         program.save(tmp_path, step=step)
     with monkeypatch.context() as patch:
         _failing(patch, "rename", code, lambda source, to: str(to).endswith("step-00000001"))
-        with pytest.raises(quintnet.CheckpointError, match="this save changed no other checkpoint"):
+        with pytest.raises(quintnet.CheckpointError, match=f"this save changed no other checkpoint in {tmp_path}"):
             program.save(tmp_path, step=1)
     assert _there(tmp_path) == STEPS
     assert program.load(tmp_path).step == 30

@@ -165,7 +165,8 @@ def write(
                 "\n  ".join([f"{text}; then failed:", *reasons_of_ranks(error)]),
                 fix="go on from it if it is there; the next save finishes what failed",
             ) from error
-        raise error_of_ranks("QN603", error, "see the reason; this save changed no other checkpoint") from error
+        fix = f"see the reason; this save changed no other checkpoint in {shown(str(folder.path))}"
+        raise error_of_ranks("QN603", error, fix) from error
     return folder.at(name_of(step)).path
 
 

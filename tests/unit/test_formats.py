@@ -301,7 +301,12 @@ def test_a_destination_that_cannot_be_written_is_told(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        refused("QN603", lambda: convert(source, out, to), "No space left")
+        refused("QN603", lambda: convert(source, out, to), str(out), "No space left")
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        refused("QN603", lambda: convert(source, out, to), str(out), f"a part is left in {tmp_path}/.out.")
+        patch.undo()
+        for left in tmp_path.glob(".out.*"):
+            shutil.rmtree(left)
 
     def make_theirs(real: Callable[..., None], *args: Any) -> None:
         if args[-1] == out:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ def new_folder(folder: Path, tell_all: TellAll = alone, *, writes: bool = True) 
     Raises:
         CheckpointError: QN603 on every rank if it cannot be written, and what the block raises on one.
     """
-    temporary = folder.parent / f".{folder.name[:40]}.{secrets.token_hex(8)}.tmp"  # of at most 255 bytes
+    head = f".{folder.name[:40]}."  # the name has at most 255 bytes
+    temporary = folder.parent / f"{head}{secrets.token_hex(8)}.tmp"
     try:
         with raised_together(tell_all, "QN603"):
             if writes:
@@ -36,9 +38,24 @@ def new_folder(folder: Path, tell_all: TellAll = alone, *, writes: bool = True) 
             yield temporary
             if writes:
                 os.rename(temporary, folder)
+    except CheckpointError as error:
+        if error.code != "QN603":
+            raise
+        text = re.sub(rf"{re.escape(shown(head))}[0-9a-f]{{16}}\.tmp", lambda _: shown(folder.name), error.message)
+        if writes and _remains(temporary):
+            text += f"; a part is left in {shown(str(temporary))}"
+        if shown(str(folder)) not in text:
+            text = f"{shown(str(folder))} cannot be written: {text}"
+        raise CheckpointError("QN603", text, fix=error.fix) from error
     finally:
         if writes:
-            shutil.rmtree(temporary, ignore_errors=True)
+            _remains(temporary)
+
+
+def _remains(folder: Path) -> bool:
+    """Remove a folder, and return whether a part of it is left."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return os.path.lexists(folder)
 
 
 def _make(folder: Path, temporary: Path) -> None:
