@@ -42,9 +42,8 @@ def save_merged(subject: WeightsSubject, folder: Path) -> None:
     """
     model: Any = subject.model
     if not is_peft(model):
-        raise CheckpointError(
-            "QN603", "merged=True, and the model is no peft.PeftModel", fix="save_pretrained(folder) without merged"
-        )
+        message = "merged=True, and the model is no peft.PeftModel"
+        raise CheckpointError("QN603", message, fix="save_pretrained(folder) without merged")
     names = [name for name, _ in model.named_parameters()]
 
     def write(place: Path, tensors: dict[str, Tensor]) -> None:

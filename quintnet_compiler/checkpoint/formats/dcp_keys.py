@@ -68,9 +68,8 @@ def _optimizer_prefix(keys: Iterable[str]) -> str | None:
     prefixes = sorted({key[: key.index(GROUPS)] for key in keys if f".{GROUPS}" in f".{key}"})
     if len(prefixes) > 1:
         listed = ", ".join(shown(prefix.rstrip(".")) for prefix in prefixes)
-        raise CheckpointError(
-            "QN602", f"there are several optimizers: {listed}", fix="save them to folders of their own"
-        )
+        message = f"there are several optimizers: {listed}"
+        raise CheckpointError("QN602", message, fix="save them to folders of their own")
     return prefixes[0] if prefixes else None
 
 

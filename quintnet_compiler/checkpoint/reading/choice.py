@@ -192,11 +192,8 @@ class _FolderLook:
         first = [next(i for i, text in enumerate(messages) if text.startswith(digest)) for digest in different]
         lines = [f"rank {rank}: {shown(messages[rank].partition(' ')[2])}" for rank in first[:20]]
         step = name.partition("/")[0]
-        raise CheckpointError(
-            "QN601",
-            "\n  ".join([f"ranks would load {len(different)} different checkpoints of step {step}", *lines]),
-            fix="give every rank the same folder, on a disk that all ranks share",
-        )
+        message = "\n  ".join([f"ranks would load {len(different)} different checkpoints of step {step}", *lines])
+        raise CheckpointError("QN601", message, fix="give every rank the same folder, on a disk that all ranks share")
 
     def _refuse(self, report: _Report, name: str) -> None:
         """Raise what a checkpoint that is not whole leads to, unless the one before it is to be tried."""
