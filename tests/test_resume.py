@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
 import warnings
@@ -15,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, get_worker_info
 
 import quintnet
 from quintnet_compiler.checkpoint.values import from_json
@@ -421,6 +423,32 @@ def test_a_scheduler_that_waits_for_a_plateau_is_stepped_with_the_loss_of_valida
     assert optimizer.param_groups[0]["lr"] == 1e-30 * 0.5**2
     state = program.load(tmp_path).extra["trainer"]["scheduler"]
     assert from_json(state["state"])["num_bad_epochs"] == scheduler.state_dict()["num_bad_epochs"]
+
+
+class KillsItsWorker(Rows):
+    """Rows whose last one ends the worker that reads it, as a killer of processes out of memory does, once."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def __getitem__(self, i: int) -> Any:
+        if i == ROWS - 1 and get_worker_info() is not None and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(i)
+
+
+def test_a_worker_of_a_loader_that_is_killed_ends_the_run_which_goes_on_from_its_last_step(tmp_path: Path) -> None:
+    def loader() -> Any:
+        return DataLoader(KillsItsWorker(tmp_path / "mark"), BATCH, num_workers=1, prefetch_factor=1)
+
+    expected = plain_losses(DataLoader(Rows(), BATCH), EPOCHS, net())
+    with pytest.raises(RuntimeError, match=r"DataLoader worker.*(killed by signal|exited unexpectedly)"):
+        _fit({"dp": 1}, loader, tmp_path / "run", None, 1)
+    losses = _fit({"dp": 1}, loader, tmp_path / "run", None, 2).losses
+    assert 0 < len(losses) < len(expected)
+    assert losses == pytest.approx(expected[-len(losses) :], rel=1e-9)
 
 
 def test_a_step_that_cannot_be_measured_is_refused_before_the_first(tmp_path: Path) -> None:
