@@ -103,10 +103,14 @@ def test_a_console_that_is_gone(error: Exception, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_the_exit_code_of_a_run_whose_reader_has_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("console", ["its reader has gone", "a full disk"])
+def test_the_exit_code_of_a_run_whose_console_is_gone(console: str, tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text("from tests.test_logs_that_fail import _trainer\n_trainer(console=True).fit()\n")
     read, write = os.pipe()
     os.close(read)
+    if console == "a full disk":
+        os.close(write)
+        write = os.open("/dev/full", os.O_WRONLY)
     root = str(Path(__file__).parent.parent)
     done = subprocess.run(
         [sys.executable, str(tmp_path / "run.py")], stdout=write, stderr=subprocess.PIPE, text=True, timeout=240,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CompileError, LogWarning
-from ..core.files import drop_output, open_to_append, path_of, replace_file
+from ..core.files import drop_output, open_to_append, path_of, print_text, replace_file
 from .callbacks import Callback
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class ConsoleLogger(Logger):
 
     def on_end(self, trainer: Trainer) -> None:
         if trainer.program.first:
-            print(trainer.time, flush=True)
+            print_text(str(trainer.time))
 
 
 class JsonLogger(Logger):
