@@ -186,8 +186,8 @@ def _attributes_of_compat() -> frozenset[str]:
             if isinstance(node, ast.Attribute) and _private(node.attr) and not ast.unparse(node).startswith("torch."):
                 found.add(node.attr)
         found |= {str(text.value) for text in _texts(_tree(path)) if _private(str(text.value))}
-    axes = {"_tp_plan", "_ep_plan", "_pp_plan"}
-    return frozenset({name for name in found if name.isidentifier()} - {"_plan"} | axes)
+    axes, own = {"_tp_plan", "_ep_plan", "_pp_plan"}, {"_plan", "_P", "_T"}  # the last two: variables of types
+    return frozenset({name for name in found if name.isidentifier()} - own | axes)
 
 
 def _offences(path: Path) -> Iterator[str]:
