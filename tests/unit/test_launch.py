@@ -44,6 +44,13 @@ from quintnet_compiler.runtime.launch.rank_status import (
 from quintnet_compiler.runtime.transport import gloo_threads
 
 
+@pytest.mark.parametrize("error", [EOFError("unexpected EOF"), ConnectionResetError(104, "Connection reset by peer")])
+def test_a_fork_server_that_ends_is_named(error: Exception) -> None:
+    message = r"QN307 (?s:.*)fork server, .* before it had started rank 1"
+    with pytest.raises(RunError, match=message), sending.needs_fork_server(1):
+        raise error
+
+
 def test_malloc_gets_both_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[int, int]] = []
     library = SimpleNamespace(mallopt=lambda parameter, value: given.append((parameter, value)))

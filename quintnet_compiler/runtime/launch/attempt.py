@@ -33,7 +33,7 @@ from .heartbeat import GRACE, LOOK, PERIOD, SAVED, SAVES, VERDICT, Heartbeat
 from .preemption import Preempted
 from .rank_status import LONGEST_LINE, RankStatus, read_rows, shorten_middle
 from .run_folder import end_with_launcher, mark_fork_server_folder
-from .sending import LOOPBACK, importable_main, local_listener, packed, unpacked
+from .sending import LOOPBACK, importable_main, local_listener, needs_fork_server, packed, unpacked
 
 STOPPED_SECONDS = 1.0  # after which a stopped rank is given up
 STALL_SECONDS = 3.0  # after which a message says that all ranks wait
@@ -124,7 +124,7 @@ class Attempt:
                 ours, theirs = context.Pipe(duplex=False)
                 seat = Seat(rank, self.size, slot, max(self.slots) + 1, port, self.folder, method)
                 process = context.Process(target=run_job, args=(self.job, seat, theirs), daemon=True)
-                with importable_main():
+                with importable_main(), needs_fork_server(rank):
                     process.start()
                 theirs.close()
                 self.pipes[ours] = rank

@@ -96,6 +96,23 @@ def importable_main() -> Iterator[None]:
         main.__dict__.update(hidden)
 
 
+@contextlib.contextmanager
+def needs_fork_server(rank: int) -> Iterator[None]:
+    """While inside, the process of ``rank`` is started by multiprocessing's fork server.
+
+    Raises:
+        RunError: QN307 if that process ends before it has.
+    """
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        raise RunError(
+            "QN307",
+            f"multiprocessing's fork server, which starts ranks, ended before it had started rank {rank}",
+            fix="see what it wrote to stderr, and in the system's log whether it was killed for want of memory",
+        ) from error
+
+
 def _has_script() -> bool:
     """Return whether other processes can import what this one's main module defines."""
     main = sys.modules["__main__"]
