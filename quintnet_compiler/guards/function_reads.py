@@ -17,6 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ _READ_ALL = ("globals", "eval", "exec")  # may read any variable of the function
 _PACKAGES = tuple({*site.getsitepackages(), site.getusersitepackages(), *STDLIB})
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # also those of another environment that is on the path
 _LIBRARIES = (*_PACKAGES, code_origin.TORCH, code_origin.PACKAGE, "<frozen")
+_MAX_DEPTH = 4  # levels of containers and objects in which trained parts of a loss function are looked for
 
 
 @dataclass(frozen=True)
@@ -342,38 +344,54 @@ def trainable(call: Callable[..., Any] | None, model: nn.Module) -> dict[str, nn
 
     They are of its closure, global variables, arguments in a partial, defaults, or the object whose method it is.
     """
-    parts = {id(part) for part in (*model.modules(), *model.parameters())}
-    used: dict[str, nn.Module | nn.Parameter] = {}
-
-    def take(name: str, value: Any, depth: int) -> None:
-        if isinstance(value, (nn.Module, nn.Parameter)):
-            if id(value) not in parts:
-                free = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 1000))) if n not in used)
-                used[free] = value
-                parts.update(map(id, (value, *value.modules(), *value.parameters())) if isinstance(value, nn.Module)
-                             else (id(value),))  # fmt: skip
-        elif isinstance(value, (list, tuple, dict)) and depth < 4:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in items:
-                take(f"{name}_{key}" if name else str(key), item, depth + 1)
-        elif isinstance(value, functools.partial):
-            take(name, value.func, depth)
-            take(name, value.args, depth)
-            take(name, value.keywords, depth)
-        elif isinstance(value, types.MethodType):
-            take(name, value.__self__, depth)
-        elif depth < 4 and not isinstance(value, (type, types.ModuleType, types.FunctionType)):
-            fields = getattr(value, "__dict__", None)
-            if isinstance(fields, dict) and not str(type(value).__module__).startswith(("torch", "builtins")):
-                take(name, fields, depth + 1)
-
-    take("", call, 0)
+    trained = _TrainedParts({id(part) for part in (*model.modules(), *model.parameters())})
+    trained.take("", call)
     walk = Walk()
     walk.follow(call)
     for variable in walk.variables:
-        take(variable.name, variable.value, 0)
+        trained.take(variable.name, variable.value)
     if isinstance(call, types.FunctionType):
         defaults: dict[Any, Any] = dict(enumerate(call.__defaults__ or ()))
         for name, default in (defaults | (call.__kwdefaults__ or {})).items():
-            take(str(name), default, 0)
-    return used
+            trained.take(str(name), default)
+    return trained.parts
+
+
+@dataclass
+class _TrainedParts:
+    """Collects the modules and parameters of a loss function, by names of which no two are equal."""
+
+    seen: set[int]  # ids of what the model has, and of what ``parts`` has
+    parts: dict[str, nn.Module | nn.Parameter] = field(default_factory=dict)
+
+    def take(self, name: str, value: Any, depth: int = 0) -> None:
+        """Add ``value``, or what is found in it."""
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            self._add(name, value)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self.take(name, part, depth)
+        elif isinstance(value, types.MethodType):
+            self.take(name, value.__self__, depth)
+        elif depth < _MAX_DEPTH:
+            for label, content in _contents(name, value):
+                self.take(label, content, depth + 1)
+
+    def _add(self, name: str, part: nn.Module | nn.Parameter) -> None:
+        if id(part) in self.seen:
+            return
+        names = chain((name,), (f"{name}_{number}" for number in count(2)))
+        self.parts[next(label for label in names if label not in self.parts)] = part
+        inner = (*part.modules(), *part.parameters()) if isinstance(part, nn.Module) else ()
+        self.seen.update(map(id, (part, *inner)))
+
+
+def _contents(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a container or an object of the user's holds, by name."""
+    if isinstance(value, (list, tuple, dict)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield f"{name}_{key}" if name else str(key), item
+    elif not isinstance(value, (type, types.ModuleType, types.FunctionType)):
+        fields = getattr(value, "__dict__", None)
+        if isinstance(fields, dict) and not str(type(value).__module__).startswith(("torch", "builtins")):
+            yield name, fields
