@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from quintnet_compiler.compat.torch import draws_random_numbers
 from quintnet_compiler.core.annotations import shape
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.precision import Precision
@@ -27,7 +28,7 @@ from quintnet_compiler.passes.frontend.decompose import decompose, has_parts
 from quintnet_compiler.passes.frontend.loss_rewrites import cross_entropy, distance, divergence, many_labels, mean, nll
 from quintnet_compiler.passes.frontend.narrow_leaves import narrow_leaves
 from quintnet_compiler.passes.frontend.random_rewrites import random_calls
-from quintnet_compiler.passes.frontend.rewrites import REWRITES, draws
+from quintnet_compiler.passes.frontend.rewrites import REWRITES
 from quintnet_compiler.passes.frontend.stride_rewrites import as_strided, as_strided_scatter
 from quintnet_compiler.passes.lowering.lower_attention import LowerAttention
 from quintnet_compiler.strategies.emit_conversion import cast, emit_conversion, loss_seed
@@ -286,7 +287,7 @@ def test_adding_a_number_is_another_operator_than_adding_a_tensor() -> None:
     x = torch.randn(3)
     found, made = _numbers(REWRITES[aten.add.Tensor], aten.add.Tensor, x, 2)
     assert torch.equal(found, x + 2) and made == ["aten.add.Scalar"]
-    assert draws(aten.rand.default) and not draws(aten.add.Tensor)
+    assert draws_random_numbers(aten.rand.default) and not draws_random_numbers(aten.add.Tensor)
 
 
 def test_conversions_as_communication_in_the_dtype_that_is_asked_for() -> None:
