@@ -202,10 +202,11 @@ def schema_or_none(target: object) -> Any:
 
 
 def writing_operators() -> tuple[Any, ...]:
-    """Return torch's operators that write to their first argument, or to ``out``; instead: a list of their names."""
+    """Return torch's operators that write values to their first argument, or to ``out``; instead: their names."""
     parts = [name.replace(".", "::").split("::") for name in torch._C._dispatch_get_all_op_names()]
     names = [(name, *overload) for space, name, *overload in parts if space == "aten" and not name.startswith("__")]
     writing = [name for name in names if name[0].endswith("_") or name[-1].endswith("out")]
+    writing = [name for name in writing if name[0] not in ("detach_", "requires_grad_")]
     return tuple(getattr(getattr(torch.ops.aten, name), *overload or ["default"]) for name, *overload in writing)
 
 

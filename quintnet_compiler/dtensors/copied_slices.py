@@ -45,6 +45,7 @@ def write_to_copied_slices() -> None:
     """Let in-place operators of this process write into copied slices of DTensors as into views, from now on."""
     _wrap(_overloads(_CUTS), _take)
     _wrap([aten.fill_.Tensor], _fill)
+    _wrap([aten.detach_.default], _itself)  # torch 2.11 has no rule for it
 
 
 @call_once
@@ -52,6 +53,11 @@ def _follow_slices() -> None:
     """Follow views of slices, and writes: from the first slice on, as operators become a little slower."""
     _wrap(_overloads(_OTHER_VIEWS), _take)
     _wrap(writing_operators(), _write)
+
+
+def _itself(usual: Usual, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the tensor: below autograd, there is nothing to detach it from."""
+    return args[0]
 
 
 def _overloads(packets: Sequence[Any]) -> tuple[Any, ...]:
