@@ -345,15 +345,15 @@ def trainable(call: Callable[..., Any] | None, model: nn.Module) -> dict[str, nn
     They are of its closure, global variables, arguments in a partial, defaults, or the object whose method it is.
     """
     trained = _TrainedParts({id(part) for part in (*model.modules(), *model.parameters())})
-    trained.collect("", call)
+    trained.look_at("", call)
     walk = Walk()
     walk.follow(call)
     for variable in walk.variables:
-        trained.collect(variable.name, variable.value)
+        trained.look_at(variable.name, variable.value)
     if isinstance(call, types.FunctionType):
         defaults: dict[Any, Any] = dict(enumerate(call.__defaults__ or ()))
         for name, default in (defaults | (call.__kwdefaults__ or {})).items():
-            trained.collect(str(name), default)
+            trained.look_at(str(name), default)
     return trained.parts
 
 
@@ -364,18 +364,18 @@ class _TrainedParts:
     seen: set[int]  # ids of what the model has, and of what ``parts`` has
     parts: dict[str, nn.Module | nn.Parameter] = field(default_factory=dict)
 
-    def collect(self, name: str, value: Any, depth: int = 0) -> None:
+    def look_at(self, name: str, value: Any, depth: int = 0) -> None:
         """Add ``value``, or what is found in it."""
         if isinstance(value, (nn.Module, nn.Parameter)):
             self._add(name, value)
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
-                self.collect(name, part, depth)
+                self.look_at(name, part, depth)
         elif isinstance(value, types.MethodType):
-            self.collect(name, value.__self__, depth)
+            self.look_at(name, value.__self__, depth)
         elif depth < _MAX_DEPTH:
             for label, content in _contents(name, value):
-                self.collect(label, content, depth + 1)
+                self.look_at(label, content, depth + 1)
 
     def _add(self, name: str, part: nn.Module | nn.Parameter) -> None:
         if id(part) in self.seen:
