@@ -42,20 +42,20 @@ def new_folder(folder: Path, tell_all: TellAll = alone, *, writes: bool = True) 
         if error.code != "QN603":
             raise
         text = re.sub(rf"{re.escape(shown(head))}[0-9a-f]{{16}}\.tmp", lambda _: shown(folder.name), error.message)
-        if writes and _remains(temporary):
+        if writes and not _remove(temporary):
             text += f"; a part is left in {shown(str(temporary))}"
         if shown(str(folder)) not in text:
             text = f"{shown(str(folder))} cannot be written: {text}"
         raise CheckpointError("QN603", text, fix=error.fix) from error
     finally:
         if writes:
-            _remains(temporary)
+            _remove(temporary)
 
 
-def _remains(folder: Path) -> bool:
-    """Remove a folder, and return whether a part of it is left."""
+def _remove(folder: Path) -> bool:
+    """Remove a folder, and return whether nothing of it is left."""
     shutil.rmtree(folder, ignore_errors=True)
-    return os.path.lexists(folder)
+    return not os.path.lexists(folder)
 
 
 def _make(folder: Path, temporary: Path) -> None:
